@@ -18,9 +18,11 @@ class BuildWithPlugins(build_py):
             return
         for name in ("plugins", "configs", "projects"):
             shutil.copytree(
-                ROOT / name, Path(self.build_lib, "crosstrain", name),
-                ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True,
-            )  # fmt: skip
+                ROOT / name,
+                Path(self.build_lib, "crosstrain", name),
+                ignore=shutil.ignore_patterns("__pycache__"),
+                dirs_exist_ok=True,
+            )
 
 
 setup(cmdclass={"build_py": BuildWithPlugins})

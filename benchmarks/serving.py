@@ -45,9 +45,11 @@ def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
         ["-m", "crosstrain", "export", "--checkpoint", str(folder / "run"), "--output", str(folder / "model")],
     ):
         subprocess.run(
-            [sys.executable, *program], check=True, capture_output=True,
+            [sys.executable, *program],
+            check=True,
+            capture_output=True,
             env=os.environ | {"PYTHONPATH": str(ROOT / "platform")},
-        )  # fmt: skip
+        )
     return folder / "run", folder / "model"
 
 
@@ -55,9 +57,11 @@ def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
 def serving(command: list[str], port: int) -> Iterator[str]:
     """The base URL of a server that is ready."""
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "platform")},
-    )  # fmt: skip
+    )
     try:
         deadline = time.monotonic() + 180
         while True:

@@ -52,9 +52,11 @@ def arrows(core: Path) -> dict[str, set[str]]:
     for module in found:
         tree = ast.parse(files[module].read_text())
         for_types = {
-            id(n) for block in ast.walk(tree) if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+            id(n)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
             for n in ast.walk(block)
-        }  # fmt: skip
+        }
         for node in (n for n in ast.walk(tree) if id(n) not in for_types):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "crosstrain":
                 package = (node.module or "").partition(".")[2]
@@ -71,9 +73,11 @@ def contract(core: Path) -> list[str]:
     floor = {package: number for number, packages in enumerate(FLOORS, 1) for package in packages}
     found = arrows(core)
     wrong = [
-        f"{module} imports {other}" for module, others in found.items() for other in others
+        f"{module} imports {other}"
+        for module, others in found.items()
+        for other in others
         if (a := module.split(".")[0]) != (b := other.split(".")[0]) and floor[a] <= floor[b]
-    ]  # fmt: skip
+    ]
     try:
         tuple(TopologicalSorter(found).static_order())
     except CycleError as error:
@@ -83,8 +87,10 @@ def contract(core: Path) -> list[str]:
 
 def test_the_core_is_packages_whose_imports_point_down() -> None:
     assert {p.name for p in CORE.iterdir() if p.name != "__pycache__"} == {
-        "__init__.py", "__main__.py", *set().union(*FLOORS[:-1])
-    }  # fmt: skip
+        "__init__.py",
+        "__main__.py",
+        *set().union(*FLOORS[:-1]),
+    }
     assert contract(CORE) == []
 
 
@@ -251,10 +257,16 @@ def test_plugins_of_others_use_public_names_only() -> None:
 
 def imported_by(program: str) -> set[str]:
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'platform')!r})\n{program}\n"
-         "print('MODULES', *sys.modules)"],
-        capture_output=True, text=True, env=ENVIRONMENT, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(ROOT / 'platform')!r})\n{program}\nprint('MODULES', *sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=True,
+    )
     return set(done.stdout.split("MODULES")[1].split())
 
 

@@ -250,9 +250,13 @@ def test_the_checks_find_mistakes(check: Any, text: str, mistake: str, plugins: 
 def crosstrain(folder: Path, *arguments: str) -> str:
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform"), "CROSSTRAIN_PLUGINS": str(folder / "my_plugins")}
     done = subprocess.run(
-        [sys.executable, "-m", "crosstrain", *arguments], cwd=folder, env=environment,
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-m", "crosstrain", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

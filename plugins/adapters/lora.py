@@ -76,10 +76,14 @@ class Lora(Adapter):
         maps = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
         weights = 2.0 * sum(module.weight.numel() for module in maps)
         self.config = peft.LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.options.dropout,  # type: ignore[arg-type]
-            use_dora=bool(self.settings.dora), init_lora_weights=False, target_modules=list(self.targets),
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.options.dropout,  # type: ignore[arg-type]
+            use_dora=bool(self.settings.dora),
+            init_lora_weights=False,
+            target_modules=list(self.targets),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
-        )  # fmt: skip
+        )
         peft.inject_adapter_in_model(self.config, model, adapter_name=_NAME)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))

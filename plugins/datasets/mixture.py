@@ -200,8 +200,9 @@ class Mixture(VqaDataset):
         if forms.count(forms[n]) < len(forms):
             log.warning(
                 "the mixture's parts have several forms of conversations; a chat has that of part %d (%s)",
-                talking[n], options.parts[talking[n]].label or parts[talking[n]].name,
-            )  # fmt: skip
+                talking[n],
+                options.parts[talking[n]].label or parts[talking[n]].name,
+            )
         return builders[n]
 
 

@@ -74,9 +74,7 @@ def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> S
         held_layout = frozenset(map(int, cells)) in HELD_LAYOUTS
         held_pair = any(frozenset(pair) in HELD_PAIRS for pair in itertools.combinations(kinds, 2))
         if split == "novel" or (held_layout, held_pair) == ((split != "train",) * 2):
-            return [
-                Thing(*kind, int(cell), bool(rng.integers(2))) for kind, cell in zip(kinds, cells, strict=True)
-            ]  # fmt: skip
+            return [Thing(*kind, int(cell), bool(rng.integers(2))) for kind, cell in zip(kinds, cells, strict=True)]
 
 
 def render(scene: Scene, rng: np.random.Generator) -> bytes:

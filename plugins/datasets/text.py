@@ -157,8 +157,9 @@ class TextDataset(Dataset):
         return EmptySplit(
             f"the {split} split of {self.options.path} has no sample: it gets {tokens} of {self.file.num_tokens} tokens"
             f" in {self.file.num_documents} documents, and one sample takes seq_length + 1 ="
-            f" {self.options.seq_length + 1}", f"{advice}, or add documents",
-        )  # fmt: skip
+            f" {self.options.seq_length + 1}",
+            f"{advice}, or add documents",
+        )
 
     def __len__(self) -> int:
         return max(self.stop - self.start - 1, 0) // self.options.seq_length

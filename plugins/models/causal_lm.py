@@ -91,9 +91,7 @@ class CausalLM(TransformersModel):
         balance, z = (getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items())
         if modules := routers_of(self.lm):
             scope, balance = options.router_loss, balance * (options.router_loss != "none")
-            self.routers = Routers(
-                modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load
-            )
+            self.routers = Routers(modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load)
         elif any(given.values()):
             raise ConfigError(
                 f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance; where its "

@@ -91,6 +91,8 @@ def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
     if family == "qwen2" and config.hidden_size % heads:
         raise ConfigError(f"model.num_attention_heads: {heads} does not divide hidden_size={config.hidden_size} evenly")
     if family == "qwen2" and config.hidden_size // heads % 2:
-        raise ConfigError(f"model.num_attention_heads: rotary positions need heads of an even width, and {heads} have "
-                          f"{config.hidden_size // heads}")  # fmt: skip
+        raise ConfigError(
+            f"model.num_attention_heads: rotary positions need heads of an even width, and {heads} have "
+            f"{config.hidden_size // heads}"
+        )
     return config

@@ -113,9 +113,14 @@ class ImageTrain(_Transform):
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.encoder, is_training=True, scale=options.scale, ratio=options.ratio, hflip=options.hflip,
-            color_jitter=options.color_jitter, **options.common(),
-        )  # fmt: skip
+            options.encoder,
+            is_training=True,
+            scale=options.scale,
+            ratio=options.ratio,
+            hflip=options.hflip,
+            color_jitter=options.color_jitter,
+            **options.common(),
+        )
         if options.augment:
             self.transform.transforms.insert(-2, _random_augment())  # before conversion to a tensor and normalization
 
@@ -138,6 +143,9 @@ class ImageEval(_Transform):
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.encoder, is_training=False, crop_mode=options.crop_mode, crop_pct=options.crop_pct,
+            options.encoder,
+            is_training=False,
+            crop_mode=options.crop_mode,
+            crop_pct=options.crop_pct,
             **options.common(),
-        )  # fmt: skip
+        )

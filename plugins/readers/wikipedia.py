@@ -20,9 +20,27 @@ from ..commands.prepare.reader import line_number, split_file
 
 _END = b"</page>"
 _SITE = 1 << 16  # bytes at the start of a dump to search for its siteinfo
-_TAGS = {"br": "\n"} | dict.fromkeys((
-    "table", "ref", "references", "gallery", "categorytree", "graph", "imagemap", "includeonly", "indicator",
-    "inputbox", "mapframe", "maplink", "score", "section", "templatedata", "timeline"), "")  # fmt: skip
+_TAGS = {"br": "\n"} | dict.fromkeys(
+    (
+        "table",
+        "ref",
+        "references",
+        "gallery",
+        "categorytree",
+        "graph",
+        "imagemap",
+        "includeonly",
+        "indicator",
+        "inputbox",
+        "mapframe",
+        "maplink",
+        "score",
+        "section",
+        "templatedata",
+        "timeline",
+    ),
+    "",
+)
 _PARAMETER = re.compile(r"\{([^}]+)\}")
 _FILE = re.compile(r"\.(jpe?g|png|svg|gif|tiff?|webp|xcf|webm|ogv|stl)$", re.IGNORECASE)
 _SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # such as __NOTOC__

@@ -82,7 +82,9 @@ class FSDPRunner(Runner):
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options, run)
         if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype, run.amp.linear) != (
-            "amp", "bf16", None
+            "amp",
+            "bf16",
+            None,
         ):
             raise ConfigError("run.runner.reduce_dtype: bf16 is for what run.amp=bf16 gathers in it, without float8")
 
@@ -96,10 +98,15 @@ class FSDPRunner(Runner):
 
         def layout(sizes: Sizes, ranks: int) -> Layout:
             return fully_sharded(
-                sizes, at, ranks, regather=options.reshard_after_forward, offload=options.cpu_offload,
-                every=options.sync_each_micro_batch, gathered=Sizes.of(model) if half else None,
+                sizes,
+                at,
+                ranks,
+                regather=options.reshard_after_forward,
+                offload=options.cpu_offload,
+                every=options.sync_each_micro_batch,
+                gathered=Sizes.of(model) if half else None,
                 half_sums=options.reduce_dtype == "bf16",
-            )  # fmt: skip
+            )
 
         if experts == 1:
             out = layout(Sizes.of(at.model), ranks)
@@ -162,9 +169,12 @@ class FSDPRunner(Runner):
             module._parameters[own] = nn.Parameter(whole, mine.requires_grad)
         data = tuple(name for name in self.expert_mesh.mesh_dim_names or () if name != "expert")
         fully_shard_experts(
-            model, copies=self.world.size, reshard_after_forward=self.options.reshard_after_forward,
-            shard_placement_fn=lambda _: Shard(1), **options | {"mesh": self.expert_mesh[data]},
-        )  # fmt: skip
+            model,
+            copies=self.world.size,
+            reshard_after_forward=self.options.reshard_after_forward,
+            shard_placement_fn=lambda _: Shard(1),
+            **options | {"mesh": self.expert_mesh[data]},
+        )
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:

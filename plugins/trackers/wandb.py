@@ -41,12 +41,20 @@ class WandbTracker(Tracker):
         super().__init__(options, run)
         wandb = self._wandb = require("wandb", "tracker 'wandb'")
         self._run = wandb.init(
-            project=options.project, entity=options.entity, name=options.run_name or run.name, group=options.group,
-            tags=options.tags or None, mode=options.mode, config=run.config, dir=str(run.folder.resolve()),
-            id=run.remembered("wandb", lambda: secrets.token_hex(4)), resume="allow", reinit="create_new",
+            project=options.project,
+            entity=options.entity,
+            name=options.run_name or run.name,
+            group=options.group,
+            tags=options.tags or None,
+            mode=options.mode,
+            config=run.config,
+            dir=str(run.folder.resolve()),
+            id=run.remembered("wandb", lambda: secrets.token_hex(4)),
+            resume="allow",
+            reinit="create_new",
             # log.txt already has the console output, and a tracker does not upload the project's code.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
-        )  # fmt: skip
+        )
 
     def log(self, row: Row) -> None:
         # wandb ignores steps that the interrupted run already sent.

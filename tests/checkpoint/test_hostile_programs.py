@@ -107,9 +107,12 @@ CONFIGS: dict[str, Callable[[dict], object]] = {
 
 @pytest.mark.parametrize("attack", CONFIGS)
 def test_a_configuration_that_asks_for_too_much_is_refused(
-    copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nothing_launched: list[Any],
+    copied: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_launched: list[Any],
     attack: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("SECRET", "swordfish")
     reconfigure(copied, CONFIGS[attack])
     code, lines = said(capsys, copied)

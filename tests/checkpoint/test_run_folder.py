@@ -51,8 +51,6 @@ def trainings(workspace: Workspace) -> Iterator[Train]:
             rank.kill()
 
 
-
-
 def assert_steps(folder: Path, first: int = 1) -> list[int]:
     """Every step from `first` on is in metrics.jsonl once; returns them."""
     steps = Run(folder).column("step")

@@ -46,9 +46,12 @@ def changed(tokenizer: TextTokenizer, change: dict[str, Any]) -> TextTokenizer:
 def like_qwen(plain: TextTokenizer, pattern: str) -> TextTokenizer:
     backend = Tokenizer.from_str(plain.backend.to_str())
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False),
-    ])  # fmt: skip
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("<tool>", special=False)])
     return TextTokenizer(backend, plain.end, lambda folder: None)

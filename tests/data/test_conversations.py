@@ -357,8 +357,11 @@ def test_columns_beside_data_belong_to_every_row(tmp_path: Path) -> None:
     whole = {"version": 1, "system": SYSTEM, "data": [{"prompt": Q}, {"prompt": "b", "system": "own"}, 5]}
     (tmp_path / "d.json").write_text(json.dumps(whole))
     found = [row for row, _ in read(tmp_path / "d.json")]
-    assert found == [{"version": 1, "system": SYSTEM, "prompt": Q}, {"version": 1, "system": "own", "prompt": "b"},
-                     "it is no JSON object"]  # fmt: skip
+    assert found == [
+        {"version": 1, "system": SYSTEM, "prompt": Q},
+        {"version": 1, "system": "own", "prompt": "b"},
+        "it is no JSON object",
+    ]
 
 
 def test_one_bad_line_is_one_dropped_row(tmp_path: Path) -> None:

@@ -132,9 +132,7 @@ def test_memory_holds_a_bounded_part(memory: str, monkeypatch: pytest.MonkeyPatc
     assert source.read(7, 7) == b""
 
 
-def test_a_recipe_reads_a_bucket_and_writes_one(
-    memory: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"text number {n} has some words" for n in range(40)]
     local = home / "in"
     (local / "more").mkdir(parents=True)

@@ -176,8 +176,10 @@ def test_parts_are_known_by_their_labels_and_one_may_have_all_of_val(workspace: 
     assert {val.location(i).partition(",")[0] for i in range(len(val))} == {"web"}
     with pytest.raises(DataError, match="the test split"):
         open_split(config, "test")
-    shared = {label: one | {"split": [3, 1], "sample_ratio": r} for (label, one), r in zip(
-        workspace.config["datasets"].items(), (3, 1), strict=True)}  # fmt: skip
+    shared = {
+        label: one | {"split": [3, 1], "sample_ratio": r}
+        for (label, one), r in zip(workspace.config["datasets"].items(), (3, 1), strict=True)
+    }
     both = open_split(crosstrain.load_config(workspace.config | {"datasets": shared}), "val")
     asked = [both.evaluation_index(n) for n in range(len(both))]
     assert sorted(asked) == list(range(len(both))), "each once"

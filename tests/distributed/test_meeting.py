@@ -24,23 +24,33 @@ PLAIN = {name: value for name, value in ENVIRONMENT.items() if not name.startswi
 
 def slurm(rank: int, port: int) -> dict[str, str]:
     return {
-        "SLURM_JOB_ID": str(port - 20000), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "localhost",
-    }  # fmt: skip
+        "SLURM_JOB_ID": str(port - 20000),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "localhost",
+    }
 
 
 def mpi(rank: int, port: int) -> dict[str, str]:
     return {
-        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(port),
+    }
 
 
 def torch(rank: int, port: int) -> dict[str, str]:
     return {
-        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-    }  # fmt: skip
+    }
 
 
 LAUNCHERS = {"srun": slurm, "mpirun": mpi, "torchrun": torch}
@@ -67,9 +77,14 @@ class Rank(subprocess.Popen[str]):
         environment = PLAIN | {"GLOO_SOCKET_IFNAME": "lo"} | LAUNCHERS[launcher](rank, port)
         with open(self.words, "w") as file:
             super().__init__(
-                command, cwd=workspace.path, env=environment, stdout=file, stderr=file, text=True,
+                command,
+                cwd=workspace.path,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                text=True,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     @property
     def said(self) -> str:
@@ -199,9 +214,13 @@ def test_programs_that_pass_the_local_rank_start_train_and_evaluate(workspace: W
         ("evaluate.py", ["--checkpoint", "out", "--splits", "val"]),
     ):
         done = subprocess.run(
-            [*start, str(ROOT / script), *arguments], cwd=workspace.path, env=environment, capture_output=True,
-            text=True, timeout=280,
-        )  # fmt: skip
+            [*start, str(ROOT / script), *arguments],
+            cwd=workspace.path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "runner ddp on 2 cpu worker(s)" in done.stdout or script == "evaluate.py"
     assert (workspace.path / "out" / "checkpoints" / "step_000002").is_dir()

@@ -71,8 +71,14 @@ def test_runners_train_alike_and_checkpoints_are_as_ever(workspace: Workspace, l
     plain = train(workspace.project, "plain", *OPTIONS, "run.amp=bf16")
     names = [{name.partition("@")[0] for name in stored(run.checkpoint(3))} for run in (other, plain)]
     assert names[0] == names[1]
-    resumed = train(workspace.project, "resumed", *OPTIONS, "run.amp=bf16", "run.max_iters=4",
-                    f"run.resume_from={other.checkpoint(3)}")  # fmt: skip
+    resumed = train(
+        workspace.project,
+        "resumed",
+        *OPTIONS,
+        "run.amp=bf16",
+        "run.max_iters=4",
+        f"run.resume_from={other.checkpoint(3)}",
+    )
     assert resumed.column("step") == [4]
     assert np.isfinite(resumed.column("loss")).all()
 

@@ -171,8 +171,14 @@ def test_a_run_that_each_step_resumes_under_another_layout_is_the_same_to_the_bi
 
 @pytest.mark.slow
 def test_compare_knows_the_rounding_of_muon(tmp_path: Path, dataset: Path) -> None:
-    done = compare(Workspace(tmp_path, dataset), "ddp@1", "fsdp@2", "zero1@2", "megatron_tp2@2",
-                   options=("run.optimizer=muon", "model.dropout=0"))  # fmt: skip
+    done = compare(
+        Workspace(tmp_path, dataset),
+        "ddp@1",
+        "fsdp@2",
+        "zero1@2",
+        "megatron_tp2@2",
+        options=("run.optimizer=muon", "model.dropout=0"),
+    )
     assert "all train as ddp@1" in done.stdout, done.stdout
 
 
@@ -194,10 +200,12 @@ def test_owners_share_the_work_and_every_part_is_sent_once() -> None:
     halves: list[Holdings] = [
         {
             name: (shape, [Box((rank * half, *[0] * (len(shape) - 1)), (half, *shape[1:]))])
-            for name, shape in shapes.items() if (half := shape[0] // 2)
-        } | ({"e": (shapes["e"], [Box((0, 0), (1, 3))])} if rank == 1 else {})
+            for name, shape in shapes.items()
+            if (half := shape[0] // 2)
+        }
+        | ({"e": (shapes["e"], [Box((0, 0), (1, 3))])} if rank == 1 else {})
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     rounds = assign_owners([*halves, *halves])  # two copies
     matrices = {matrix.name: matrix for matrices in rounds for matrix in matrices}
     assert matrices.keys() == shapes.keys()

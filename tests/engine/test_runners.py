@@ -36,8 +36,6 @@ def nvme(folder: Path) -> list[str]:
     ]
 
 
-
-
 OTHERS = [
     "ddp@2", "fsdp@2", "zero0@2", "zero1@2", "zero2@2", "zero3@2", "zero1@4", "zero2@4", "zero3@4", "zero2_offload@2",
     "zero3_offload@2",

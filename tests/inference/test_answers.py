@@ -59,10 +59,14 @@ def write_colours(folder: Path) -> dict[str, Any]:
                     tar.addfile(info, io.BytesIO(data))
     seen = {"name": "image_eval", "image_size": 48}
     return {
-        "name": "image_text", "train": str(folder / "train.tar"), "test": str(folder / "test.tar"),
-        "tokenizer": str(folder / "tokenizer"), "vis_processor": {"train": seen, "eval": seen},
-        "text_processor": {"train": {"name": "vqa"}, "eval": {"name": "vqa"}}, "cache": str(folder / "cache"),
-    }  # fmt: skip
+        "name": "image_text",
+        "train": str(folder / "train.tar"),
+        "test": str(folder / "test.tar"),
+        "tokenizer": str(folder / "tokenizer"),
+        "vis_processor": {"train": seen, "eval": seen},
+        "text_processor": {"train": {"name": "vqa"}, "eval": {"name": "vqa"}},
+        "cache": str(folder / "cache"),
+    }
 
 
 SEES = [

@@ -180,9 +180,14 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
     ],
 )
 def test_checkpoints_that_the_disk_has_no_room_for_are_noted(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], there: list[int], fresh: bool,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    there: list[int],
+    fresh: bool,
     more: int,
-) -> None:  # fmt: skip
+) -> None:
     for step in there:
         (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     config = load_config(project, options)

@@ -31,9 +31,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters = SPECIAL + [chr(number) for number in range(32, 127)]
     vocabulary = models.BPE(vocab={text: i for i, text in enumerate(letters)}, merges=[], unk_token="<unk>")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(vocabulary), pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        tokenizer_object=Tokenizer(vocabulary),
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
         extra_special_tokens={"image_token": "<image>"},
-    )  # fmt: skip
+    )
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
         images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1

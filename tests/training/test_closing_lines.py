@@ -221,9 +221,13 @@ def test_every_command_that_a_run_ends_with_works(
             assert ("> red" in answered) == (title == "try it")
             continue
         server = subprocess.Popen(
-            [*words, "--port", "0"], cwd=workspace.path, env=SHELL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*words, "--port", "0"],
+            cwd=workspace.path,
+            env=SHELL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-        )  # fmt: skip
+        )
         assert server.stdout is not None
         assert server.stdout.readline().startswith("loading it's a run")
         rest = iter(server.stdout.readline, "")

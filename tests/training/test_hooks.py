@@ -52,8 +52,16 @@ def _order(path: str) -> list[str]:
 def test_callbacks_stand_between_the_platforms_hooks_or_in_the_place_of_one(workspace: Workspace) -> None:
     (names,) = run_ranks(1, _order, str(project(workspace, "doubter", "quiet_validation")))
     assert names == [
-        "profile", "bad_steps", "doubter", "log", "quiet_validation", "prompt_samples", "best", "tracking", "saving",
-    ]  # fmt: skip
+        "profile",
+        "bad_steps",
+        "doubter",
+        "log",
+        "quiet_validation",
+        "prompt_samples",
+        "best",
+        "tracking",
+        "saving",
+    ]
 
 
 def test_a_callback_replaces_the_validation(workspace: Workspace) -> None:

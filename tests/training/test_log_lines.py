@@ -12,10 +12,18 @@ from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.log_lines import log_lines
 
 METRICS = StepMetrics(
-    step=20, loss=6.8163, lr=7.5e-4, grad_norm=1.2249, loss_scale=1.0, samples=320, skipped_steps=0,
-    step_ms=571.6, tokens_per_second=7164.2, timers={"forward": 213.71, "backward": 350.0},
+    step=20,
+    loss=6.8163,
+    lr=7.5e-4,
+    grad_norm=1.2249,
+    loss_scale=1.0,
+    samples=320,
+    skipped_steps=0,
+    step_ms=571.6,
+    tokens_per_second=7164.2,
+    timers={"forward": 213.71, "backward": 350.0},
     memory={"memory_allocated_mb": 900.0, "memory_peak_mb": 1049.0},
-)  # fmt: skip
+)
 
 
 def test_a_step_is_one_line() -> None:

@@ -33,11 +33,21 @@ Talk = Callable[[OpenModel, dict[str, Any]], list[dict[str, Any]]]
 
 
 def evaluate(
-    checkpoint: str | Path, splits: Sequence[Split] | None = None, options: Overrides = (), *,
-    project: ProjectLike | None = None, nproc_per_node: int = 1, max_samples: int | None = None,
-    answers: Sequence[Split] = (), sheet: str | Path | None = None, max_new_tokens: int = 64,
-    tasks: Sequence[str] = (), task_path: str | None = None, trust_data: bool = False, weights: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    checkpoint: str | Path,
+    splits: Sequence[Split] | None = None,
+    options: Overrides = (),
+    *,
+    project: ProjectLike | None = None,
+    nproc_per_node: int = 1,
+    max_samples: int | None = None,
+    answers: Sequence[Split] = (),
+    sheet: str | Path | None = None,
+    max_new_tokens: int = 64,
+    tasks: Sequence[str] = (),
+    task_path: str | None = None,
+    trust_data: bool = False,
+    weights: str | None = None,
+) -> dict[str, Any]:
     """Return the document of `crosstrain evaluate --output`: `splits` has each split's loss and perplexity.
 
     By default the splits are val and test, if they have samples. The workers are separate processes. Raises UserError,

@@ -112,9 +112,13 @@ class OpenModel(AbstractContextManager["OpenModel"]):
 
 
 def open(
-    checkpoint: str | Path, options: Overrides = (), *, project: ProjectLike | None = None, trust_data: bool = False,
+    checkpoint: str | Path,
+    options: Overrides = (),
+    *,
+    project: ProjectLike | None = None,
+    trust_data: bool = False,
     weights: str | None = None,
-) -> OpenModel:  # fmt: skip
+) -> OpenModel:
     """Open a checkpoint, the newest of a run's folder, or a language model's Hugging Face folder, in this process.
 
     The configuration is the checkpoint's or `project`'s, with `options` over it. Checkpoints never run code. Data and

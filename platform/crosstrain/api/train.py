@@ -46,9 +46,14 @@ def train(
 
 
 def check_start(
-    project: ProjectLike, options: Overrides, config: Config, how: Launch, fresh: bool, given: Mapping[str, Any],
+    project: ProjectLike,
+    options: Overrides,
+    config: Config,
+    how: Launch,
+    fresh: bool,
+    given: Mapping[str, Any],
     dry_size: int | None = None,
-) -> Config:  # fmt: skip
+) -> Config:
     """Run all checks that are possible before workers exist. Returns the configuration to train.
 
     dry_size: number of ranks of a dry run, which starts no workers; None: workers will start.

@@ -68,9 +68,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, root: Path, group: Group, retention: Retention, write_model_config: Callable[[Path], None],
-        run: str | None = None, write_parts: Callable[[Path, Reader], None] = lambda folder, reader: None,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        group: Group,
+        retention: Retention,
+        write_model_config: Callable[[Path], None],
+        run: str | None = None,
+        write_parts: Callable[[Path, Reader], None] = lambda folder, reader: None,
+    ) -> None:
         self.root, self.group, self.retention, self.run = root, group, retention, run
         self.write_model_config, self.write_parts = write_model_config, write_parts
         self.damaged = set[int]()  # steps of damaged checkpoints that the run skipped
@@ -81,10 +86,16 @@ class Checkpointer:
             folders.remove_partial(root)
 
     def save(
-        self, step: int, shards: list[Shard], state: dict[str, Any], *,
-        frozen: dict[str, FrozenParameter] | None = None, pointers: Collection[str] = (), keep: Collection[int] = (),
+        self,
+        step: int,
+        shards: list[Shard],
+        state: dict[str, Any],
+        *,
+        frozen: dict[str, FrozenParameter] | None = None,
+        pointers: Collection[str] = (),
+        keep: Collection[int] = (),
         background: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start saving, and return when this rank's share is copied. Collective.
 
         `frozen` parameters are recorded but not written; they are not among the shards. `pointers` names further

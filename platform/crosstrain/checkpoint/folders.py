@@ -134,9 +134,13 @@ class Retention:
 
 
 def prune(
-    root: Path, newest: int, retention: Retention, run: str | None, keep: Collection[int] = (),
+    root: Path,
+    newest: int,
+    retention: Retention,
+    run: str | None,
+    keep: Collection[int] = (),
     damaged: Collection[int] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Delete the checkpoints of `run` up to step `newest`, the one just written, that `retention` does not keep.
 
     The best checkpoint, the steps in `keep` and the `damaged` ones are never deleted. Damaged checkpoints do not count

@@ -162,9 +162,11 @@ def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
 
 
 def load_shards(
-    reader: Reader, shards: list[Shard], pretrained: PretrainedWeights | None = None,
+    reader: Reader,
+    shards: list[Shard],
+    pretrained: PretrainedWeights | None = None,
     names: Collection[str] | None = None,
-) -> set[str]:  # fmt: skip
+) -> set[str]:
     """Fill every piece from a checkpoint, and frozen parameters from `pretrained`. Returns the names of the latter.
 
     Nothing is gathered. Pass `names`, all of the model's parameters, if `shards` lack those of other ranks. Raises

@@ -321,14 +321,17 @@ def bring(url: str, folder: Path) -> None:
             names += [top] if size is not None else [f"{top}/{n}" for n in storage.files(storage.join(url, top))]
     also_folders = {str(folder) for name in names for folder in Path(name).parents}
     possible = [
-        name for name in names
+        name
+        for name in names
         if name not in also_folders and "\0" not in name and max(map(len, os.fsencode(name).split(b"/"))) <= 255
-    ]  # fmt: skip
+    ]
     if left_out := sorted({*names} - {*possible}):
         log.warning(
-            "%s: %d object(s) are left out, as no file here can have such a name: %r", url, len(left_out),
+            "%s: %d object(s) are left out, as no file here can have such a name: %r",
+            url,
+            len(left_out),
             left_out[0][:80],
-        )  # fmt: skip
+        )
     for name in possible:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         storage.download(storage.join(url, name), folder / name)

@@ -33,8 +33,12 @@ _MOST_MISTAKES = 50  # most mistakes of one configuration to print
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
-                          help="show the traceback of an error (or CROSSTRAIN_DEBUG=1)")  # fmt: skip
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show the traceback of an error (or CROSSTRAIN_DEBUG=1)",
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -120,9 +120,7 @@ def _told(project: ProjectLike, options: sources.Overrides) -> tuple[list[str], 
     return places, [text for error in mistakes.errors for text in error.sentences]
 
 
-def _builder(
-    project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()
-) -> _Builder:
+def _builder(project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()) -> _Builder:
     if isinstance(project, Mapping):
         base = sources.plain_layer("config", to_plain(project))
     else:

@@ -94,10 +94,13 @@ class ChatTemplate:
         words = "".join(str(message.get("content")) for message in messages)
         try:
             texts, marks = render(
-                conversations=[list(messages)], tools=tools, add_generation_prompt=answering,
-                chat_template=self.tokenizer.get_chat_template(None, tools), return_assistant_tokens_mask=marked,
+                conversations=[list(messages)],
+                tools=tools,
+                add_generation_prompt=answering,
+                chat_template=self.tokenizer.get_chat_template(None, tools),
+                return_assistant_tokens_mask=marked,
                 **self.tokenizer.special_tokens_map,
-            )  # fmt: skip
+            )
             if not any(str(arguments) in texts[0] and str(arguments) not in words for arguments in objects):
                 return texts[0], marks[0] if marked else []
         except MemoryError:  # raised by the limits of the process

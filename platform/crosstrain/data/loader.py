@@ -124,9 +124,17 @@ def _check_ids(
 
 
 def training_steps(
-    dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0,
-    lengths: Iterator[int] | None = None, left_out: Ranges | None = None, vocab_size: int | None = None,
-) -> Iterator[Step]:  # fmt: skip
+    dataset: Dataset,
+    plan: BatchPlan,
+    *,
+    seed: int,
+    start: int,
+    dp_rank: int,
+    num_workers: int = 0,
+    lengths: Iterator[int] | None = None,
+    left_out: Ranges | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[Step]:
     """Yield this rank's micro batches of each step, without end, from sample number `start`. Targets are not counted.
 
     lengths: length in tokens to which the samples of each step are shortened; None: full length.
@@ -156,9 +164,16 @@ def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
 
 
 def evaluation_batches(
-    dataset: Dataset, micro_batch: int, *, dp_rank: int, dp_size: int, max_samples: int | None = None,
-    num_workers: int = 0, num_targets: CountTargets = lambda _: 0, vocab_size: int | None = None,
-) -> Iterator[tuple[MicroBatch, bool]]:  # fmt: skip
+    dataset: Dataset,
+    micro_batch: int,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    max_samples: int | None = None,
+    num_workers: int = 0,
+    num_targets: CountTargets = lambda _: 0,
+    vocab_size: int | None = None,
+) -> Iterator[tuple[MicroBatch, bool]]:
     """Yield the first `max_samples` samples in evaluation order, each once, as (micro batch, counts).
 
     Every rank gets the same number of micro batches, because a forward may be a collective. A rank with too few

@@ -146,8 +146,9 @@ def warn_if_rebuilt(spec: str) -> None:
         if theirs.encode(text) != own.encode(text):
             _log.warning(
                 "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used "
-                "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file", spec,
-            )  # fmt: skip
+                "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file",
+                spec,
+            )
     except LimitError as error:
         _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
     except DataError:  # transformers has no tokenizer here, so none that differs

@@ -266,7 +266,7 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
 def build_model(
     config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool, weights: str | None = None,
     moments: bool = True,
-) -> dict[str, FrozenParameter]:
+) -> dict[str, FrozenParameter]:  # fmt: skip
     """Set up the runner with the model, its weights and, for training, the optimizer.
 
     Weights come from `checkpoint` if given, otherwise from the model's pretrained folders, otherwise from

@@ -119,9 +119,7 @@ def data_parallel(at: PlanContext) -> Layout:
     return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
 
 
-def with_experts(
-    model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]
-) -> Layout:
+def with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
     """Layout of a rank when `expert_parallel` of the `copies` ranks share the experts.
 
     model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on a number of ranks.
@@ -155,9 +153,16 @@ def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
 
 
 def fully_sharded(
-    sizes: Sizes, at: PlanContext, ranks: int, *, regather: bool, offload: bool, every: bool,
-    gathered: Sizes | None = None, half_sums: bool = False,
-) -> Layout:  # fmt: skip
+    sizes: Sizes,
+    at: PlanContext,
+    ranks: int,
+    *,
+    regather: bool,
+    offload: bool,
+    every: bool,
+    gathered: Sizes | None = None,
+    half_sums: bool = False,
+) -> Layout:
     """Layout of torch's FSDP2; `ranks` ranks share a copy of the model.
 
     While a block computes, the next one is gathered; parameters outside of blocks stay gathered. `regather`: blocks are

@@ -124,9 +124,13 @@ class Runner:
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
             store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
-                device_id=self.device if cuda else None, timeout=timedelta(seconds=timeout),
-            )  # fmt: skip
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                device_id=self.device if cuda else None,
+                timeout=timedelta(seconds=timeout),
+            )
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
         self.precision = Precision(self.run.amp, self.device.type)
@@ -300,8 +304,9 @@ def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
         add_sums(totals, held)
     return {
         name: largest_share(total) if isinstance(total, Tensor) else total / count
-        for name, (total, count) in totals.items() if count
-    }  # fmt: skip
+        for name, (total, count) in totals.items()
+        if count
+    }
 
 
 def _subgroup(rows: list[list[int]], name: str) -> Group:

@@ -129,8 +129,11 @@ class KVSlots(Cache):
         self._span = -(-(max(self.lengths) + 1) // BLOCK) * BLOCK
         seen = torch.arange(self._span) <= self._at[:, None]
         return {
-            "input_ids": new, "position_ids": self._at[:, None], "attention_mask": seen[:, None, None], "cache": self,
-        }  # fmt: skip
+            "input_ids": new,
+            "position_ids": self._at[:, None],
+            "attention_mask": seen[:, None, None],
+            "cache": self,
+        }
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Store new keys and values [slots, heads, 1, width] of a layer; returns all, [slots, heads, span, width]."""

@@ -75,9 +75,12 @@ class Sequence:
 
 
 def decode(
-    runner: Runner, prompts: list[Sample], sequences: list[Sequence], on_text: OnText | None = None,
+    runner: Runner,
+    prompts: list[Sample],
+    sequences: list[Sequence],
+    on_text: OnText | None = None,
     group: Group | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Decode one sequence for each prompt until all are finished. Collective.
 
     `group`: ranks with different prompts; all of them continue until the last one is finished.
@@ -95,9 +98,14 @@ def decode(
 
 
 def generate(
-    runner: Runner, tokenizer: Any, prompt: str | Sample, sampling: Sampling, on_text: OnText | None = None,
-    end: int | Collection[int] | None = None, stops: Iterable[str] = (),
-) -> list[str]:  # fmt: skip
+    runner: Runner,
+    tokenizer: Any,
+    prompt: str | Sample,
+    sampling: Sampling,
+    on_text: OnText | None = None,
+    end: int | Collection[int] | None = None,
+    stops: Iterable[str] = (),
+) -> list[str]:
     """Complete `prompt`, a text or a sample without labels; the same results on every rank. Collective.
 
     `on_text(completion, piece)` is called for each new piece of text. A completion ends at a token of `end`, or before

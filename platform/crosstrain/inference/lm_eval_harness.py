@@ -79,9 +79,11 @@ class HarnessModel(TemplateLM):
             new = min(given.get("max_gen_toks", _NEW), self._length - 1)
             until = given.get("until") or []
             sampling = Sampling(
-                new, float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
-                given.get("top_k") or 0, given.get("top_p") or 1.0,
-            )  # fmt: skip
+                new,
+                float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
+                given.get("top_k") or 0,
+                given.get("top_p") or 1.0,
+            )
             prompt = as_prompt(self.tok_encode(context)[-(self._length - new) :], self.eot_token_id)
             stops = [until] if isinstance(until, str) else until
             found += generate(self._runner, self.tokenizer, prompt, sampling, stops=stops)
@@ -108,9 +110,14 @@ class HarnessModel(TemplateLM):
 
 
 def run_tasks(
-    runner: Runner, tokenizer: Any, encode: Encode, tasks: list[str], folder: str | None,
-    limit: int | None, is_main: bool,
-) -> dict[str, Any]:  # fmt: skip
+    runner: Runner,
+    tokenizer: Any,
+    encode: Encode,
+    tasks: list[str],
+    folder: str | None,
+    limit: int | None,
+    is_main: bool,
+) -> dict[str, Any]:
     """Return metrics by task, the same on every rank. Collective. UserError for unknown tasks and missing data.
 
     `folder`: task files in addition to the harness's own. `limit`: number of documents per task; None: all.

@@ -130,9 +130,13 @@ def open_config(checkpoint: Path, project: ProjectLike | None, options: Override
 
 
 def open_on_workers(
-    checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool, nproc_per_node: int | None,
+    checkpoint: Path,
+    project: ProjectLike | None,
+    options: Overrides,
+    trust_data: bool,
+    nproc_per_node: int | None,
     alone: bool = False,
-) -> tuple[Config, Launch]:  # fmt: skip
+) -> tuple[Config, Launch]:
     """Open a configuration, check its model, and choose the workers.
 
     alone: start only one worker.

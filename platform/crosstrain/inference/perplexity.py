@@ -58,10 +58,15 @@ def evaluate_loss(
     total = targets = 0.0
     recorded: Sums = {}
     batches = evaluation_batches(
-        dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
-        max_samples=max_samples, num_workers=num_workers, num_targets=runner.objective.num_targets,
+        dataset,
+        micro_batch,
+        dp_rank=runner.dp.rank,
+        dp_size=runner.dp.size,
+        max_samples=max_samples,
+        num_workers=num_workers,
+        num_targets=runner.objective.num_targets,
         vocab_size=model.vocab_size,
-    )  # fmt: skip
+    )
     hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
     metrics = [metric for metric in metrics if metric.token_hits not in hits]
 

@@ -43,9 +43,14 @@ class Answer:
     def document(self) -> dict[str, Any]:
         """The answer as JSON."""
         return {
-            "sample": self.sample, "kind": self.kind, "question": self.question, "answer": self.text,
-            "truth": self.truth, "right": self.right, "blind": self.text_only,
-        }  # fmt: skip
+            "sample": self.sample,
+            "kind": self.kind,
+            "question": self.question,
+            "answer": self.text,
+            "truth": self.truth,
+            "right": self.right,
+            "blind": self.text_only,
+        }
 
 
 def _same(a: str, b: str) -> bool:
@@ -53,9 +58,14 @@ def _same(a: str, b: str) -> bool:
 
 
 def answer_questions(
-    runner: Runner, tokenizer: Any, end: int, dataset: VqaDataset, max_samples: int | None, max_new_tokens: int,
+    runner: Runner,
+    tokenizer: Any,
+    end: int,
+    dataset: VqaDataset,
+    max_samples: int | None,
+    max_new_tokens: int,
     batch: int,
-) -> tuple[list[Answer], int]:  # fmt: skip
+) -> tuple[list[Answer], int]:
     """Return greedy answers about a split's first samples, and the number of samples without questions.
 
     Collective: the ranks share the work, and all ranks return all answers. The answers do not depend on the number of
@@ -156,7 +166,7 @@ def answer_splits(
         assert isinstance(dataset, VqaDataset)
         answers, silent = answer_questions(
             runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
-        )  # fmt: skip
+        )
         scores = score(answers)
         _say(split, scores, silent)
         results[split] = {
@@ -174,12 +184,18 @@ def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
     for kind, numbers in scores.items():
         rest = "".join(
             f" | {key} {numbers[key]:.3f}, without {numbers[f'{key}_blind']:.3f}"
-            for key in ("bleu4", "cider") if key in numbers
-        )  # fmt: skip
+            for key in ("bleu4", "cider")
+            if key in numbers
+        )
         log.info(
             "%s | %-10s right %.3f | without the image %.3f (%d questions)%s",
-            split, kind, numbers["right"], numbers["right_blind"], numbers["questions"], rest,
-        )  # fmt: skip
+            split,
+            kind,
+            numbers["right"],
+            numbers["right_blind"],
+            numbers["questions"],
+            rest,
+        )
     if scores:
         means = [sum(s[key] for s in scores.values()) / len(scores) for key in ("right", "right_blind")]
         log.info("%s | mean       right %.3f | without the image %.3f", split, *means)

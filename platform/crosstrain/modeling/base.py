@@ -87,7 +87,6 @@ class Model(nn.Module, ABC):
         """Number of targets in a batch, counted before any forward; the step's loss is divided by the total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
-
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks in order: the units of gradient checkpointing, compilation, sharding and pipelining."""

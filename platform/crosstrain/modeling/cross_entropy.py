@@ -189,10 +189,16 @@ class _Plan:
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
         _bias: Tensor | None,  # the bias of `plan.head`, an argument so that it gets a gradient
-        plan: _Plan, needed: tuple[bool, ...], factors: Tensor | None, each: bool,
-    ) -> Tensor:  # fmt: skip
+        plan: _Plan,
+        needed: tuple[bool, ...],
+        factors: Tensor | None,
+        each: bool,
+    ) -> Tensor:
         """Sum the tokens' losses times `factors`. each: return all losses [n], without gradients."""
         dtype, hits = plan.dtype, plan.hits
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0

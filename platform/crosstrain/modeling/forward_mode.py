@@ -27,9 +27,14 @@ class Head:
     """
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits,
+        self,
+        hidden: Tensor,
+        weight: Tensor | None,
+        labels: Tensor | None,
+        vocab_size: int,
+        logits: Logits,
         mode: ForwardMode,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the loss of labels [batch, length], or fp32 logits [batch, vocab_size] without them.
 
         hidden [batch, length, H]; weight [V, H]: its rows from `vocab_size` on are padding, and so are those of a bias.

@@ -101,9 +101,11 @@ class Weights:
         blocks = self.model.blocks()
         inside = {module for block in blocks for module in block.modules() if not isinstance(module, others)}
         return {
-            f"{prefix}.{name}" for prefix, module in self.model.named_modules() if module in inside
+            f"{prefix}.{name}"
+            for prefix, module in self.model.named_modules()
+            if module in inside
             for name, _ in module.named_parameters(recurse=False)
-        }  # fmt: skip
+        }
 
     # ---- for the platform
 

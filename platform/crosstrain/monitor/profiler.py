@@ -51,9 +51,11 @@ class Profiler:
         self._window, self._seen = window, (number, number)
         cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self._running = profile(
-            activities=[ProfilerActivity.CPU, *cuda], record_shapes=self.options.record_shapes,
-            with_stack=self.options.with_stack, profile_memory=self.options.profile_memory,
-        )  # fmt: skip
+            activities=[ProfilerActivity.CPU, *cuda],
+            record_shapes=self.options.record_shapes,
+            with_stack=self.options.with_stack,
+            profile_memory=self.options.profile_memory,
+        )
         self._running.start()
 
     def write(self) -> None:

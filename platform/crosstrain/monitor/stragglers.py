@@ -27,9 +27,7 @@ class StragglerDetector:
         self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
         self._times_told: dict[str, int] = {}
 
-    def check(
-        self, ranks: Group, step: int, steps: int, seconds: float, waited: float
-    ) -> tuple[float, list[str]]:
+    def check(self, ranks: Group, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
         """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
 
         `waited`: seconds that this rank waited for data in this interval. Returns the longest wait of any rank, and

@@ -96,10 +96,12 @@ class BadSteps(Callback):
         precision = self.runner.precision
         state.overflows_in_a_row += 1
         _end_after(
-            precision.options.max_skipped, state.overflows_in_a_row, where,
+            precision.options.max_skipped,
+            state.overflows_in_a_row,
+            where,
             f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
             f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
-        )  # fmt: skip
+        )
 
     def _bad_step(self, state: State, metrics: StepMetrics, where: str) -> None:
         batch, policy = self._batch, self.policy.policy
@@ -107,11 +109,18 @@ class BadSteps(Callback):
         suspects = [self._describe(*suspect) for suspect in found[:_RECORDED]]
         problem = self._problem or "the gradients are not finite"
         sentence = f"{where}: {problem}{_tell(suspects, len(found))}"
-        self._write({
-            "time": time.strftime(TIME_FORMAT), "step": state.step, "problem": problem, "policy": policy,
-            "loss": metrics.loss, "grad_norm": metrics.grad_norm, "samples": leave_out([], batch.numbers),
-            "suspects": suspects,
-        })  # fmt: skip
+        self._write(
+            {
+                "time": time.strftime(TIME_FORMAT),
+                "step": state.step,
+                "problem": problem,
+                "policy": policy,
+                "loss": metrics.loss,
+                "grad_norm": metrics.grad_norm,
+                "samples": leave_out([], batch.numbers),
+                "suspects": suspects,
+            }
+        )
         if policy == "stop":
             raise TrainingError(
                 f"{sentence}; nothing of this step was applied and the last checkpoint is untouched: lower "
@@ -124,20 +133,24 @@ class BadSteps(Callback):
         state.bad_in_a_row += 1
         state.skipped = [*state.skipped, [state.step, batch.numbers[0], batch.numbers[-1]]]
         _end_after(
-            self.policy.max_in_a_row, state.bad_in_a_row, sentence,
+            self.policy.max_in_a_row,
+            state.bad_in_a_row,
+            sentence,
             "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             "run.init_lr and resume from the last checkpoint",
-        )  # fmt: skip
+        )
 
     def go_back(self, problem: str, numbers: Sequence[int], to: Path, state: State) -> Ranges:
         """Return sample numbers to leave out after a roll back; TrainingError after too many from one checkpoint."""
         count = self._went_back[1] + 1 if self._went_back[0] == to else 1
         self._went_back = to, count
         _end_after(
-            self.policy.max_in_a_row, count, problem,
+            self.policy.max_in_a_row,
+            count,
+            problem,
             f"bad steps came after {to} (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             f"run.init_lr, or remove that checkpoint to go on from an earlier one",
-        )  # fmt: skip
+        )
         self._warn(f"{problem}; going back to {to} and leaving out {show(numbers)} from there on")
         return leave_out(state.left_out, numbers)
 

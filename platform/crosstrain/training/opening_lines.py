@@ -23,17 +23,26 @@ def log_setup(trainer: Trainer) -> None:
     here = sum(max(held.numel(), part.numel()) for held, part in own)
     parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
     log.info(
-        "%s: %s parameters (%s trainable, %s on rank 0), runner %s on %d %s worker(s), %s", config.model.name,
-        f"{sum(n for _, n in parameters.values()):,}", f"{sum(n for trains, n in parameters.values() if trains):,}",
+        "%s: %s parameters (%s trainable, %s on rank 0), runner %s on %d %s worker(s), %s",
+        config.model.name,
+        f"{sum(n for _, n in parameters.values()):,}",
+        f"{sum(n for trains, n in parameters.values() if trains):,}",
         f"{here:,}",
-        config.run.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
-    )  # fmt: skip
+        config.run.runner.name,
+        runner.world.size,
+        runner.device.type,
+        config.run.amp.dtype,
+    )
     first, last = trainer.state.step + 1, trainer.max_iters
     log.info(
         "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; %s",
-        plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
+        plan.global_batch,
+        plan.micro_batch,
+        plan.accumulation,
+        plan.dp_size,
+        len(trainer.dataset),
         f"steps {first} to {last}" if first <= last else f"nothing is left of {last} steps: {_LONGER}",
-    )  # fmt: skip
+    )
     held_out = trainer.val_dataset
     for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
         if notice:

@@ -29,9 +29,7 @@ class RunnerPolicy:
     ) -> list[list[int]]:
         """Return `n` completions of each row; see `Policy.generate`."""
         runner = self._runner
-        random = [
-            generator(runner.run.seed, "policy", number, i) for number in prompts.numbers for i in range(n)
-        ]
+        random = [generator(runner.run.seed, "policy", number, i) for number in prompts.numbers for i in range(n)]
         completions: list[list[int]] = [[] for _ in random]
         with runner.timers("generate"), runner.evaluating():
             state = DecodeState(runner, [row for row in _rows(prompts.data) for _ in range(n)])
@@ -58,7 +56,6 @@ class RunnerPolicy:
             return self.log_probabilities(batch)
         finally:
             self._runner.held.swap(REFERENCE)
-
 
 
 def _rows(batch: Batch) -> Iterator[Sample]:

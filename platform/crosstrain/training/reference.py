@@ -29,9 +29,14 @@ _MOST_BYTES = 1 << 36
 
 
 def add_reference(
-    dataset: Dataset, runner: Runner, weights: object, micro_batch: int, num_workers: int, own: Path,
+    dataset: Dataset,
+    runner: Runner,
+    weights: object,
+    micro_batch: int,
+    num_workers: int,
+    own: Path,
     earlier: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """Set a dataset's `reference` to the log-probabilities of the model with its current weights. Collective.
 
     weights: part of the cache key for the precision and for parameters that the runner does not hold. own: file in the
@@ -78,9 +83,13 @@ def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
 def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: int) -> np.ndarray:
     """Measure log-probabilities [samples, rows], or [samples, rows, length] by token, 0 past the end of a row."""
     batches = evaluation_batches(
-        dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size, num_workers=num_workers,
+        dataset,
+        micro_batch,
+        dp_rank=runner.dp.rank,
+        dp_size=runner.dp.size,
+        num_workers=num_workers,
         vocab_size=runner.model.vocab_size,
-    )  # fmt: skip
+    )
     by_token = runner.objective.needs_reference == "tokens"
     mine, mode = {}, ForwardMode(reduce=torch.neg if by_token else log_probabilities)
     with runner.evaluating():

@@ -45,9 +45,14 @@ class Saving(Callback):
         with trainer.throughput.paused():
             shards = [s for s in trainer.runner.held.shards() if s.name not in trainer.frozen]
             trainer.checkpointer.save(
-                trainer.state.step, shards + trainer.hooks.shards(), document, frozen=trainer.frozen,
-                pointers=pointers, keep=set().union(*trainer.hooks.call("keep")), background=background,
-            )  # fmt: skip
+                trainer.state.step,
+                shards + trainer.hooks.shards(),
+                document,
+                frozen=trainer.frozen,
+                pointers=pointers,
+                keep=set().union(*trainer.hooks.call("keep")),
+                background=background,
+            )
         trainer.saved_step = trainer.state.step
 
     def _is_saved(self) -> bool:

@@ -132,11 +132,16 @@ class Trainer:
         """Return the metrics of the attempted step; `rate`: learning rate; `scale`: loss scale."""
         state = self.state
         return StepMetrics(
-            step=state.step, loss=finite(loss), grad_norm=finite(result.grad_norm), loss_scale=scale,
-            lr=rate if result.applied else self.schedule(state.applied_steps), applied=result.applied,
-            samples=state.samples, skipped_steps=state.step - state.applied_steps,
+            step=state.step,
+            loss=finite(loss),
+            grad_norm=finite(result.grad_norm),
+            loss_scale=scale,
+            lr=rate if result.applied else self.schedule(state.applied_steps),
+            applied=result.applied,
+            samples=state.samples,
+            skipped_steps=state.step - state.applied_steps,
             sequence_length=self._length(state.step) if self.run.curriculum else None,
-        )  # fmt: skip
+        )
 
     # ---- for hooks
 
@@ -179,10 +184,16 @@ class Trainer:
         """Yield this rank's micro batches of each step, starting at the sample of the state."""
         lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
         steps = training_steps(
-            self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
-            dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
-            lengths=lengths, left_out=self.state.left_out, vocab_size=self.runner.model.vocab_size,
-        )  # fmt: skip
+            self.dataset,
+            self.plan,
+            seed=self.run.seed,
+            start=self.state.samples,
+            dp_rank=self.runner.dp.rank,
+            num_workers=self.run.num_workers,
+            lengths=lengths,
+            left_out=self.state.left_out,
+            vocab_size=self.runner.model.vocab_size,
+        )
         objective, policy, timers = self.runner.objective, RunnerPolicy(self.runner), self.runner.timers
         for read in steps:
             begun = time.perf_counter()

@@ -56,9 +56,7 @@ class Validation(Callback):
             log.info("validation %s", metrics.line(".6E"))
         if not metrics.of_tokens:
             return
-        log.info(
-            "validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets
-        )
+        log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets)
         for name, perplexity in dataset.baselines().items() if self.trainer.is_main else ():
             log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
 

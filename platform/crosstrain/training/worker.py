@@ -118,10 +118,22 @@ def _build_in(
     if not own or state.ended_with != to_plain(run.callbacks):  # a different run or different callbacks
         state.ended_with = []
     return Trainer(
-        config=config, runner=runner, stop=stop, folder=folder, dataset=dataset, val_dataset=val_dataset, plan=plan,
-        max_iters=max_iters, schedule=schedule, state=state, frozen=frozen, saved_step=saved_step, start=start,
-        checkpointer=_make_checkpointer(config, runner, folder, dataset, saved_step), **hooks,
-    )  # fmt: skip
+        config=config,
+        runner=runner,
+        stop=stop,
+        folder=folder,
+        dataset=dataset,
+        val_dataset=val_dataset,
+        plan=plan,
+        max_iters=max_iters,
+        schedule=schedule,
+        state=state,
+        frozen=frozen,
+        saved_step=saved_step,
+        start=start,
+        checkpointer=_make_checkpointer(config, runner, folder, dataset, saved_step),
+        **hooks,
+    )
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
@@ -161,18 +173,29 @@ def _build_model(
 
 
 def _add_reference(
-    split: Dataset, *, folder: RunFolder, config: Config, runner: Runner, plan: BatchPlan, start: Path | None,
+    split: Dataset,
+    *,
+    folder: RunFolder,
+    config: Config,
+    runner: Runner,
+    plan: BatchPlan,
+    start: Path | None,
     frozen: dict[str, FrozenParameter],
-) -> None:  # fmt: skip
+) -> None:
     """Measure the reference log-probabilities of a split, if the objective needs them. Collective."""
     run = config.run
     if runner.objective.needs_reference is None:
         return
     earlier = None if start is None else reference_file(start.parent.parent, split.split)
     add_reference(
-        split, runner, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
-        reference_file(folder.path, split.split), earlier,
-    )  # fmt: skip
+        split,
+        runner,
+        (run.amp, sorted(frozen.items())),
+        plan.micro_batch,
+        run.num_workers,
+        reference_file(folder.path, split.split),
+        earlier,
+    )
 
 
 def _make_checkpointer(

@@ -17,16 +17,46 @@ from crosstrain.utils.files import open_regular, write_json
 from crosstrain.utils.logging import log
 
 # Files of tokenizers and processors in transformers and tokenizers: JSON, text, and protobuf vocabularies.
-TOKENIZER_FILES = frozenset({
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
-    "video_preprocessor_config.json", "audio_tokenizer_config.json",
-    "vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json",
-    "entity_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json",
-    "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "prophetnet.tokenizer",
-    "tokenizer.model", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model", "spm_char.model",
-    "source.spm", "target.spm", "tiktoken.model", "qwen.tiktoken", "tekken.json",
-})  # fmt: skip
+TOKENIZER_FILES = frozenset(
+    {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "audio_tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "bpe.codes",
+        "dict.txt",
+        "emoji.json",
+        "normalizer.json",
+        "entity_vocab.json",
+        "byte_maps.json",
+        "word_shape.json",
+        "word_pronunciation.json",
+        "vocab-src.json",
+        "vocab-tgt.json",
+        "target_vocab.json",
+        "prophetnet.tokenizer",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.model",
+        "sentencepiece.bpe.model",
+        "spm.model",
+        "spm_char.model",
+        "source.spm",
+        "target.spm",
+        "tiktoken.model",
+        "qwen.tiktoken",
+        "tekken.json",
+    }
+)
 GENERATION_CONFIG = "generation_config.json"
 MODEL_FILES = frozenset({"config.json", GENERATION_CONFIG})
 

@@ -13,7 +13,6 @@ _LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines per text, characters per line, pixe
 TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its texts
 
 
-
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
     """Yield an empty matplotlib figure of this size in inches. Saves it to `path` (.svg or .png) when the block ends.

@@ -42,9 +42,15 @@ class LimitedProcess:
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], name: str, *, memory: int = 1 << 30, seconds: float = 10.0,
-        urgent: bool = False, advice: str = "shorten the text, or use others",
-    ) -> None:  # fmt: skip
+        self,
+        function: Callable[[Any], Any],
+        name: str,
+        *,
+        memory: int = 1 << 30,
+        seconds: float = 10.0,
+        urgent: bool = False,
+        advice: str = "shorten the text, or use others",
+    ) -> None:
         """name: subject of error messages. memory: bytes beyond the caller's own. seconds: computing time per call.
 
         urgent: somebody waits for the result, so `seconds` is wall time. advice: what to do when a limit is exceeded.

@@ -171,7 +171,7 @@ def rate_cause(rates: list[float], number: int, record: Record, reference: Recor
         (number * ranks, f"the schedule advances with each of {ranks} ranks (processes), not each step"),
         (1, "the schedule starts anew"),
         *((step, "the schedule must advance once for each applied step") for step in range(1, len(schedule))),
-    ):  # fmt: skip
+    ):
         if step != number and at(step):
             return f"it is that of step {step}: {said}"
     return "the schedule must advance once for each applied step, and nothing else may change the rate"
@@ -188,9 +188,11 @@ def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
     ratio, power = multiple(gaps), 2 if "sq" in kind else 1
     if ratio is None:
         own = all(multiple([gap]) for gap in gaps)
-        return "gradients are clipped or scaled by factors of their own, by group or by tensor" if own else (
-            "held.state, held.pieces, or the optimizer's settings"
-        )  # fmt: skip
+        return (
+            "gradients are clipped or scaled by factors of their own, by group or by tensor"
+            if own
+            else ("held.state, held.pieces, or the optimizer's settings")
+        )
     for usual, said in ((factor**-power, "gradients are not clipped"), (factor**power, "gradients are clipped twice")):
         if factor < 1 and math.isclose(ratio, usual, rel_tol=0.02):
             return said

@@ -40,9 +40,15 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    project: ProjectLike, runners: Sequence[str], options: Overrides = (), *, nproc_per_node: int | None = None,
-    steps: int = 5, deep: bool = False, scratch: str | Path | None = None,
-) -> Comparison:  # fmt: skip
+    project: ProjectLike,
+    runners: Sequence[str],
+    options: Overrides = (),
+    *,
+    nproc_per_node: int | None = None,
+    steps: int = 5,
+    deep: bool = False,
+    scratch: str | Path | None = None,
+) -> Comparison:
     """Train `steps` steps under each of `runners`, such as zero2@4, and print how they differ from the first one.
 
     A runner without a number of workers gets `nproc_per_node`, or one. `deep`: each also evaluates, saves and resumes.

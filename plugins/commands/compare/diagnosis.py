@@ -46,6 +46,16 @@ class _Judge:
         self.first = record["rows"][0]["step"]
         self.random = tolerance.random(reference)
 
+    def _norm(self, row: Record, theirs: Record, step: Record, expected: Record) -> Finding:
+        """A gradient norm that differs over equal gradients."""
+        mine, right = row["grad_norm"], theirs["grad_norm"]
+        squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
+        ratio = (mine or math.inf) / (right or math.inf)
+        copies = step["gradients"]["copies"]
+        cause, names = causes.norm_cause(ratio, squares, copies, self.record, self.tolerance.numbers)
+        message = f"the gradient norm of step {row['step']} is {mine} instead of {right} over equal gradients"
+        return self._finding("norm", message, cause, names)
+
     def findings(self) -> Iterator[Finding]:
         """Yield all differences in the order of events."""
         record, reference = self.record, self.reference
@@ -63,23 +73,16 @@ class _Judge:
             yield from self._idle("gradient", step["gradients"])
             yield from self._gradients(number, step, expected)
             if self._differs(row["grad_norm"], theirs["grad_norm"]):
-                squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
-                cause, names = causes.norm_cause(
-                    (row["grad_norm"] or math.inf) / (theirs["grad_norm"] or math.inf), squares,
-                    step["gradients"]["copies"], record, self.tolerance.numbers,
-                )  # fmt: skip
-                yield self._finding(
-                    "norm", f"the gradient norm of step {number} is {row['grad_norm']} instead of "
-                    f"{theirs['grad_norm']} over equal gradients", cause, names,
-                )  # fmt: skip
+                yield self._norm(row, theirs, step, expected)
             if step["rates"] != expected["rates"] and (
                 len(step["rates"]) > 1 or difference(step["rates"][0], expected["rates"][0]) > 1e-9
             ):
                 here, there = (", ".join(f"{rate:.6g}" for rate in found["rates"]) for found in (step, expected))
                 yield self._finding(
-                    "learning rate", f"step {number} is made with the learning rate {here} instead of {there}",
+                    "learning rate",
+                    f"step {number} is made with the learning rate {here} instead of {there}",
                     causes.rate_cause(step["rates"], number - theirs["skipped_steps"], record, reference),
-                )  # fmt: skip
+                )
             yield from self._weights(number, step, expected)
             if "state" in step and "state" in expected:
                 yield from self._state(step, number, "state")
@@ -99,9 +102,10 @@ class _Judge:
             yield from self._state(saved, record["rows"][-1]["step"], "checkpoint", exact=True)
         for name, what in record.get("strange_files", {}).items():
             yield self._finding(
-                "export", f"the checkpoint's {name}, which an export copies, {what}",
+                "export",
+                f"the checkpoint's {name}, which an export copies, {what}",
                 "a process that has not trained writes it otherwise: its model's configuration or adapter was changed",
-            )  # fmt: skip
+            )
 
     def _differs(self, a: float | None, b: float | None) -> bool:
         return difference(a, b) > self.tolerance.numbers
@@ -161,8 +165,11 @@ class _Judge:
             names = [n for n in self.record["names"] if n.rpartition(".")[0] == module]
             limits = [max(self.tolerance.numbers, 16 * difference(a, b)) for a, b in zip(rounding, theirs, strict=True)]
             if difference(mine[0], theirs[0]) > limits[0]:
-                return f"the first difference is what {module} is given, behind {before}, such as positions, a mask, " \
-                    f"attention or dropout", names  # fmt: skip
+                return (
+                    f"the first difference is what {module} is given, behind {before}, such as positions, a mask, "
+                    f"attention or dropout",
+                    names,
+                )
             if difference(mine[1], theirs[1]) > limits[1]:
                 return f"the first difference is what comes out of {module}: its weights, or how it is cut", names
             before = module
@@ -195,8 +202,11 @@ class _Judge:
             said += ", although in evaluation mode the losses agree"
             if names and "behind the batch" not in place:  # dropout cannot change the first module's input
                 shared = any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
-                why = "ranks that share samples may draw their own, so compare with the model's dropout set to 0" \
-                    if shared else "a runner must not seed them, by rank for example"  # fmt: skip
+                why = (
+                    "ranks that share samples may draw their own, so compare with the model's dropout set to 0"
+                    if shared
+                    else "a runner must not seed them, by rank for example"
+                )
                 place = f"random numbers (dropout) differ; {why}; {place}"
         else:
             said += ", although in evaluation mode the losses agree and nothing is random"
@@ -259,14 +269,19 @@ class _Judge:
         mine, off, when = step["gradients"]["products"], step["gradients"]["off"], f"in step {number} "
         if apart := _apart(step["gradients"], self.tolerance.floor):
             yield self._finding(
-                "gradients", f"{when}the ranks hold different gradients of {_list(apart)}",
-                "a missing all-reduce, so each rank trains a model of its own", apart, off,
-            )  # fmt: skip
+                "gradients",
+                f"{when}the ranks hold different gradients of {_list(apart)}",
+                "a missing all-reduce, so each rank trains a model of its own",
+                apart,
+                off,
+            )
         if lacking := self._lacking(step, expected):
             yield self._finding(
-                "gradients", f"{when}there is no gradient of {'a part of ' * (lacking[0] in mine)}{_list(lacking)}",
-                "frozen or lost in wrapping, or not reported by `gradients`", lacking,
-            )  # fmt: skip
+                "gradients",
+                f"{when}there is no gradient of {'a part of ' * (lacking[0] in mine)}{_list(lacking)}",
+                "frozen or lost in wrapping, or not reported by `gradients`",
+                lacking,
+            )
         wrong = self._wrong(number, step, expected)
         if not wrong:
             return
@@ -300,9 +315,11 @@ class _Judge:
         sizes = {name: Gap(*products).rr ** 0.5 for name, products in expected["gradients"]["products"].items()}
         if number == 1 and (parts := self.reference.get("parts")):
             weights, rest = causes.solve(parts, step["projections"], sizes)
-            return None if rest > 10 * self.tolerance.floor else (
-                causes.weighting(self.record, self.reference["micro_batches"], weights)
-            )  # fmt: skip
+            return (
+                None
+                if rest > 10 * self.tolerance.floor
+                else (causes.weighting(self.record, self.reference["micro_batches"], weights))
+            )
         if number - 1 in self.steps:
             columns = [expected["projections"], self.steps[number - 1]["projections"]]
             weights, rest = causes.solve(columns, step["projections"], sizes)
@@ -320,9 +337,12 @@ class _Judge:
         weights, off = measured["products"], measured["off"]
         if apart := _apart(measured, _EPSILON):
             yield self._finding(
-                "update", f"after step {number} the ranks hold different weights of {_list(apart)}",
-                "an update that does not reach the other ranks", apart, off,
-            )  # fmt: skip
+                "update",
+                f"after step {number} the ranks hold different weights of {_list(apart)}",
+                "an update that does not reach the other ranks",
+                apart,
+                off,
+            )
         excess, gaps, quiet = dict[str, float](), dict[str, Gap](), self._still(number)
         for name, (dd, dm, _, mm, _, ww) in weights.items():
             gaps[name] = Gap(dd, dm, mm)
@@ -337,9 +357,13 @@ class _Judge:
         said = f"step {number} moves {_list(wrong)} otherwise {by}, with equal gradients and rates"
         if self._unseen(number + 1, sum(weights[n][0] for n in wrong), weights):
             yield self._finding(
-                "state", said, "`shards` reports, and a checkpoint saves, something else than what trains, for the "
-                "gradients of the next step agree", wrong, off,
-            )  # fmt: skip
+                "state",
+                said,
+                "`shards` reports, and a checkpoint saves, something else than what trains, for the "
+                "gradients of the next step agree",
+                wrong,
+                off,
+            )
         along = [weights[name] for name in wrong]  # products of difference d, update m and weight w
         decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in along]
         askew = all(4 * dm**2 < dd * mm and 4 * dw**2 < dd * ww for dd, dm, dw, mm, _, ww in along)
@@ -375,9 +399,10 @@ class _Judge:
         floors = [_SMALL * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps]
         norms = {name: [math.sqrt(s[name][-1]) if name in s else 0.0 for s in steps] for name in steps[0]}
         return {
-            name for name, found in norms.items()
+            name
+            for name, found in norms.items()
             if any(found) and all(norm <= floor for norm, floor in zip(found, floors, strict=True))
-        }  # fmt: skip
+        }
 
     def _state(self, step: Record, number: int, phase: Phase, exact: bool = False) -> Iterator[Finding]:
         """Compare state after a step with the reference's, or the state in a checkpoint with the state in memory."""
@@ -402,9 +427,10 @@ class _Judge:
             gaps = {name: Gap(*products) for name, products in measured["products"].items()}
             limits = {n: 0.0 if exact or kind == "step" else limit_of(n) for n in gaps}
             excess = {
-                n: gap.relative / max(limits[n], 1e-9) for n, gap in gaps.items()
+                n: gap.relative / max(limits[n], 1e-9)
+                for n, gap in gaps.items()
                 if n not in quiet and gap.relative > limits[n]
-            }  # fmt: skip
+            }
             if not excess:
                 continue
             wrong = sorted(excess, key=lambda name: -excess[name])
@@ -412,14 +438,14 @@ class _Judge:
             what = f"the {what} of {_list(wrong)}"
             if not exact:
                 said = f"after step {number} {what} differs, with equal gradients"
-                yield self._finding(
-                    phase, said, causes.moment_cause(kind, found, self.reference), wrong, off
-                )
+                yield self._finding(phase, said, causes.moment_cause(kind, found, self.reference), wrong, off)
                 continue
             said = f"{what} is not what {'was saved' if phase == 'resume' else 'the runner holds'}"
-            cause = "it is not read back into the memory that trains" if phase == "resume" else (
-                "shards gives something else than what trains"
-            )  # fmt: skip
+            cause = (
+                "it is not read back into the memory that trains"
+                if phase == "resume"
+                else ("shards gives something else than what trains")
+            )
             if all(math.isclose(gap.dd, gap.rr, rel_tol=1e-6) for gap in found):
                 cause = "it starts at zero: the state is not loaded"
             elif rounded := causes.rounding(found):

@@ -67,10 +67,15 @@ class Probe(Callback):
             piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
         self._keep("gradients", shards)
         gradients = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
-        self.steps.append({
-            "rates": rates, "gradients": gradients, "projections": self.project(shards),
-            "activations": self.activations.means(), "training": self.runner.model.training,
-        })  # fmt: skip
+        self.steps.append(
+            {
+                "rates": rates,
+                "gradients": gradients,
+                "projections": self.project(shards),
+                "activations": self.activations.means(),
+                "training": self.runner.model.training,
+            }
+        )
         if self.disturbs and isinstance(optimizer, MatrixOptimizer):
             self._round_otherwise(_EPSILONS[optimizer.dtype])
 
@@ -206,9 +211,13 @@ def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
             apart[name] = max(apart.get(name, 0.0), far / max(math.sqrt(square), 1e-30))
     off = {n: [r for r, d in p.items() if not d <= 16 * min(p.values()) + 1e-30] for n, p in own.items()}
     return {
-        "products": total, "off": {name: ranks for name, ranks in off.items() if ranks}, "apart": apart,
-        "copies": copies, "partial": sorted(name for name, size in left.items() if size > 0), "idle": idle,
-    }  # fmt: skip
+        "products": total,
+        "off": {name: ranks for name, ranks in off.items() if ranks},
+        "apart": apart,
+        "copies": copies,
+        "partial": sorted(name for name, size in left.items() if size > 0),
+        "idle": idle,
+    }
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -105,11 +105,16 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     runner = trainer.runner
     names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
     return {
-        "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
-        "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
-        "clip": trainer.run.grad_norm_clip, "exact": runner.capabilities.exact,
+        "names": [*names],
+        "tied": _tied(runner),
+        "world_size": runner.world.size,
+        "dp_size": runner.dp.size,
+        "context_size": runner.context.size,
+        "accumulation": trainer.plan.accumulation,
+        "clip": trainer.run.grad_norm_clip,
+        "exact": runner.capabilities.exact,
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
-    }  # fmt: skip
+    }
 
 
 def _checkpoint(trainer: Trainer, step: int) -> Reader:

@@ -51,10 +51,16 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, max_shard_bytes: int,
-    progress: Callable[[str], None], pretrained: PretrainedWeights | None = None,
-    merges: dict[str, Merge] | None = None, part: Part = (("",), None), weights: str | None = None,
-) -> Exported:  # fmt: skip
+    checkpoint: Path,
+    output: str | Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    progress: Callable[[str], None],
+    pretrained: PretrainedWeights | None = None,
+    merges: dict[str, Merge] | None = None,
+    part: Part = (("",), None),
+    weights: str | None = None,
+) -> Exported:
     """Write the model in a verified `checkpoint` to the folder `output`, which appears only when complete.
 
     In a bucket, config.json is uploaded last.
@@ -73,9 +79,13 @@ def export(
 
 
 def export_adapter(
-    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, model: Model, progress: Callable[[str], None],
+    checkpoint: Path,
+    output: str | Path,
+    dtype: torch.dtype | None,
+    model: Model,
+    progress: Callable[[str], None],
     weights: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the adapter of a verified `checkpoint` of `model` to the folder `output`, in peft's format.
 
     Raises UserError as `export` does, and also if there is no adapter or if the base weights were trained too.
@@ -176,9 +186,13 @@ class _Parameters:
 
 
 def _write(
-    source: _Parameters, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
+    source: _Parameters,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    progress: Callable[[str], None],
     part: Model | None,
-) -> Exported:  # fmt: skip
+) -> Exported:
     tensors = source.outlines(dtype)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
     memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)  # for each tensor

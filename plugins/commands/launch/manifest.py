@@ -65,12 +65,13 @@ def manifest(
     facts |= {flag: value for flag, value in given.items() if value is not None}
     facts["pod"] = {field: _read(field, value) for field, value in facts["pod"].items()}
     text = template.render(
-        facts, project=project, made_by=made_by,
-        output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=file.read_text(encoding="utf-8").rstrip(),
-        options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])], restarts=restarts,
-        nodes=nodes, nproc=nproc, nproc_per_node=nproc_per_node, gpus_per_node=nproc if on_gpu else 0,
-        gpus=[given["gpu"]] if given.get("gpu") else fitting, device_memory=show_bytes(on_device),
-        cpus=nproc * (2 + max(config.run.num_workers, 2)), memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
+        facts, project=project, made_by=made_by, output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name),
+        text=file.read_text(encoding="utf-8").rstrip(),
+        options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])],
+        restarts=restarts, nodes=nodes, nproc=nproc, nproc_per_node=nproc_per_node,
+        gpus_per_node=nproc if on_gpu else 0, gpus=[given["gpu"]] if given.get("gpu") else fitting,
+        device_memory=show_bytes(on_device), cpus=nproc * (2 + max(config.run.num_workers, 2)),
+        memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
     )  # fmt: skip
     for flag, line in (("pod", " *{}:"), ("sbatch", "#SBATCH --{}=")):
         for name in facts[flag]:
@@ -84,9 +85,12 @@ def _template(to: str) -> tuple[Any, set[str]]:
     """Return the template of a target, and the names of the values that it uses."""
     jinja2, meta = (require(module, "crosstrain launch") for module in ("jinja2", "jinja2.meta"))
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(paths.home() / "configs" / "launch"), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(paths.home() / "configs" / "launch"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters["quote"] = shlex.quote
     wanted, sources = set[str](), [f"{to}.jinja"]
     for source in sources:

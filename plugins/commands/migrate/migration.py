@@ -68,10 +68,13 @@ def _acts(value: Any) -> bool:
 def _templates(folder: Path) -> Any:
     jinja2 = require("jinja2", "crosstrain migrate")
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder), undefined=jinja2.ChainableUndefined, trim_blocks=True,
-        lstrip_blocks=True, extensions=["jinja2.ext.do"],
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
         finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; undefined is null
-    )  # fmt: skip
+    )
 
 
 def looks_like(path: Path) -> Origin | None:
@@ -138,12 +141,15 @@ class _Migration:
 
         template = _templates(self._origin.file.parent).get_template(f"{self._origin.file.stem}.jinja")
         text = template.render(
-            old=_Tree(self._tree, changes, (), account), beside=beside, located=self._located,
-            folder=lambda name: self._located(name, Path.is_dir), vocabulary=self._vocabulary,
+            old=_Tree(self._tree, changes, (), account),
+            beside=beside,
+            located=self._located,
+            folder=lambda name: self._located(name, Path.is_dir),
+            vocabulary=self._vocabulary,
             need=f"{UNKNOWN} {{}}".format,
             gap=lambda names, why: notes.append((_LOST, str(names), str(why))),
             unneeded=lambda names, why: notes.append((_NO_NEED, str(names), str(why))),
-        )  # fmt: skip
+        )
         return (text, notes), account
 
     def _located(self, name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:

@@ -279,9 +279,10 @@ class _Shell:
     def _record(self, fields: list[str], line: int) -> None:
         """Record a command that has options. Of its launcher's options, keep only those in _COUNTS."""
         programs = [
-            i for i, word in enumerate(fields)
+            i
+            for i, word in enumerate(fields)
             if word.endswith(".py") or (i and fields[i - 1] == "-m" and not _LAUNCHER.search(word))
-        ]  # fmt: skip
+        ]
         start = (*programs, 0)[0]
         options, lost = self._options(fields[start + 1 :])
         counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}

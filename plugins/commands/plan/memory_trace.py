@@ -77,9 +77,14 @@ class Trace:
 
 
 def trace(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head | None = None,
+    model: Model,
+    batch: Batch,
+    dtype: torch.dtype,
+    mode: Mode,
+    device: str,
+    head: Head | None = None,
     objective: Objective | None = None,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Trace a forward and a backward of `model`, which is on the meta device, with autocast to `dtype`.
 
     batch: tensors of a micro batch; only their shapes and types matter. head: this rank's head; None: the plain head.
@@ -136,9 +141,15 @@ def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) 
 
 
 def _measure(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head, objective: Objective,
+    model: Model,
+    batch: Batch,
+    dtype: torch.dtype,
+    mode: Mode,
+    device: str,
+    head: Head,
+    objective: Objective,
     left_out: dict[int, list[nn.Module]],
-) -> _Tracker:  # fmt: skip
+) -> _Tracker:
     absent = [block for blocks in left_out.values() for block in blocks]
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()

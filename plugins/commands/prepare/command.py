@@ -32,12 +32,17 @@ class PrepareCommand(Command):
     """Turn text into tokens, or make a dataset's files."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("dataset", nargs="?", metavar="WHAT", type=_what,
-                            help="inspect or merge; or a dataset that makes files")  # fmt: skip
+        parser.add_argument(
+            "dataset", nargs="?", metavar="WHAT", type=_what, help="inspect or merge; or a dataset that makes files"
+        )
         parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect and merge: prepared folders")
         parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
-        parser.add_argument("--input", nargs="+", metavar="PATH",
-                            help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`")  # fmt: skip
+        parser.add_argument(
+            "--input",
+            nargs="+",
+            metavar="PATH",
+            help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`",
+        )
         parser.add_argument("--output", metavar="DIR")
         parser.add_argument(
             "--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder"

@@ -102,9 +102,12 @@ class _Pipeline:
         folder.mkdir(parents=True, exist_ok=True)
         # The workers do not need the lists of files, and these may be long.
         stage = FilterStage(
-            folder, [replace(source, files=None) for source in self.sources], self.filters,
-            self.options.unusable != "error", self.options.ignore_columns,
-        )  # fmt: skip
+            folder,
+            [replace(source, files=None) for source in self.sources],
+            self.filters,
+            self.options.unusable != "error",
+            self.options.ignore_columns,
+        )
         readers = [source.open() for source in self.sources]
         for reader in readers:
             reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)

@@ -54,34 +54,46 @@ def page(runs: Sequence[ReadRun]) -> str:
     style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     markup = jinja2.utils.markupsafe.Markup
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(here),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,  # Markup is not touched
-    )  # fmt: skip
+    )
     return environment.get_template("page.html.j2").render(
-        version=__version__, runs=runs, colours=COLOURS,
-        style=markup(style), scripts=[markup(library), markup(script)],
+        version=__version__,
+        runs=runs,
+        colours=COLOURS,
+        style=markup(style),
+        scripts=[markup(library), markup(script)],
         # A browser runs only these two scripts and fetches nothing, regardless of the runs' files.
         hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)],
-        summary=_summary(runs), curves=_curves(runs), phases=_phases(runs),
-        differences=_differences(runs), generated=[_spread(run.generated) for run in runs],
-        events=sorted((step, i, what) for i, run in enumerate(runs) for step, what in run.events), most_events=_EVENTS,
-    )  # fmt: skip
+        summary=_summary(runs),
+        curves=_curves(runs),
+        phases=_phases(runs),
+        differences=_differences(runs),
+        generated=[_spread(run.generated) for run in runs],
+        events=sorted((step, i, what) for i, run in enumerate(runs) for step, what in run.events),
+        most_events=_EVENTS,
+    )
 
 
 def _summary(runs: Sequence[ReadRun]) -> _Table:
-    return _used({
-        "steps": [f"{run.last_step:,}" for run in runs],
-        "samples": _column(runs, "samples", _last, "{:,.0f}"),
-        "last loss": _column(runs, "loss", _last, "{:.4f}"),
-        "best validation loss": [_best_validation(run) for run in runs],
-        "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
-        "median samples/s": _column(runs, "samples_per_second", median, "{:,.1f}"),
-        "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
-        "median MFU": _column(runs, "mfu", median, "{:.1%}"),
-        "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
-        "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
-    })  # fmt: skip
+    return _used(
+        {
+            "steps": [f"{run.last_step:,}" for run in runs],
+            "samples": _column(runs, "samples", _last, "{:,.0f}"),
+            "last loss": _column(runs, "loss", _last, "{:.4f}"),
+            "best validation loss": [_best_validation(run) for run in runs],
+            "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
+            "median samples/s": _column(runs, "samples_per_second", median, "{:,.1f}"),
+            "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
+            "median MFU": _column(runs, "mfu", median, "{:.1%}"),
+            "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
+            "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
+        }
+    )
 
 
 def _column(runs: Sequence[ReadRun], key: str, pick: Callable[[Sequence[float]], float], form: str) -> list[str]:
@@ -102,9 +114,10 @@ def _used(table: _Table) -> _Table:
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
     """Chart the known numbers in the order of `_CURVES`, then all others in the order of the rows."""
     hidden = _NO_CURVE | {
-        key for key in _ONLY_IF_THEY_CHANGE
+        key
+        for key in _ONLY_IF_THEY_CHANGE
         if len({value for run in runs if key in run.curves for value in run.curves[key].values}) < 2
-    }  # fmt: skip
+    }
     keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
     of_tokens = any("tokens_per_second" in run.curves for run in runs)
     named = {key: _CURVES.get(key, (key, "", False)) for key in [*_CURVES, *keys] if key in keys}
@@ -128,10 +141,12 @@ def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]
         return f"{ms:.2f} ms{share}", max(0.0, 100 * (ms / longest))
 
     return [
-        (chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True),
-         [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)])
+        (
+            chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True),
+            [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)],
+        )
         for key, found in medians.items()
-    ]  # fmt: skip
+    ]
 
 
 def _keys(runs: Sequence[ReadRun]) -> list[str]:

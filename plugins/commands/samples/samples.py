@@ -14,9 +14,15 @@ from crosstrain.utils.rng import sample_rng
 
 
 def samples(
-    project: ProjectLike, split: Split = "train", numbers: Iterable[int] = (0,), options: Overrides = (), *,
-    step: int | None = None, rank: int = 0, nproc_per_node: int = 1,
-) -> list[SampleView]:  # fmt: skip
+    project: ProjectLike,
+    split: Split = "train",
+    numbers: Iterable[int] = (0,),
+    options: Overrides = (),
+    *,
+    step: int | None = None,
+    rank: int = 0,
+    nproc_per_node: int = 1,
+) -> list[SampleView]:
     """Return samples of a split by their numbers: in training order for `train`, in file order for `val` and `test`.
 
     With `step` (1, 2, ...), return instead the samples of data-parallel rank `rank` of `nproc_per_node` workers at that

@@ -105,9 +105,13 @@ class Web:
 
     def _description(self) -> dict[str, Any]:
         return {
-            "id": self._service.name, "object": "model", "created": self._since, "owned_by": "crosstrain",
-            "max_model_len": self._service.model.max_length, "images": self._service.chat_format.takes_images,
-        }  # fmt: skip
+            "id": self._service.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "crosstrain",
+            "max_model_len": self._service.model.max_length,
+            "images": self._service.chat_format.takes_images,
+        }
 
     # ---- authorization
 

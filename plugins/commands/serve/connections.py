@@ -123,9 +123,10 @@ class Connection(H11Protocol):
             body = json.dumps(refusal.document).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
             answer = h11.Response(
-                status_code=refusal.status, reason=STATUS_PHRASES[refusal.status],
+                status_code=refusal.status,
+                reason=STATUS_PHRASES[refusal.status],
                 headers=list((headers | refusal.headers).items()),
-            )  # fmt: skip
+            )
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

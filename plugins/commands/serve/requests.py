@@ -125,12 +125,23 @@ class ChatRequest(TextRequest):
     """POST /v1/chat/completions"""
 
     neutral = TextRequest.neutral | {
-        "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
-        "parallel_tool_calls": [True, False], "functions": [[]], "function_call": ["none", "auto"],
-        "modalities": [["text"]], "audio": [], "prediction": [], "reasoning_effort": ["none"], "verbosity": ["medium"],
-        "web_search_options": [], "moderation": [], "service_tier": ["auto", "default"], "store": [False],
+        "response_format": [{"type": "text"}],
+        "tools": [[]],
+        "tool_choice": ["none", "auto"],
+        "parallel_tool_calls": [True, False],
+        "functions": [[]],
+        "function_call": ["none", "auto"],
+        "modalities": [["text"]],
+        "audio": [],
+        "prediction": [],
+        "reasoning_effort": ["none"],
+        "verbosity": ["medium"],
+        "web_search_options": [],
+        "moderation": [],
+        "service_tier": ["auto", "default"],
+        "store": [False],
         "metadata": [{}],
-    }  # fmt: skip
+    }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     max_tokens: int | None = Field(None, ge=1, le=_FAR)

@@ -80,11 +80,18 @@ def run_server(
     allow_open_files(2 * limits.all_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Web` logs errors
     settings = uvicorn.Config(
-        web.app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        web.app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
         http=partial(Connection, limits, {}),  # type: ignore[arg-type]
-        proxy_headers=False, backlog=2048, timeout_keep_alive=30,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=int(limits.finish_seconds),
-    )  # fmt: skip
+    )
     server = uvicorn.Server(settings)
     with suppress(UserError):
         encoders.encode("text", "")  # start a process, so that the first client does not wait for it
@@ -93,10 +100,8 @@ def run_server(
     if not is_loopback(options.host) and options.key is None:
         log.warning("warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host)
     host = f"[{options.host}]" if ":" in options.host else options.host
-    log.info(
-        "serving %s (%s) on http://%s:%d; chats are %s; Ctrl-C ends",
-        options.name, options.checkpoint, host, listener.getsockname()[1], chats.name,
-    )  # fmt: skip
+    address, served = f"http://{host}:{listener.getsockname()[1]}", f"{options.name} ({options.checkpoint})"
+    log.info("serving %s on %s; chats are %s; Ctrl-C ends", served, address, chats.name)
 
     def stopping() -> bool:
         if stop and not server.should_exit:

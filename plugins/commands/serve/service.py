@@ -115,9 +115,16 @@ class Service:
         return room if wanted is None else wanted
 
     def _plan(
-        self, plan: RequestPlan, request: TextRequest, prompt: Prompt, new: int, logprobs: int | None,
-        deliver: Deliver, score: bool = False, echo: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        plan: RequestPlan,
+        request: TextRequest,
+        prompt: Prompt,
+        new: int,
+        logprobs: int | None,
+        deliver: Deliver,
+        score: bool = False,
+        echo: str = "",
+    ) -> None:
         """Add a prompt's completions, split into jobs that fit into the batch."""
         sampling = Sampling(
             max(new, 1),

@@ -58,9 +58,15 @@ def status(folder: Path) -> Status:
     if (latest := last_checkpoint(folder)) != folder and latest.is_dir():
         checkpoint = int(latest.name.removeprefix("step_"))
     return Status(
-        str(folder), "running" if run.is_held() else next(told, "died"), row.get("step"), _max_iters(run),
-        row.get("loss"), checkpoint, round(time.time() - run.log.stat().st_mtime, 1), last,
-    )  # fmt: skip
+        str(folder),
+        "running" if run.is_held() else next(told, "died"),
+        row.get("step"),
+        _max_iters(run),
+        row.get("loss"),
+        checkpoint,
+        round(time.time() - run.log.stat().st_mtime, 1),
+        last,
+    )
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -132,9 +132,13 @@ class Blip2Qwen(Model):
             attention_mask = _segment_mask(segments)
         with self._precision("language_model", input_ids.device):
             return self.language_model(
-                inputs_embeds=embeddings, labels=labels, cache=cache, attention_mask=attention_mask,
-                position_ids=position_ids, **mode.arguments(),
-            )  # fmt: skip
+                inputs_embeds=embeddings,
+                labels=labels,
+                cache=cache,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                **mode.arguments(),
+            )
 
     def encode_images(self, images: Tensor) -> Tensor:
         """Return embeddings [images, num_query_tokens, language model's width] of images [images, 3, H, W]."""
@@ -307,9 +311,12 @@ class _Export(Export):
 def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:
     given = {key: size for key in options.published if (size := getattr(options, key)) is not None}
     return Blip2QFormerConfig(
-        encoder_hidden_size=encoder_width, hidden_dropout_prob=options.dropout,
-        attention_probs_dropout_prob=options.dropout, attn_implementation=options.attention, **given,
-    )  # fmt: skip
+        encoder_hidden_size=encoder_width,
+        hidden_dropout_prob=options.dropout,
+        attention_probs_dropout_prob=options.dropout,
+        attn_implementation=options.attention,
+        **given,
+    )
 
 
 def _projector(options: Projector, width: int, out: int) -> nn.Module:

@@ -45,7 +45,7 @@ def make_encoder(options: Vision) -> nn.Module:
     try:
         encoder = timm.create_model(
             name, pretrained=False, num_classes=0, global_pool="", drop_path_rate=options.drop_path_rate, **given
-        )  # fmt: skip
+        )
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"model.vision: timm cannot make {name} with {given}: {error}") from error
     finally:

@@ -150,9 +150,12 @@ class Documents:
         starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         longest = max(place.stop - place.start for _, place in self)
         return {
-            "documents": self, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest,
+            "documents": self,
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": longest,
             "max_length_k": longest,
-        }  # fmt: skip
+        }
 
     def check_seen(self, blocks: Iterable[nn.Module]) -> None:
         """Raise ConfigError for a block that has parameters but no module that respects the documents."""
@@ -166,11 +169,21 @@ class Documents:
 
 
 Compute = Callable[..., tuple[Tensor, Any]]
+
+
 def _sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-    position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """transformers' sdpa attention; dropout on a CPU uses our own kernel, because torch has no fused one."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
@@ -178,15 +191,29 @@ def _sdpa(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return dropped_attention.dropped_attention(query, key, value, scale, dropout).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-        position_bias=position_bias, **kwargs,
-    )  # fmt: skip
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        position_bias=position_bias,
+        **kwargs,
+    )
 
 
 def _each_apart(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    documents: Documents | None = None, position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    documents: Documents | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """transformers' sdpa attention, called once per document; returns [batch, length, heads, width]."""
     if documents is None:
         return _sdpa(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
@@ -267,9 +294,15 @@ def register_attention(name: str, masked: str) -> str:
         return make(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
-        documents: Documents | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        documents: Documents | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
         """Compute attention. With a context, inputs and output have the length of this rank's part."""
         by = name
         if isinstance(attention_mask, Tensor) or query.shape[2] != key.shape[2] or not has_values(query):

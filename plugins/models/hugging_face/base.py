@@ -31,6 +31,7 @@ Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # size of a vocabulary, 
 Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
 DropRate = Annotated[float, Interval(ge=0, lt=1)]
 
+
 def check_published(published: PreTrainedConfig, given: Mapping[str, Any], source: Path) -> None:
     """Raise ConfigError if a given size differs from the configuration in the folder `source`."""
     for key, value in given.items():

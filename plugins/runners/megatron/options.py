@@ -66,8 +66,9 @@ class Options(ExpertOptions):
         _, copies, tensor = self.mesh_shape(world_size)
         return [
             [*range(stage + rank, stage + copies * tensor, tensor)]
-            for stage in range(0, world_size, copies * tensor) for rank in range(tensor)
-        ]  # fmt: skip
+            for stage in range(0, world_size, copies * tensor)
+            for rank in range(tensor)
+        ]
 
     def copies(self, world_size: int) -> int:
         """Return the number of data-parallel copies. Raises ConfigError if the layout does not fit the ranks."""

@@ -31,10 +31,17 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, model: Model, number: int, count: int, stubs: dict[str, nn.Module], rng: RngTracker,
-        tensor: TensorParallel | None, autocast: Callable[[], AbstractContextManager[Any]], timers: Timers,
+        self,
+        model: Model,
+        number: int,
+        count: int,
+        stubs: dict[str, nn.Module],
+        rng: RngTracker,
+        tensor: TensorParallel | None,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        timers: Timers,
         head: Head,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.model, self.number, self.rng, self.autocast, self.timers = model, number, rng, autocast, timers
         self.is_first, self.is_last = number == 0, number == count - 1
@@ -111,9 +118,13 @@ class Pipeline:
         self._weight = 0.0
 
     def train(
-        self, shape: tuple[int, int], count: int, batch: Callable[[int], Inputs], weight: float,
+        self,
+        shape: tuple[int, int],
+        count: int,
+        batch: Callable[[int], Inputs],
+        weight: float,
         last: Callable[[bool], None],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` returns a micro batch and seeds dropout for it. Losses are multiplied by `weight` before their
@@ -145,13 +156,16 @@ class Pipeline:
             between = hidden, self.stages[0].rng.state().to("meta")
             stages = [
                 _TorchStage(
-                    stage, stage.number, self.options.stages, self.device,
+                    stage,
+                    stage.number,
+                    self.options.stages,
+                    self.device,
                     input_args=() if stage.is_first else between,
                     output_args=hidden.new_empty(()) if stage.is_last else between,
                     group=self.group.process_group,
                 )
                 for stage in self.stages
-            ]  # fmt: skip
+            ]
             name, loss = self.options.pipeline_schedule, lambda loss, _: loss * self._weight
             self._schedules[*shape, count] = make_schedule(name, stages, count, loss_fn=loss, scale_grads=False)
         return self._schedules[*shape, count]

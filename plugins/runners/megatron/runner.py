@@ -203,9 +203,16 @@ class MegatronRunner(Runner):
         if tied and self.stages.rank > 0:
             weight = 0.0  # the first stage counts it
         return Share(
-            name, parameter, cut.shapes[name], places, nn.Parameter(owned, requires_grad=parameter.requires_grad),
-            weight, name in cut.summed and not spec, strategy, start,
-        )  # fmt: skip
+            name,
+            parameter,
+            cut.shapes[name],
+            places,
+            nn.Parameter(owned, requires_grad=parameter.requires_grad),
+            weight,
+            name in cut.summed and not spec,
+            strategy,
+            start,
+        )
 
     def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
         """Return the names of replicated parameters that each rank applies to its part of the sequence."""

@@ -89,9 +89,11 @@ class PromptBuilder:
     """A builder of prompts from conversations about images, in the format of a dataset's evaluation splits."""
 
     def __init__(
-        self, image_processor: ImageProcessor, encoder: ConversationEncoder,
+        self,
+        image_processor: ImageProcessor,
+        encoder: ConversationEncoder,
         asked: Callable[[Conversation], Conversation] = list,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.image_processor, self.encoder, self.asked = image_processor, encoder, asked
         self.end_id = encoder.end_id  # the token that ends an answer
 

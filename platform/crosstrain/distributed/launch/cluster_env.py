@@ -56,6 +56,9 @@ def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
     if address is None:
         raise ConfigError("MASTER_ADDR: mpirun does not set it; set it to the address of rank 0's machine")
     return {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local,
-        "MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT", str(port)),
-    }  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": env.get("MASTER_PORT", str(port)),
+    }

@@ -125,21 +125,37 @@ class _Agent(LocalElasticAgent):
     """The agent of one machine. It restarts workers unless the failure is final or a stop was requested."""
 
     def __init__(
-        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, restarts_left: int, stop: list[int],
+        self,
+        worker: Callable[..., int],
+        args: tuple[Any, ...],
+        how: Launch,
+        restarts_left: int,
+        stop: list[int],
         logs: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         rendezvous = rdzv.RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
         if nodes := how.nodes:
             host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
             rendezvous = rdzv.RendezvousParameters(
-                "c10d", f"{host}:{nodes.port}", "crosstrain", nodes.min_nodes, nodes.max_nodes, nodes.local_addr,
-                is_host=nodes.is_host, **nodes.rdzv_conf,
-            )  # fmt: skip
+                "c10d",
+                f"{host}:{nodes.port}",
+                "crosstrain",
+                nodes.min_nodes,
+                nodes.max_nodes,
+                nodes.local_addr,
+                is_host=nodes.is_host,
+                **nodes.rdzv_conf,
+            )
         spec = WorkerSpec(
-            role="worker", local_world_size=how.nproc_per_node, entrypoint=run_worker, args=(worker, args),
-            rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=how.max_restarts, monitor_interval=0.1,
+            role="worker",
+            local_world_size=how.nproc_per_node,
+            entrypoint=run_worker,
+            args=(worker, args),
+            rdzv_handler=get_rendezvous_handler(rendezvous),
+            max_restarts=how.max_restarts,
+            monitor_interval=0.1,
             local_addr=rendezvous.local_addr,
-        )  # fmt: skip
+        )
         super().__init__(
             spec, DefaultLogsSpecs(logs), how.start_method, _EXIT_TIMEOUT, shutdown_timeout=_SHUTDOWN_TIMEOUT
         )

@@ -32,9 +32,12 @@ class Nodes:
 
     @staticmethod
     def of(
-        nnodes: str | None, node_rank: int | None, rdzv_endpoint: str | None, local_addr: str | None,
+        nnodes: str | None,
+        node_rank: int | None,
+        rdzv_endpoint: str | None,
+        local_addr: str | None,
         rdzv_conf: str | None = None,
-    ) -> Nodes | None:  # fmt: skip
+    ) -> Nodes | None:
         """Parse the command line's flags; None for one node. Raises ConfigError."""
         found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes or "1")
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)

@@ -135,9 +135,13 @@ def _oddity(report: RankReport, group: str, number: int, everyone: list[RankRepo
 
 
 def _never_entered(
-    owner: RankReport, group: str, number: int, everyone: list[RankReport], lost: list[int] | None = None,
+    owner: RankReport,
+    group: str,
+    number: int,
+    everyone: list[RankReport],
+    lost: list[int] | None = None,
     by_location: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """Describe the ranks that did not enter the call of `owner`; by_location: locations must also be equal."""
     call = owner.call(group, number)
     assert call is not None

@@ -41,9 +41,15 @@ _TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_singl
 _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _DISTRIBUTED = Path(__file__).parent.parent
-_OURS = tuple(str(_DISTRIBUTED / name) for name in (
-    "group.py", "watchdog/flight_recorder.py", "watchdog/torch_hooks.py", "watchdog/watchdog.py",
-))  # fmt: skip
+_OURS = tuple(
+    str(_DISTRIBUTED / name)
+    for name in (
+        "group.py",
+        "watchdog/flight_recorder.py",
+        "watchdog/torch_hooks.py",
+        "watchdog/watchdog.py",
+    )
+)
 _OUTERMOST = tuple(str(_DISTRIBUTED / "launch" / name) for name in ("launcher.py", "worker_errors.py"))  # call workers
 _BUILT_IN = tuple(f"{folder}{os.sep}" for folder in (_DISTRIBUTED.parent.resolve(), paths.home() / "plugins"))
 
@@ -233,9 +239,11 @@ class _GroupLog:
         latest = everything[-depth:]  # threads append out of order, so numbers may be missing
         latest = [call for i, call in enumerate(latest) if call[0] == latest[0][0] + i]
         return History(
-            self.ranks, latest[0][0], [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest],
+            self.ranks,
+            latest[0][0],
+            [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest],
             any(call[4] in background for call in everything),
-        )  # fmt: skip
+        )
 
 
 def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
