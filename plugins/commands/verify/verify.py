@@ -28,6 +28,7 @@ from ..compare.tolerance import Record, Tolerance, difference, number_difference
 from ..export.folder import export
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
+_REST = "the rest"  # name of the check that lists what was not tried
 
 Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the finding, or the reason not to try
 
@@ -35,10 +36,15 @@ Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the findin
 def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
     """Return the checks of each runner in Markdown, and the command that made them."""
     lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
+    untried = {row for rows in checks.values() for row in rows if row[0] == _REST}
+    if len(untried) == 1:  # the same for all: said once
+        lines += ["", f"Not tried: {next(iter(untried))[2]}."]
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
         lines += ["", f"## {label}: {verdict}", "", "| check | result | found |", "|---|---|---|"]
         for name, result, found in rows:
+            if name == _REST and len(untried) == 1:
+                continue
             lines.append(f"| {name} | {'**no**' if result == 'no' else result} | {found.replace('|', '&#124;')} |")
     return "\n".join(lines) + "\n"
 
@@ -88,7 +94,7 @@ class _Acceptance:
             f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, self.config),
             f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, self.config),
             "exports right": self._export,
-            "the rest": self._rest,
+            _REST: self._rest,
         }
         for name, run in rows.items():
             try:
@@ -103,8 +109,7 @@ class _Acceptance:
         if not record["exact"]:
             return APART
         off = max(number_difference(record, self.reference, key) for key in ("loss", "grad_norm"))
-        within = f"losses and norms within {off:.0e} (up to {self.tolerance.numbers:.0e} is rounding)"
-        return f"{len(record['rows'])} steps, {within}"
+        return f"{len(record['rows'])} steps, losses and norms within {off:.0e}"
 
     def _train(self) -> tuple[str, str]:
         self.record = self.race.record(self.label, self.size, self.config, "contestant")
@@ -112,7 +117,8 @@ class _Acceptance:
         self.finding = diagnose(trained, self.reference, self.tolerance)
         if self.finding and self.finding.phase not in ("checkpoint", "export"):
             return "no", self.finding.sentence
-        return "yes", self._within(self.record)
+        rounding = f" (up to {self.tolerance.numbers:.0e} is rounding)" if self.record["exact"] else ""
+        return "yes", self._within(self.record) + rounding
 
     def _evaluate(self) -> tuple[str, str]:
         here, there = ([of["plain_loss"], of["later_loss"]] for of in (self.record, self.reference))
