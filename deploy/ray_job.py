@@ -60,12 +60,11 @@ def run() -> int:
         ray.get(group.ready())  # waits until there are enough machines
         machines = [
             Machine.options(
-                num_cpus=RESOURCES["CPU"],
-                num_gpus=RESOURCES["GPU"],
+                num_cpus=RESOURCES["CPU"], num_gpus=RESOURCES["GPU"],
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
             ).remote()
             for rank in range(NODES)
-        ]
+        ]  # fmt: skip
         host = ray.get(machines[0].address.remote())
         running = [machine.train.remote(rank, host) for rank, machine in enumerate(machines)]
         try:

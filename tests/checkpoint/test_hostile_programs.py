@@ -135,6 +135,7 @@ def test_a_checkpoint_does_not_say_how_many_processes_start(
     assert nothing_launched[0][0]["run"]["num_workers"] == os.cpu_count()
 
 
+@pytest.mark.slow
 @FEW
 @given(st.data())
 def test_any_change_of_the_configuration_is_refused_or_harmless(

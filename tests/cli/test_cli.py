@@ -83,6 +83,7 @@ class LooksUp(Objective):
 """
 
 
+@pytest.mark.slow
 def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
     plugin = workspace.path / "looks_up.py"
     plugin.write_text(PLUGIN)

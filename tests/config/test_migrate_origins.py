@@ -407,8 +407,12 @@ def test_a_curriculum_of_megatron_deepspeed(tmp_path: Path) -> None:
         warmup=10**7,
         out="out",
     )
+    script = script.replace("--deepspeed_config", "--curriculum-learning --deepspeed_config", 1)
     tree, notes, _ = migrated(tmp_path, "megatron_lm", script, "a.sh")
+    assert "--curriculum-learning" in script
     assert tree["run"]["curriculum"] == {"start": 8, "steps": 60, "multiple_of": 8}
+    assert "curriculum_learning: run.curriculum is that of the DeepSpeed file" in notes
+    assert "curriculum_learning: give" not in notes
     assert "under a curriculum the first steps have fewer tokens" in notes
 
 

@@ -71,6 +71,7 @@ def test_ids_are_the_tokenizers_own_on_any_text(plain: TextTokenizer, texts: lis
     assert same(plain, texts)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(TEXT, max_size=5), st.sampled_from([module._LLAMA3, module._QWEN2]))
 def test_ids_are_equal_for_the_other_ways_to_cut_words(plain: TextTokenizer, texts: list[str], pattern: str) -> None:

@@ -177,7 +177,7 @@ def test_an_independent_reader_reads_what_was_written(
 
 
 def test_index_of_many_documents_is_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crosstrain.data.indexed_dataset._CHUNK", 3)
+    monkeypatch.setattr(indexed_dataset, "_CHUNK", 3)
     documents = [[d] * (d % 4) for d in range(11)]
     write(tmp_path / "t", documents)
     assert reference_read(tmp_path / "t")[1] == [[document] for document in documents]

@@ -151,7 +151,7 @@ def another_program(port: int, answers: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("launcher", "answers"),
-    few([(launcher, answers) for launcher in LAUNCHERS for answers in (False, True)], [("mpirun", True)]),
+    few([(launcher, answers) for launcher in LAUNCHERS for answers in (False, True)], []),
 )
 def test_a_port_in_use_ends_every_rank_in_a_sentence(workspace: Workspace, launcher: str, answers: bool) -> None:
     port = port_for_slurm()
@@ -188,6 +188,7 @@ def test_ranks_that_come_late_train(workspace: Workspace, launcher: str) -> None
             assert "runner ddp on 2 cpu worker(s)" in first.said
 
 
+@pytest.mark.slow
 def test_variables_that_are_missing_are_named(workspace: Workspace) -> None:
     environment = PLAIN | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     command = [word for word in workspace.command("run.output_dir=out") if word not in ("--nproc-per-node", "1")]

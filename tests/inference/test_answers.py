@@ -231,6 +231,7 @@ def test_questions_that_leave_no_room_are_refused(trained: tuple[Path, Run]) -> 
         ask(str(project), str(run.checkpoint(160)), max_new_tokens=250)
 
 
+@pytest.mark.slow
 def test_questions_that_take_too_long_to_encode_end_with_a_sentence(
     trained: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

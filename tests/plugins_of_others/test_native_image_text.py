@@ -114,7 +114,9 @@ def test_losses_are_those_of_a_bare_loop(project: Path) -> None:
         torch.testing.assert_close(final[name], p.detach(), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("runner", ["ddp", "fsdp", "{name: deepspeed, stage: 2}"])
+@pytest.mark.parametrize(
+    "runner", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "{name: deepspeed, stage: 2}"))]
+)
 def test_two_ranks_train_as_one(project: Path, runner: str) -> None:
     alone = train(project, "one_rank")
     shared = train(project, "two_ranks", f"run.runner={runner}", size=2)

@@ -75,7 +75,7 @@ class Fails(Callback):
 """
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_error_that_ends_a_run_is_the_last_line_of_its_log(workspace: Workspace, nproc: int) -> None:
     """After all that was still being written."""
     (workspace.path / "fails.py").write_text(FAILS)

@@ -79,7 +79,7 @@ class Blip2Qwen(Model):
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
         self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
         asked = self.qformer.config.hidden_size
-        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens, asked))
+        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens or 32, asked))
         self.projector = _projector(options.projector, asked, language.hidden_size)
         self.language_model, self.takes_positions = language, language.takes_positions
         self.structure, self.weights, self.export = _Structure(self), _Weights(self), _Export(self)

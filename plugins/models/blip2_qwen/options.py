@@ -58,7 +58,7 @@ class QFormer(Part):
     published: ClassVar = (*sizes, "cross_attention_frequency", "layer_norm_eps")
 
     pretrained: Text | None = None  # folder or name of Hugging Face BLIP-2 weights, or a run
-    num_query_tokens: Size = 32  # embeddings per image
+    num_query_tokens: Size | None = None  # embeddings per image; None: as pretrained, else 32
     hidden_size: Size | None = None  # hidden size; None: as pretrained, else 768
     num_hidden_layers: Layers | None = None  # number of blocks; None: as pretrained, else 12
     num_attention_heads: Size | None = None  # attention heads per block; None: as pretrained, else 12
