@@ -16,11 +16,11 @@ class BestCheckpoints(Follower):
 
     @dataclass
     class Options(Followed):
-        count: PositiveInt = 3  # checkpoints to keep
+        count: PositiveInt = 3  # number of checkpoints to keep
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"best": []}  # [cost, step], the best first
+        self.state = {"best": []}  # list of [cost, step], the best first
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         cost, step = self.cost(metrics), self.trainer.state.step

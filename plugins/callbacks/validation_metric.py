@@ -1,4 +1,4 @@
-"""The base of callbacks that track a validation metric."""
+"""Base class of callbacks that track a validation metric."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

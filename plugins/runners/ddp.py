@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the full model and trains on its own samples. Plain training on one process."""
+"""Data parallelism: every rank holds the full model and trains on its own samples; on one process, plain training."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -44,7 +44,7 @@ class DDPRunner(Runner):
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         out = data_parallel(at)
         if at.world_size > 1:
-            buckets = Sizes.of(at.model).trainable  # buckets are kept; accumulated gradients need as much again
+            buckets = Sizes.of(at.model).trainable  # buckets are kept; accumulation needs as much again
             out.gradients, out.retained_grad_fraction = buckets * (2 if at.batch.accumulation > 1 else 1), 0.0
         return [out]
 
