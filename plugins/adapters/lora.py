@@ -45,7 +45,8 @@ _SUPPORTED = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout",
     "peft_type", "peft_version", "r", "revision", "target_modules", "task_type", "use_dora",
 }  # fmt: skip
-_INITIAL = (True, False, None, "gaussian", "orthogonal")  # values of `init_lora_weights` that keep the base weights
+# Values of `init_lora_weights` that leave the base weights unchanged.
+_INITIAL = (True, False, None, "gaussian", "orthogonal")
 
 
 @registry.register_adapter("lora")
@@ -60,7 +61,7 @@ class Lora(Adapter):
         alpha: PositiveFloat | None = None  # adapter outputs are scaled by alpha / rank; None: as pretrained, else 16
         dora: bool | None = None  # DoRA: train weight norms too (Liu et al., 2024); None: as pretrained, else False
         dropout: DropRate = 0.0  # dropout rate of the adapters' input
-        # names of linear layers, or the ends of names, such as q_proj; None: as pretrained, else all in the blocks
+        # names of linear layers, or suffixes of names, such as q_proj; None: as pretrained, else all in the blocks
         targets: Annotated[list[Text], MinLen(1)] | None = None
         pretrained: Text | None = None  # adapter to start from: a run, a checkpoint or a peft folder; None: a new one
 
@@ -103,7 +104,7 @@ class AdaptedWeights(Around):
         return self.inner.canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Fill in peft's initial values: A like torch's linear layer, B zero, so the adapter starts without effect."""
+        """Fill in peft's initial values: A as in torch's linear layer; B zero, so the adapter has no effect yet."""
         if not is_adapter(name):
             self.inner.initialize(name, value, rng)
         elif ".lora_B." in name:
@@ -207,7 +208,7 @@ def _norms(weight: Tensor, transposed: bool) -> Tensor:
 def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
     """Return the names of the linear layers in the model's blocks that match `targets`; None: all of them.
 
-    A target is a full name, or the end of one after a dot. Raises OptionError for a target without a match.
+    A target is a full name, or a suffix that begins after a dot. Raises OptionError for a target without a match.
     """
     inside = {id(module) for block in model.blocks() for module in block.modules()}
     maps = [
@@ -234,7 +235,10 @@ def adapter_folder(source: str) -> Path:
 
 
 def _published(options: Lora.Options, folder: Path) -> Lora.Options:
-    """Return the options with the settings of the adapter in `folder`. Raises OptionError if they contradict it."""
+    """Return the options, completed with the settings of the adapter in `folder`.
+
+    Raises OptionError if a given option contradicts the adapter, and CheckpointError if the adapter is not supported.
+    """
     config = read_json(folder / _CONFIG, most_bytes=1 << 24)
     match config:
         case {

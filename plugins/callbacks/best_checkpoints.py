@@ -1,4 +1,4 @@
-"""Keep the best checkpoints by a validation metric."""
+"""Keep the checkpoints with the best values of a validation metric."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .validation_metric import Followed, Follower
 
 @registry.register_callback("best_checkpoints")
 class BestCheckpoints(Follower):
-    """Saves and keeps the best checkpoints by a validation metric; `checkpoints/best_<metric>` points to the best."""
+    """Keeps the checkpoints with the best values of a validation metric; `checkpoints/best_<metric>` is the best."""
 
     @dataclass
     class Options(Followed):

@@ -54,7 +54,7 @@ def read_annotations(
 
 
 def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
-    """Yield (row, location) of each row in a file; in COCO's layout, a row gets its image object."""
+    """Yield (row, location) of each row in a file; rows in COCO's layout get the image object that they refer to."""
     for row, place in rows_as_given(str(path)):
         if not isinstance(row, dict) or not isinstance(row.get("annotations"), list):
             yield row, place
@@ -73,8 +73,8 @@ def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
 def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set[str]]:
     """Normalize an entry: return `images`, a list of names, with `conversations`, `caption` or `questions`.
 
-    Also returns the paths of ignored keys. Conversations are converted to the normal form of turns, and a question with
-    its answers to `questions`. Keys that this function does not read are kept. beside: the images are stored next to
+    Also returns the paths of ignored keys. A conversation becomes a list of turns in normal form; a question and its
+    answers become `questions`. Keys that this function does not read are kept. beside: the images are stored next to
     the entry, so it does not name them. Raises SampleError for an entry that is not an object, contains other media, or
     refers to images in an unknown form.
     """

@@ -1,4 +1,4 @@
-"""Read byte ranges of local files, and of objects in buckets, where ranges can be fetched ahead of time."""
+"""Read byte ranges of local files, and of objects in buckets; ranges in buckets can be fetched ahead of time."""
 
 import os
 from collections.abc import Iterable

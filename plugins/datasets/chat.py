@@ -50,7 +50,7 @@ class ConversationDataset(Dataset):
 
     Options = ConversationOptions
     options: ConversationOptions
-    row_documents = 1  # conversations per row of the files
+    row_documents = 1  # conversations per row of the input files
 
     @classmethod
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Interleave the samples of several sources by their shares, with every prefix in proportion.
+"""Interleave the samples of several sources so that every prefix is in proportion to their shares.
 
-The shares are quantized to integers; their sum is the period. A table of that length lists the source of each sample.
-It is built by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), so that in every
+The shares are quantized to integers; their sum is the period. A table lists the source of each sample in a period. It
+is built by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), so that in every
 prefix the count of each source is less than one sample off its share. The table gives the source of any sample in
 constant time.
 """
@@ -16,7 +16,7 @@ LONGEST = 1 << 16  # period for shares that no shorter period represents exactly
 
 
 def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
-    """Return positive integers in proportion to `weights`, exactly if their sum can be at most `longest`.
+    """Return positive integers proportional to `weights`, exactly if their sum can be at most `longest`.
 
     Otherwise they add up to `longest`, and each is less than one off its share. Shares below 1 become 1; the sum may
     then be above `longest`.
@@ -64,7 +64,7 @@ def _turns(counts: list[int]) -> np.ndarray:
     scale = 2 * number - 2
     had = np.zeros(number, np.int64)
     for step in range(1, period + 1):
-        behind = scale * (shares * step - period * had)  # samples behind, times period * scale
+        behind = scale * (shares * step - period * had)  # number of samples behind, times period * scale
         left = np.where(behind >= period, (period * (scale - 1) - behind) / shares, np.inf)
         turns[step - 1] = chosen = int(np.argmin(left))
         had[chosen] += 1

@@ -42,7 +42,7 @@ class Shapes(ImageText):
 
         path: FilePath  # folder of the shards and their tokenizer; created if it does not exist
         vis_processor: Processors = field(
-            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # no flips: left stays left
+            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # never flips
         )
         text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
         # annotation keys that are not reported as unused; every sample has these three

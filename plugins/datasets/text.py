@@ -60,7 +60,7 @@ class TextDataset(Dataset):
         val: FilePath | None = field(default=None, kw_only=True)
         test: FilePath | None = field(default=None, kw_only=True)  # path of the test split; None: a share of `path`
         # how splits are rounded to whole documents; core: round their ends, like Megatron Core; legacy: round their
-        # sizes, like older Megatron-LM and runs from before this option
+        # sizes, like older versions of Megatron-LM, and for runs that predate this option
         split_rounding: Literal["core", "legacy"] = "core"
         document_mask: bool = False  # True: no attention between documents of a sample
         tokenizer: FilePath | None = None  # Hugging Face name or path; None: that of the prepared folder
@@ -142,7 +142,7 @@ class TextDataset(Dataset):
         parts, start = self.file.num_documents, self.file.document_start
         if rounding == "core":  # Megatron core counts sequences, such as sentences
             parts, start = self.file.num_sequences, self.file.sequence_start
-        if parts == 1:  # one long document
+        if parts == 1:  # a single document is split by tokens
             parts, start = self.file.num_tokens, int
         first, last = split_bounds(self.options.split, parts, rounding)[SPLITS.index(split) :][:2]
         return start(first), start(last)

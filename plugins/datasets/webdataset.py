@@ -30,11 +30,11 @@ Files = dict[str, tuple[int, int]]  # extension -> (offset, size) in bytes
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
 _VERSION = 2
 TEXTS = ("json", "txt", "text", "caption")  # final file extensions of text members
-_TEXT_BYTES = 1 << 24  # maximum number of bytes that indexing reads of a text member
+_TEXT_BYTES = 1 << 24  # maximum number of bytes of a text member to read for the index
 _COMMAND = "pipe:"
 _MOST_SHARDS = 1_000_000
 _SEARCH = 10.0  # time limit for expanding patterns, in CPU seconds
-# Schemes that `storage` reads, in addition to webdataset's own; webdataset runs external programs for some of its own.
+# URL schemes that `storage` reads, in addition to webdataset's own, some of which run external programs.
 _BUCKETS = ("s3", "gcs", "az", "abfs", "memory")
 _NO_SCHEME = ("pipe", "__default__")
 
@@ -199,7 +199,7 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
 
 
 def _scan(path: Path) -> dict[str, Files]:
-    """Return key -> files of each sample, in the order of their first members; members need not be adjacent."""
+    """Return sample key -> files, in the order of first members; the members of a sample need not be adjacent."""
     samples = dict[str, Files]()
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:

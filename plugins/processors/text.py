@@ -27,8 +27,8 @@ class Caption:
         prompts: list[Text] = field(default_factory=list)  # prompts; training draws one, evaluation takes the first
         key: Text = "caption"  # annotation key of the caption: a text, or a list to draw from
         style: Literal["plain", "chat"] = "plain"  # plain: no chat template, as in BLIP-2
-        max_words: PositiveInt | None = None  # longer captions are cut; None: no limit
-        clean: bool = False  # True: make lower case, and replace .!"()*#:;~ with spaces, as in BLIP
+        max_words: PositiveInt | None = None  # longer captions are truncated; None: no limit
+        clean: bool = False  # True: convert to lower case, and replace .!"()*#:;~ with spaces, as in BLIP
 
     def __init__(self, options: Options) -> None:
         self.options, self.style, self.keys = options, options.style, (options.key,)
@@ -74,7 +74,7 @@ class Dialogue:
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         conversation = self._conversation(annotation, images)
-        if conversation[-1].role != "assistant":  # drop a last turn without an answer
+        if conversation[-1].role != "assistant":  # drop an unanswered last turn
             conversation.pop()
         if not any(m.role == "assistant" and m.learned for m in conversation):
             raise SampleError("there is no assistant turn, so nothing to learn")

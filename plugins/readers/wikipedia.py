@@ -192,5 +192,5 @@ class WikiPage:
 
 
 def _shown(found: re.Match[str]) -> str:
-    """Return a name between double underscores, or an empty string for an upper-case name that is no known macro."""
+    """Return a name between double underscores, or an empty string if it is in upper case and not a known macro."""
     return found[0] if found[0] != found[0].upper() or found[0] in _rules()["macros"] else ""

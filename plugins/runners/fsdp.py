@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank holds a shard of each parameter, and gathers a block to compute it."""
+"""Fully sharded data parallelism: every rank holds a shard of each parameter, and gathers one block at a time."""
 
 import copy
 from collections.abc import Callable, Iterator

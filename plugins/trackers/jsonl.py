@@ -1,4 +1,4 @@
-"""metrics.jsonl: metrics for programs, for resuming and for `crosstrain report`."""
+"""metrics.jsonl: metrics for other programs, for resumed runs and for `crosstrain report`."""
 
 import json
 from pathlib import Path

@@ -64,7 +64,7 @@ class DeepSpeedRunner(Runner):
     Options = Options
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, takes_quantized=False, takes_float8=False)
-    engine: Any = None  # None: evaluation below stage 3, because parameters are not sharded
+    engine: Any = None  # None in evaluation below stage 3, where parameters are not sharded
     partition: Partition | None = None  # None: nothing is sharded
     _used: UsedParameters | None = None  # None: unused parameters are not detected
     half = False  # True: some parameters are bf16 or are gathered in bf16
@@ -201,7 +201,7 @@ class DeepSpeedRunner(Runner):
         """Return DeepSpeed's configuration, from the run's options and this runner's."""
         zero = self.options.stage > 0
         section = self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path)
-        if self.half and self.options.stage < 3:  # its all-reduce would send twice as much
+        if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as much
             section["use_multi_rank_bucket_allreduce"] = False
         return {
             "bf16": {"enabled": self.half and self.options.param_dtype == "bf16"},

@@ -74,7 +74,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
     """Return (module, attribute) -> shard spec for `size` ranks; all other parameters are replicated.
 
     Reads only names and shapes. Raises ConfigError if the plan shards nothing, or if a sharded size is not divisible by
-    `size`: the error names the first such parameter and lists the numbers of ranks that the model allows.
+    `size`: the error names the first such parameter and lists the values of `size` that the model allows.
     """
     if not plan.modules:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -125,7 +125,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
 
 
 def _check_heads(model: Model, user: str, plan: Resolved) -> None:
-    """Raise ConfigError if a module keeps an undivided number of heads, because its forward could run but be wrong."""
+    """Raise ConfigError if a module keeps an undivided number of heads: its forward could run with wrong results."""
     for attribute, value in vars(model.get_submodule(user)).items():
         is_number = type(value) is int and value > 1 and _HEADS.fullmatch(attribute)
         if is_number and (user, attribute) not in plan.attributes:
@@ -146,7 +146,7 @@ def user_of(model: Model, name: str) -> str:
 
 
 def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
-    """Return the number of vocabulary rows, padded so that all ranks get equally many, in the required multiple."""
+    """Return the number of vocabulary rows, padded so that all ranks get an equal number in the required multiple."""
     name = next(name for name, p in model.named_parameters() if p is parameter)
     weights, multiple = model.weights, model.weights.vocabulary_multiple * ranks
     return -(-weights.logical_shape(weights.canonical_name(name), parameter.shape)[0] // multiple) * multiple

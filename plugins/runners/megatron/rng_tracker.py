@@ -1,8 +1,8 @@
 """RNG states of tensor-parallel ranks: one common state, and one fork per rank.
 
 All ranks of a tensor-parallel group have the same seed, so dropout is equal where they hold the same activations.
-Where each rank holds its own heads or its own part of the sequence, equal dropout masks would be correlated, so each
-rank forks the common state.
+Where each rank holds its own heads or its own part of the sequence, equal masks would correlate the dropout noise of
+the ranks, so each rank forks the common state.
 """
 
 from __future__ import annotations
