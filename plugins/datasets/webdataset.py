@@ -34,7 +34,7 @@ _TEXT_BYTES = 1 << 24  # maximum number of bytes of a text member to read for th
 _COMMAND = "pipe:"
 _MOST_SHARDS = 1_000_000
 _SEARCH = 10.0  # time limit for expanding patterns, in CPU seconds
-# URL schemes that `storage` reads, in addition to webdataset's own, some of which run external programs.
+# URL schemes that `storage` reads; webdataset has more, but runs external programs for some of them.
 _BUCKETS = ("s3", "gcs", "az", "abfs", "memory")
 _NO_SCHEME = ("pipe", "__default__")
 

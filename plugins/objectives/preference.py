@@ -70,7 +70,7 @@ class ORPO(_OfPairs):
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         lengths = (batch["labels"] != IGNORE_INDEX).sum(1).clamp(min=1)
         means = log_probabilities(losses) / lengths
-        odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log p / (1 - p)
+        odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log(p / (1 - p))
         chosen, rejected = odds[0::2], odds[1::2]
         self.record_rewards(self.options.beta * means[0::2], self.options.beta * means[1::2])
         return -(means[0::2] + self.options.beta * logsigmoid(chosen - rejected)).sum()
