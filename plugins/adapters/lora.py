@@ -45,7 +45,8 @@ _SUPPORTED = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout",
     "peft_type", "peft_version", "r", "revision", "target_modules", "task_type", "use_dora",
 }  # fmt: skip
-_INITIAL = (True, False, None, "gaussian", "orthogonal")  # `init_lora_weights` that do not change the base weights
+# Values of `init_lora_weights` that leave the base weights unchanged.
+_INITIAL = (True, False, None, "gaussian", "orthogonal")
 
 
 @registry.register_adapter("lora")
@@ -54,13 +55,13 @@ class Lora(Adapter):
 
     @dataclass
     class Options:
-        """None for rank, alpha, dora and targets: the value of the `pretrained` adapter, if there is one."""
+        """For rank, alpha, dora and targets, None takes the value of the `pretrained` adapter, if there is one."""
 
         rank: PositiveInt | None = None  # rows of A and columns of B; None: as pretrained, else 8
         alpha: PositiveFloat | None = None  # adapter outputs are scaled by alpha / rank; None: as pretrained, else 16
         dora: bool | None = None  # DoRA: train weight norms too (Liu et al., 2024); None: as pretrained, else False
         dropout: DropRate = 0.0  # dropout rate of the adapters' input
-        # names of linear layers, or their last parts, such as q_proj; None: as pretrained, else all in the blocks
+        # names of linear layers, or suffixes of names, such as q_proj; None: as pretrained, else all in the blocks
         targets: Annotated[list[Text], MinLen(1)] | None = None
         pretrained: Text | None = None  # adapter to start from: a run, a checkpoint or a peft folder; None: a new one
 
@@ -88,7 +89,7 @@ class Lora(Adapter):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        around: Any = model  # wrap its contracts
+        around: Any = model  # wrap the interfaces of the model
         around.weights = AdaptedWeights(model.weights, self)
         around.structure = AdaptedStructure(model.structure, self)
         around.export = AdaptedExport(model.export, self)
@@ -103,7 +104,7 @@ class AdaptedWeights(Around):
         return self.inner.canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Fill in peft's initial values: A like torch's linear layer, B zero, so the adapter starts without effect."""
+        """Fill in peft's initial values: A as in torch's linear layer; B zero, so the adapter has no effect yet."""
         if not is_adapter(name):
             self.inner.initialize(name, value, rng)
         elif ".lora_B." in name:
@@ -124,7 +125,7 @@ class AdaptedWeights(Around):
         raise ConfigError("model.adapter.dora: it begins with the norms of pretrained weights, so the model needs some")
 
     def sources(self) -> list[Source]:
-        """Return the model's sources, for base weights only, and the pretrained adapter's."""
+        """Return the model's weight sources, restricted to base weights, and that of the pretrained adapter."""
         base = [replace(s, covers=partial(_covers_base, s)) for s in self.inner.sources()]
         folder = self.adapter.folder
         return base if folder is None else [*base, Source(folder, _peft_name, is_adapter)]
@@ -148,7 +149,7 @@ class AdaptedStructure(Around):
         return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Return the model's count without the gradients of frozen weights."""
+        """Return the model's FLOPs per token, without those for the gradients of frozen weights."""
         flops = self.inner.flops_per_token(sequence_length)
         return None if flops is None else flops - self.adapter.spared_flops
 
@@ -190,7 +191,7 @@ def _covers_base(source: Source, name: str) -> bool:
 
 
 def _peft_name(name: str, available: set[str]) -> str:
-    """Return a parameter's name in a checkpoint, maybe of a larger model, or in peft's files."""
+    """Return a parameter's name in a checkpoint, possibly that of a larger model, or in peft's files."""
     return next((key for key in available if f".{key}".endswith(f".{name}")), _saved_name(name))
 
 
@@ -200,14 +201,14 @@ def _saved_name(name: str) -> str:
 
 
 def _norms(weight: Tensor, transposed: bool) -> Tensor:
-    """Return the norm of each output's weights [out]."""
+    """Return the norm of the weights of each output feature, [out]."""
     return torch.linalg.norm(weight.T if transposed else weight, dim=1)
 
 
 def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
     """Return the names of the linear layers in the model's blocks that match `targets`; None: all of them.
 
-    A target is a name or its last parts. Raises OptionError for a target without a match.
+    A target is a full name, or a suffix that begins after a dot. Raises OptionError for a target without a match.
     """
     inside = {id(module) for block in model.blocks() for module in block.modules()}
     maps = [
@@ -221,9 +222,9 @@ def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
 
 
 def adapter_folder(source: str) -> Path:
-    """Return the folder with an adapter's weights. `source`: a run, a checkpoint or a peft folder.
+    """Return the folder with an adapter's weights; `source` is a run, a checkpoint or a peft folder.
 
-    Raises CheckpointError if there is no adapter, and ConfigError if the configuration is not trusted with `source`.
+    Raises CheckpointError if there is no adapter, and ConfigError if the configuration is not trusted to use `source`.
     """
     check_source(f"the adapter {source}")
     path = Path(source).expanduser()
@@ -234,7 +235,10 @@ def adapter_folder(source: str) -> Path:
 
 
 def _published(options: Lora.Options, folder: Path) -> Lora.Options:
-    """Return the options with the settings of the adapter in `folder`. Raises OptionError if they contradict it."""
+    """Return the options, completed with the settings of the adapter in `folder`.
+
+    Raises OptionError if a given option contradicts the adapter, and CheckpointError if the adapter is not supported.
+    """
     config = read_json(folder / _CONFIG, most_bytes=1 << 24)
     match config:
         case {

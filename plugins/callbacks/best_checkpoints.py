@@ -1,4 +1,4 @@
-"""Keep the best checkpoints by a validation metric."""
+"""Keep the checkpoints with the best values of a validation metric."""
 
 import math
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from .validation_metric import Followed, Follower
 
 @registry.register_callback("best_checkpoints")
 class BestCheckpoints(Follower):
-    """Saves and keeps the best checkpoints by a validation metric; `checkpoints/best_<metric>` points to the best."""
+    """Keeps the checkpoints with the best values of a validation metric; `checkpoints/best_<metric>` is the best."""
 
     @dataclass
     class Options(Followed):
-        count: PositiveInt = 3  # checkpoints to keep
+        count: PositiveInt = 3  # number of checkpoints to keep
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"best": []}  # [cost, step], the best first
+        self.state = {"best": []}  # list of [cost, step], the best first
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         cost, step = self.cost(metrics), self.trainer.state.step

@@ -12,7 +12,7 @@ from .validation_metric import Followed, Follower
 
 @registry.register_callback("early_stopping")
 class EarlyStopping(Follower):
-    """Ends training when a validation metric has not improved for some validations in a row."""
+    """Ends training when a validation metric has not improved in `patience` validations in a row."""
 
     @dataclass
     class Options(Followed):
@@ -21,7 +21,7 @@ class EarlyStopping(Follower):
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"best": None, "bad": 0}  # best cost; validations since then
+        self.state = {"best": None, "bad": 0}  # best cost; number of validations since then
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         cost, best = self.cost(metrics), self.state["best"]

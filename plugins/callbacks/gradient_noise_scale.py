@@ -13,13 +13,13 @@ from crosstrain.checkpoint.assignment import assign, holdings
 
 @registry.register_callback("gradient_noise_scale")
 class GradientNoiseScale(Callback):
-    """Logs the simple noise scale tr(S) / |G|^2 in samples (McCandlish et al., 2018, appendix A.1).
+    """Logs the simple noise scale tr(S) / |G|^2, in samples (McCandlish et al., 2018, appendix A.1).
 
-    The paper's two unbiased estimates need the gradients of a small and a big batch at the same weights. This callback
-    takes the gradients g1 and g2 of two consecutive steps of B samples as small batches, and their mean as a batch of
-    2 B. This approximation ignores the update between the steps. Then |G|^2 is g1 g2, and tr(S) is
-    B |g1 - g2|^2 / 2; the noise scale is the ratio of their moving averages. Each rank keeps a copy of its share of the
-    gradients; a resumed run misses one pair.
+    The paper's two unbiased estimates need the gradients of a small and a large batch at the same weights. This
+    callback takes the gradients g1 and g2 of two consecutive steps of B samples for small batches, and their mean for a
+    batch of 2 B. This approximation ignores the update between the steps. The estimates are then g1 . g2 for |G|^2 and
+    B |g1 - g2|^2 / 2 for tr(S); the noise scale is the ratio of their moving averages. Each rank keeps a copy of its
+    share of the gradients. A resumed run misses one pair of steps.
     """
 
     @dataclass
@@ -28,12 +28,12 @@ class GradientNoiseScale(Callback):
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"square": 0.0, "noise": 0.0}  # moving averages; both start at 0, so the bias cancels
+        self.state = {"square": 0.0, "noise": 0.0}  # moving averages; the bias of their start at 0 cancels
         self.last: dict[tuple[str, Box], Tensor] = {}
         world = trainer.runner.world
         parameters = [s for s in trainer.runner.held.shards() if s.kind == "param"]
         writers = assign(world.all_gather(list(holdings(parameters))))
-        self.mine = {(h.name, h.box) for h, rank in writers.items() if rank == world.rank}  # counts each element once
+        self.mine = {(h.name, h.box) for h, rank in writers.items() if rank == world.rank}  # each element counts once
 
     def after_backward(self, batch: Step, loss: float) -> None:
         runner, last = self.trainer.runner, self.last

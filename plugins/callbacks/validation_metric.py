@@ -1,4 +1,4 @@
-"""The base of callbacks that track a validation metric."""
+"""Base class of callbacks that track a validation metric."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Follower(Callback):
         if run.eval_interval is None:
             raise ConfigError(f"run.callbacks: there is no {options.metric} without validations; set run.eval_interval")
         known = [f"val_{name}" for name in ("loss", "perplexity", *(metric.name for metric in run.metrics))]
-        # Models and objectives record other metrics, so an unknown val_ name is an error only if close to a known one.
+        # Models and objectives add metrics, so an unknown val_ name is an error only if it resembles a known one.
         near = get_close_matches(options.metric, known, 1, 0.87)
         if options.metric not in known and (near or not options.metric.startswith("val_")):
             raise ConfigError(f"run.callbacks: validation gives no {options.metric}, but {', '.join(near or known)}")

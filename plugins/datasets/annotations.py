@@ -1,4 +1,4 @@
-"""Read annotations of images in published layouts: LLaVA, MiniGPT-4, LAVIS, COCO and chat messages."""
+"""Read image annotations in published layouts: LLaVA, MiniGPT-4, LAVIS, COCO and chat messages."""
 
 import base64
 import re
@@ -19,9 +19,10 @@ from .row_audit import RowAudit
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 _IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys that hold image names
 _KNOWN = ("conversations", "caption", "questions")  # an annotation has one of these or a key that a processor reads
-_PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # of MiniGPT-4
+_PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # MiniGPT-4's image placeholders
 _READ = {"role", "content", "weight"}  # keys of a turn that processors read
-_SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")  # keys that hold the image in an image object
+# Keys of an image object that hold the image or its name.
+_SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")
 _EMPTY = (None, "", [], {})  # values that count as missing
 _DATA = "data:"  # prefix of an image stored in the annotation itself, in base64
 
@@ -29,11 +30,12 @@ _DATA = "data:"  # prefix of an image stored in the annotation itself, in base64
 def read_annotations(
     path: Path, audit: RowAudit | None = None, used: frozenset[str] = frozenset(), max_dropped: float = 0.1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the annotation of each sample, in the form returned by `annotation_of`.
+    """Yield (location, annotation) of each sample; annotations have the form that `annotation_of` returns.
 
-    The file has rows in a format of `conversation_files.rows`, or an object with a list of rows under `annotations`;
-    there COCO's `images` have the names. `audit` counts rows, dropped rows, and keys if `used` is not empty. Raises
-    DataError for an unreadable file, and if more than the share `max_dropped` of the rows is dropped.
+    The file holds rows in a format that `conversation_files.rows` reads, or an object with the rows under
+    `annotations`; in COCO's layout, `images` has the file names. `audit` counts rows, dropped rows and, if `used` is
+    not empty, keys. Raises DataError if the file cannot be read, and if the fraction of dropped rows is above
+    `max_dropped`.
     """
     audit = audit or RowAudit(used)
     for entry, place in _entries(path, audit):
@@ -52,7 +54,7 @@ def read_annotations(
 
 
 def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a file with their places; COCO's rows get the objects of their images."""
+    """Yield (row, location) of each row in a file; rows in COCO's layout get the image object that they refer to."""
     for row, place in rows_as_given(str(path)):
         if not isinstance(row, dict) or not isinstance(row.get("annotations"), list):
             yield row, place
@@ -69,12 +71,12 @@ def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
 
 
 def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set[str]]:
-    """Return an entry with `images`, a list of names, and its `conversations`, `caption` or `questions`.
+    """Normalize an entry: return `images`, a list of names, with `conversations`, `caption` or `questions`.
 
-    Also returns the paths of ignored keys. Conversations become turns of the normal form; a question and its answers
-    become `questions`. Keys that this function does not read are kept. beside: the images are stored beside the entry,
-    so the entry has no names. Raises SampleError for an entry that is not an object, has other media, or has images in
-    an unknown form.
+    Also returns the paths of ignored keys. A conversation becomes a list of turns in normal form; a question and its
+    answers become `questions`. Keys that this function does not read are kept. beside: the images are stored next to
+    the entry, so it does not name them. Raises SampleError for an entry that is not an object, contains other media, or
+    refers to images in an unknown form.
     """
     refuse_if(not isinstance(entry, Mapping), str(entry) if isinstance(entry, str) else "it is no JSON object")
     row = {key: value for key, value in entry.items() if value not in _EMPTY}
@@ -91,11 +93,11 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
             row["history"] = [*row.get("history", []), *earlier]
     try:
         found, left = conversations(row, images=parts)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # any JSON can be here
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # the entry can be any JSON
         raise ChatError(f"it is malformed ({first_line(error)})") from None
     made = {key: value for key, value in row.items() if key in left} | named
     unread |= (left - row.keys()) | (left & {"conversations"})
-    for one in found:  # empty without a conversation
+    for one in found:  # `found` is empty if the entry has no conversation
         made["conversations"] = [_plain(turn) for turn in one.messages]
         unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - _READ}
         unread |= {"tools"} if one.tools else set()
@@ -109,13 +111,13 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
 
 
 def _plain(turn: Turn) -> dict[str, Any]:
-    """Return a turn with the keys that processors read."""
+    """Return the parts of a turn that processors read."""
     plain = {key: getattr(turn, key) for key in turn.model_fields_set & _READ}
     return plain | {"content": turn.content and _PLACEHOLDERS.sub(IMAGE, turn.content)}
 
 
 def _reference(given: Any, unread: set[str]) -> str:
-    """Return a file name or a data: URL from a name or an image object of the Hugging Face hub, COCO or OpenAI.
+    """Return the file name or data: URL in a name or an image object (Hugging Face, COCO or OpenAI).
 
     Adds the paths of the object's other keys to `unread`.
     """
@@ -147,7 +149,7 @@ def read_image(name: str, folder: Path) -> bytes:
 
 
 def keys_of(annotation: Mapping[str, Any]) -> list[str]:
-    """Return the keys with a value: KEY, or KEY.NAME for a name within a list of objects."""
+    """Return the keys that have a value: KEY, or KEY.NAME for the keys of objects in a list."""
     found = dict[str, None]()
     for key, value in annotation.items():
         inner = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

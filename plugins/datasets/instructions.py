@@ -25,25 +25,25 @@ from crosstrain import (
 from .annotations import read_annotations, read_image
 from .row_audit import RowAudit
 
-Entry = tuple[str, dict[str, Any]]  # place, annotation
+Entry = tuple[str, dict[str, Any]]  # (location, annotation)
 
 
 @registry.register_dataset("instructions")
 class Instructions(ImageDataset):
-    """Conversations of one or several turns; entries without images are text only."""
+    """Conversations about images, with one or more turns; entries without images are text only."""
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions, SplitOptions):
         """Files and their splits."""
 
         files: ClassVar[str] = "annotations"
-        annotations: FilePath  # JSON file in a layout of docs/vision-language.md
+        annotations: FilePath  # JSON file in a layout described in docs/vision-language.md
         images: FilePath  # folder that image names are relative to
         val: FilePath | None = None  # annotations of the val split; None: a share of `annotations`
         test: FilePath | None = None  # annotations of the test split; None: a share of `annotations`
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
-        max_dropped: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # maximum share of unusable entries; more is an error
+        max_dropped: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # maximum fraction of dropped rows; more is an error
 
     options: Options
 
@@ -78,7 +78,7 @@ class Instructions(ImageDataset):
 
     @classmethod
     def _entries(cls, options: Any, split: Split) -> tuple[list[Entry], str]:
-        """Return the entries of a split's file with their places, and a notice about unused keys and entries."""
+        """Return a split's entries with their locations, and a notice about unused keys and dropped entries."""
         path = Path(options.of(split)[0].annotations).expanduser()
         modified = path.stat().st_mtime_ns if path.exists() else 0
         return _read(path, modified, cls.used(options, split), options.max_dropped)

@@ -1,4 +1,4 @@
-"""A mixture of datasets in given shares."""
+"""A mixture of datasets in given proportions."""
 
 import math
 from collections.abc import Sequence
@@ -44,17 +44,17 @@ class MixturePart:
     """A dataset and its share of the samples."""
 
     dataset: Annotated[Component, "dataset"]  # any registered dataset
-    ratio: PositiveFloat | None = None  # share relative to other parts; None in all parts: by their sizes
-    label: str | None = None  # name in samples, scores and errors; None: its number
+    ratio: PositiveFloat | None = None  # share relative to other parts; None for all: proportional to size
+    label: str | None = None  # name in samples, scores and errors; None: the part's index and dataset name
 
 
 @registry.register_dataset("mixture")
 class Mixture(VqaDataset):
-    """A mixture of datasets: after any number of samples, each part is less than one sample off its share.
+    """A mixture of datasets: after any number of samples, the count of each part is within one sample of its share.
 
-    Each part is shuffled and repeated on its own, in proportion to its share. An epoch has every sample of every part;
-    parts that are small for their share are repeated. The parts must have the same tokenizer. In the val and test
-    splits each sample comes once, at first in the given shares; parts without samples are left out.
+    Each part is shuffled and repeated independently. An epoch contains every sample of every part; parts that are too
+    small for their share are repeated. The parts must have the same tokenizer. The val and test splits use each sample
+    once, in the given proportions until the smaller parts run out; parts without samples are skipped.
     """
 
     @dataclass
@@ -87,7 +87,7 @@ class Mixture(VqaDataset):
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """Return the largest of the parts' shapes."""
+        """Return the shapes of the part with the largest batch; None if those of any part are unknown."""
         found = [registry.get("dataset", p.dataset.name).shapes(p.dataset.options) for p in options.parts]
         known = [batch for batch in found if batch is not None]
         if len(known) < len(found):
@@ -128,7 +128,7 @@ class Mixture(VqaDataset):
         weights = lengths if ratios[0] is None else ratios
         self.order = MixtureOrder(quantise(weights))
         self.starts = [0, *accumulate(epoch_counts(lengths, ratios) if split == "train" else lengths)]
-        # Evaluation takes each sample once, at first in the given shares, until smaller parts run out.
+        # Evaluation uses each sample once, in the given proportions until the smaller parts run out.
         due = [np.arange(1, n + 1) / weight for n, weight in zip(lengths, weights, strict=True)]
         self.places = None if split == "train" else np.argsort(np.concatenate(due), kind="stable")
 
@@ -190,7 +190,7 @@ class Mixture(VqaDataset):
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
-        """Return the prompt builder of most parts with conversations; logs a warning if they differ."""
+        """Return the prompt builder that most parts with conversations use, and log a warning if they differ."""
         parts = [part.dataset for part in options.parts]
         talking = [k for k, p in enumerate(parts) if issubclass(registry.get("dataset", p.name), VqaDataset)] or [0]
         builders = [prompt_builder(parts[k], tokenizer) for k in talking]
@@ -207,7 +207,7 @@ class Mixture(VqaDataset):
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
-    """Return the samples of each part in the shortest epoch with all samples in these shares, rounded up."""
+    """Return the number of samples per part, rounded up, in the shortest epoch that has all samples at these ratios."""
     if ratios[0] is None:
         return lengths
     shares = [(r or 0.0) / sum(r or 0.0 for r in ratios) for r in ratios]
@@ -216,7 +216,7 @@ def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
 
 
 def _same_vocabulary(first: Path | None, second: Path | None) -> bool:
-    """Return True if the tokenizers in two folders have the same token ids; None matches only None."""
+    """Return True if the tokenizers in two folders have the same vocabulary; None matches only None."""
     if first is None or second is None or first == second:
         return first == second
     one, other = first / TOKENIZER, second / TOKENIZER

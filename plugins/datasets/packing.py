@@ -5,15 +5,14 @@ from collections.abc import Sequence
 
 from crosstrain.data.shuffle import Permutation
 
-_OPEN = 512  # sequences that can still take documents
+_OPEN = 512  # maximum number of sequences that can still take documents
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the documents of each sequence, best fit first: a document goes where it leaves the least room.
+    """Return the document indices of each sequence, packed by best fit: a document goes where it leaves the least room.
 
-    Documents are placed in one fixed shuffled order. At most 512 sequences are open; beyond that the fullest is
-    closed.
-    lengths: tokens of each document, at most `capacity`.
+    Documents are placed in a fixed shuffled order. At most 512 sequences are open; beyond that the fullest is closed.
+    lengths: number of tokens of each document, at most `capacity`.
     """
     sequences: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, sequence) of the open sequences, sorted

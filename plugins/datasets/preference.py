@@ -16,9 +16,9 @@ from .chat import ConversationDataset, ConversationOptions, padded_rows
 class Preference(ConversationDataset):
     """Conversations with a chosen and a rejected last answer; only the answer's tokens are targets.
 
-    A sample has two rows. With `pairs`: the chosen and the rejected answer. Without: an answer, and the same prompt
+    A sample has two rows: with `pairs`, the chosen and the rejected answer; otherwise an answer, and the same prompt
     with the next conversation's answer. `preferred` [rows] is 1 for a good answer, -1 for a bad one and 0 for the next
-    conversation's answer. `reference` [rows] has the objective's values under the reference model.
+    conversation's answer. `reference` [rows] has the log-probabilities under the reference model.
     """
 
     @dataclass
@@ -68,7 +68,7 @@ class Preference(ConversationDataset):
         return sample
 
     def _mismatched(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a prompt with the next conversation's answer, cut to seq_length."""
+        """Return a prompt followed by the next conversation's answer, truncated to seq_length."""
         ids, targets = self.tokens(index)
         after = 2 if self.answers[index] == 1 else 1  # the next conversation may be the rejected answer to this prompt
         others, other_targets = self.tokens((index + after) % self.count)

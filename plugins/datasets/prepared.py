@@ -16,7 +16,7 @@ from crosstrain.utils.files import cache_folder, read_regular, write_atomically,
 from crosstrain.utils.program import command
 
 FORMAT_VERSION = 1
-_MOST_BYTES = 1 << 26  # most bytes of dataset.json
+_MOST_BYTES = 1 << 26  # maximum size of dataset.json, in bytes
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Summary:
     documents: int
     dropped: int  # documents that were read but left out
     tokens: int  # including one end-of-text token per document
-    text_bytes: int  # bytes of all kept and dropped documents, as UTF-8
+    text_bytes: int  # total size of kept and dropped documents, in bytes of UTF-8
     vocab_size: int
     eod_id: int
     dtype: str
     tokenizer_sha256: str  # hash of tokenizer/tokenizer.json
-    options: dict[str, Any]  # the PrepareOptions of the preparation
+    options: dict[str, Any]  # the PrepareOptions that were used
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
@@ -63,10 +63,10 @@ def hash_of(tokenizer: Path) -> str:
 
 
 def locate(where: str | Path) -> tuple[str | Path, Path | None]:
-    """Return (prefix of the token files, prepared folder or None) for a path or URL of either.
+    """Return (prefix of the token files, prepared folder or None) for the path or URL of either.
 
-    For a prepared folder in a bucket, the folder is a local copy without the tokens. Raises DataError if there are no
-    tokens or several token files, and StorageError.
+    For a prepared folder in a bucket, the returned folder is a local copy without the tokens. Raises DataError if there
+    are no tokens or several token files, and StorageError if the bucket cannot be read.
     """
     if isinstance(where, str) and storage.is_url(where):
         return locate_remote(where.rstrip("/"))
@@ -81,7 +81,7 @@ def locate(where: str | Path) -> tuple[str | Path, Path | None]:
 
 
 def _only(found: list[str], path: str | Path) -> str:
-    """Return the prefix of the only index found. Raises DataError for none or several."""
+    """Return the prefix of the only index file. Raises DataError if there is none or more than one."""
     if len(found) > 1:
         names = ", ".join(name.rpartition("/")[2].removesuffix(".idx") for name in found)
         raise DataError(f"{path} holds several token files ({names}): path must name one")
@@ -101,7 +101,7 @@ def _only(found: list[str], path: str | Path) -> str:
 
 @lru_cache(maxsize=64)  # called for each split
 def locate_remote(url: str) -> tuple[str, Path | None]:
-    """Return the result of `locate` for a URL."""
+    """Return what `locate` returns, for a URL."""
     if url.endswith((".idx", ".bin")):
         return url[:-4], None
     inside = storage.files(url)

@@ -9,20 +9,20 @@ from typing import Any
 from crosstrain import DataError
 from crosstrain.utils.errors import printable
 
-_NAMED = 1000  # most dropped rows listed in the plain form
-_LONGEST = 80  # most characters of a key in a message
-_KINDS = 100  # most kinds of reasons and names of keys to count separately, as data may have any number
+_NAMED = 1000  # maximum number of dropped rows listed in the plain form
+_LONGEST = 80  # maximum length of a key in a message, in characters
+_KINDS = 100  # maximum number of reasons, and of keys, to count separately, because data may contain any number
 
 
 class RowAudit:
-    """Counts of rows, of unread keys, and of dropped rows by kind of reason, each with the first location.
+    """Counts rows, unread keys, and dropped rows per kind of reason, each with the first location.
 
-    Every reader of rows reports here, so that a key with a meaning is never silently ignored. A key is named by its
-    path: `source` for a column, `messages.weight` for a key of a turn. `plain` is the JSON form of the counts.
+    All code that reads rows reports here, so that no key is silently ignored. A key is named by its path: `source` for
+    a column, `messages.weight` for a key of a turn. `plain` is the JSON form of the counts.
     """
 
     def __init__(self, ignore_columns: Collection[str] = ()) -> None:
-        """ignore_columns: names or paths that are not reported. A name includes all keys below it."""
+        """ignore_columns: paths of keys that are not reported; a path includes all keys below it."""
         self.ignore_columns = frozenset(ignore_columns)
         self.plain: dict[str, Any] = {"rows": 0, "dropped": 0, "unread": {}, "reasons": {}, "named": []}
 
@@ -34,14 +34,14 @@ class RowAudit:
                 _count(self.plain["unread"], path, 1, place)
 
     def drop(self, place: str, reason: str) -> None:
-        """Count a row that is not used. Reasons that differ only in their numbers are of one kind."""
+        """Count a dropped row. Reasons that differ only in their digits are the same kind."""
         self.plain["rows"] += 1
         self.plain["dropped"] += 1
         _count(self.plain["reasons"], re.sub(r"\d+", "N", reason), 1, f"{place}: {reason}")
         self.plain["named"] = [*self.plain["named"], f"{place}: {reason}"][:_NAMED]
 
     def add(self, plain: dict[str, Any]) -> None:
-        """Add the plain form of other counts, except ignored keys. Call it in the order of the input."""
+        """Merge `plain` from an audit of later rows, except ignored keys."""
         for name in ("rows", "dropped"):
             self.plain[name] += plain[name]
         for name in ("unread", "reasons"):
@@ -67,7 +67,7 @@ class RowAudit:
         return [printable(text) for text in said]
 
     def check(self, source: str, max_dropped: float) -> None:
-        """Raise DataError if more than the share `max_dropped` of the rows of `source`, or all of them, are dropped."""
+        """Raise DataError if the fraction of dropped rows is above `max_dropped`, or if all rows are dropped."""
         dropped, total = self.plain["dropped"], self.plain["rows"]
         if dropped and (dropped == total or dropped > max_dropped * total):
             raise DataError(

@@ -16,7 +16,7 @@ from ..commands.prepare.prepare import new_folder, output_lock
 from .annotations import read_annotations, read_image
 from .row_audit import RowAudit
 
-Packed = Iterable[dict[str, Any]]  # samples for ShardWriter: __key__, and bytes by extension
+Packed = Iterable[dict[str, Any]]  # samples for ShardWriter: __key__ -> name, extension -> bytes
 
 
 @dataclass
@@ -26,8 +26,8 @@ class PackOptions:
     images: FilePath  # folder of the images; names in annotations are relative to it
     annotations: FilePath  # JSON file in the layout of LLaVA or MiniGPT-4
     output: FilePath  # folder for train-NNNNNN.tar, val-NNNNNN.tar and test-NNNNNN.tar
-    val: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples for val, the first ones
-    test: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples for test, the next ones
+    val: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # fraction of the samples for val, taken from the start
+    test: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # fraction of the samples for test, taken after those of val
     samples_per_shard: PositiveInt = 10_000  # samples per .tar file
 
     def __post_init__(self) -> None:
@@ -36,7 +36,10 @@ class PackOptions:
 
 
 def pack(options: PackOptions) -> None:
-    """Write the shards unless they exist. DataError for a missing image, or shards made with different options."""
+    """Write the shards unless they exist.
+
+    Raises DataError if an image is missing, or if the existing shards were made with different options.
+    """
 
     def splits() -> Iterator[tuple[str, Packed]]:
         audit = RowAudit()
@@ -74,7 +77,8 @@ def write_once(
 ) -> None:
     """Write SPLIT-NNNNNN.tar files, and dataset.json with `made`, into a new folder that appears atomically.
 
-    `beside` adds more files. An existing folder is not changed; DataError if its dataset.json differs from `made`.
+    `beside` writes more files into the folder. An existing folder is not changed. Raises DataError if the dataset.json
+    of an existing folder differs from `made`.
     """
     output = output.expanduser().absolute()
     with output_lock(output, wait=True):

@@ -16,18 +16,19 @@ from .webdataset import is_remote, local_path, members, open_remote
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Sample = tuple[str, dict[str, bytes]]  # shard and key, content by extension
+_Sample = tuple[str, dict[str, bytes]]  # ("SHARD: KEY", extension -> content)
 _CHUNK = 1 << 20
 
 
 class ShardStream:
-    """Endless samples of this reader's share of the shards, in passes with a new order each.
+    """Endless samples of this reader's share of the shards, in passes, each in a new order.
 
-    Every worker process of every rank is a reader. A pass shuffles all shards by (seed, first sample of the run, number
-    of the pass) and deals them out to the readers. Each reader shuffles its samples in a buffer of `buffer` samples,
-    and empties it at the end of the pass. If a shard cannot be read to its end, the rest is skipped, and `lost` has the
-    reason by name. Raises DataError for fewer shards than readers, and while iterating if more than a share `max_lost`
-    of all shards are lost, or a pass has no sample.
+    Every worker process of every rank is a reader. Each pass shuffles all shards, with a seed derived from the run's
+    seed, the run's first sample and the index of the pass, and distributes them over the readers. Each reader shuffles
+    its samples in a buffer of `buffer` samples, which it empties at the end of the pass. If a shard cannot be read to
+    its end, the rest of it is skipped, and `lost` has shard name -> reason. Raises DataError if there are fewer shards
+    than readers. Iteration raises DataError if more than the fraction `max_lost` of all shards is lost, or if a pass
+    has no sample.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class ShardStream:
 
 
 def read_shard(name: str) -> Iterator[_Sample]:
-    """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system.
+    """Yield the samples of a shard, compressed or not, in order. Raises tarfile.TarError or OSError.
 
-    Also raises TarError if the members of a sample are not adjacent: reading them needs an index.
+    TarError is also raised if the members of a sample are not adjacent, because reading them needs an index.
     """
     seen = set[str]()
     with open_remote(name) if is_remote(name) else open_regular(local_path(name)) as stream:
@@ -94,7 +95,7 @@ def read_shard(name: str) -> Iterator[_Sample]:
 
 
 def mixed(items: Iterator[T], size: int, rng: np.random.Generator) -> Iterator[T]:
-    """Yield each item once, shuffled by a buffer of `size` items."""
+    """Yield each item once, shuffled in a buffer of `size` items."""
     waiting: list[T] = []
     for item in items:
         if len(waiting) < size:

@@ -25,19 +25,19 @@ KNOWN = [c for c in COMBINATIONS if c not in NOVEL]
 
 
 def _every_fifth(items: list[Any]) -> frozenset[Any]:
-    """Return a fifth of the items, spread evenly by a fixed shuffle."""
+    """Return a fifth of the items, chosen by a fixed shuffle."""
     order = np.random.default_rng(0).permutation(len(items))
     return frozenset(items[i] for i in order[: len(items) // 5])
 
 
-# Held out from training: a fifth of the pairs of kinds in one picture, and a fifth of the sets of occupied cells.
+# Held out from training: a fifth of the pairs of kinds that share a picture, and a fifth of the sets of occupied cells.
 HELD_PAIRS = _every_fifth([frozenset(pair) for pair in itertools.combinations(KNOWN, 2)])
 HELD_LAYOUTS = _every_fifth([frozenset(c) for n in (2, 3, 4) for c in itertools.combinations(range(9), n)])
 
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape in a cell, counted from 0 by rows."""
+    """A shape in a cell; cells are numbered from 0, row by row."""
 
     colour: str
     shape: str
@@ -60,12 +60,12 @@ Scene = list[Thing]
 
 
 def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> Scene:
-    """Draw a scene of the split with `least` to `most` things of different kinds.
+    """Draw a random scene for a split, with `least` to `most` things of different kinds.
 
-    `train` has nothing held out. `val` and `test` need at least two things; they have a held-out layout and a held-out
-    pair. `novel` has one thing with a combination of colour and shape that is never in training.
+    Scenes of `train` have no held-out layout or pair. Scenes of `val` and `test` have both, so they need at least two
+    things. Scenes of `novel` have one thing with a combination of colour and shape that never occurs in training.
     """
-    number = int(rng.integers(least, most + 1))  # fixed while scenes are rejected, so that counts stay balanced
+    number = int(rng.integers(least, most + 1))  # drawn once, because redrawing it would bias the counts
     while True:
         cells = rng.choice(9, number, replace=False)
         kinds = [KNOWN[i] for i in rng.choice(len(KNOWN), number, replace=False)]
@@ -78,7 +78,7 @@ def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> S
 
 
 def render(scene: Scene, rng: np.random.Generator) -> bytes:
-    """Render a JPEG of the scene: grey background, shapes slightly off the centres of their cells, noise on top."""
+    """Render the scene as a JPEG: grey background, shapes slightly off the centers of their cells, noise on top."""
     ground = int(rng.integers(80, 140))
     image = Image.new("RGB", (3 * CELL, 3 * CELL), (ground, ground, ground))
     draw = ImageDraw.Draw(image)
@@ -106,9 +106,9 @@ def _draw(draw: ImageDraw.ImageDraw, shape: str, x: int, y: int, r: int, colour:
 
 
 def describe(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
-    """Return the scene's annotation: a caption by rows, questions with answers, a conversation of three turns.
+    """Return the scene's annotation: a caption in row order, questions with answers, and a three-turn conversation.
 
-    Questions refer to a thing by properties that are unique in the picture. Yes and no are equally likely.
+    Questions refer to a thing by properties that are unique in the picture. Yes and no are equally likely answers.
     """
     questions = [_q("count", "how many things are there", NUMBERS[len(scene)])]
     for thing in scene:
@@ -153,7 +153,7 @@ def _by_columns(scene: Scene) -> str:
 
 
 def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]]:
-    """Return turns that build on each other: `it` is the subject of the previous question."""
+    """Return turns that build on each other: `it` refers to the subject of the previous question."""
     thing = scene[rng.integers(len(scene))]
     turns = [
         ("how many things are there", NUMBERS[len(scene)]),

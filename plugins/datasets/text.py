@@ -33,12 +33,12 @@ from ..commands.prepare.sources import sources
 from .indexed_dataset import TokenFile
 from .prepared import Summary, locate
 
-_BASELINE_TOKENS = 20_000_000  # enough for token frequencies, counted in seconds
+_BASELINE_TOKENS = 20_000_000  # enough to estimate token frequencies; counting them takes seconds
 
 
 @registry.register_dataset("text")
 class TextDataset(Dataset):
-    """Documents concatenated into one stream of tokens, cut into samples of seq_length.
+    """Documents concatenated into one stream of tokens, cut into samples of `seq_length` tokens.
 
     Sample i has input_ids = tokens [i*S, i*S + S) of its split and labels = tokens [i*S + 1, i*S + S + 1), both
     int64 [S]; the last target is the next sample's first input. With `document_mask`, position_ids [S] restart at each
@@ -49,21 +49,21 @@ class TextDataset(Dataset):
     class Options(SplitOptions):
         """Token files, their splits, and the sample length."""
 
-        # a prepared folder, or the prefix (data/meg-gpt2_text_document) or folder of Megatron's files; also as a URL
+        # prepared folder, or prefix (data/meg-gpt2_text_document) or folder of Megatron's files; a path or a URL
         path: FilePath
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
-        # shares of train, val, test, by documents; by tokens if there is only one document
+        # relative sizes of train, val and test, in documents; in tokens if there is only one document
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(
             default_factory=lambda: [949.0, 50.0, 1.0], kw_only=True
         )
-        # a different path for the val split; None: a share of `path`
+        # path of the val split; None: a share of `path`
         val: FilePath | None = field(default=None, kw_only=True)
-        test: FilePath | None = field(default=None, kw_only=True)  # path for the test split; None: a share of `path`
-        # rounding of splits as in Megatron; core: round their ends; legacy: round their sizes, as in runs started
-        # without this key
+        test: FilePath | None = field(default=None, kw_only=True)  # path of the test split; None: a share of `path`
+        # how splits are rounded to whole documents; core: round their ends, like Megatron Core; legacy: round their
+        # sizes, like older versions of Megatron-LM, and for runs that predate this option
         split_rounding: Literal["core", "legacy"] = "core"
         document_mask: bool = False  # True: no attention between documents of a sample
-        tokenizer: FilePath | None = None  # Hugging Face name or path; None: the prepared folder's
+        tokenizer: FilePath | None = None  # Hugging Face name or path; None: that of the prepared folder
         vocab_file: FilePath | None = None  # GPT-2's vocab.json; with merge_file, replaces `tokenizer`
         merge_file: FilePath | None = None  # GPT-2's merges.txt
         prepare: PrepareOptions | None = None  # prepare `path` if it does not exist; None: error if it does not
@@ -106,8 +106,8 @@ class TextDataset(Dataset):
             locate(options.path)
         except DataError:
             if options.prepare is not None:
-                sources(options.prepare.input, {})  # raises DataError if one is missing
-            return options.prepare is None  # without `prepare` there is no work to do
+                sources(options.prepare.input, {})  # raises DataError if an input is missing
+            return options.prepare is None  # without `prepare`, there is nothing to create
         return True
 
     @classmethod
@@ -142,7 +142,7 @@ class TextDataset(Dataset):
         parts, start = self.file.num_documents, self.file.document_start
         if rounding == "core":  # Megatron core counts sequences, such as sentences
             parts, start = self.file.num_sequences, self.file.sequence_start
-        if parts == 1:  # one long document
+        if parts == 1:  # a single document is split by tokens
             parts, start = self.file.num_tokens, int
         first, last = split_bounds(self.options.split, parts, rounding)[SPLITS.index(split) :][:2]
         return start(first), start(last)
@@ -194,7 +194,7 @@ class TextDataset(Dataset):
         return {key: tokens[:, :length] for key, tokens in batch.items()}
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return int64 tokens [start, stop) of the file. DataError if a token is not in the vocabulary."""
+        """Return int64 tokens [start, stop) of the file. Raises DataError if a token is not in the vocabulary."""
         tokens = self.file.tokens(start, stop).astype(np.int64)
         if np.maximum.reduce(tokens.view(np.uint64)) >= self._num_ids:  # as uint64, a negative id is at least 2^63
             low, high = tokens.min(), tokens.max()
@@ -207,7 +207,7 @@ class TextDataset(Dataset):
     def baselines(self) -> dict[str, float]:
         """Return the perplexities of a uniform model and of the train split's unigram model on this split's targets.
 
-        Unigram counts are smoothed by adding one. At most 20 million tokens are counted in each split.
+        Unigram counts use add-one smoothing. At most 20 million tokens are counted in each split.
         """
         if self.vocab_size is None:
             return {}
@@ -219,7 +219,7 @@ class TextDataset(Dataset):
         return {"uniform": float(self.vocab_size), "unigram": unigram}
 
     def _counts(self, start: int, stop: int) -> np.ndarray:
-        """Count each id in the first 20 million tokens of [start, stop)."""
+        """Count the occurrences of each token ID in the first 20 million tokens of [start, stop)."""
         tokens = self._tokens(start, min(stop, start + _BASELINE_TOKENS))
         return np.bincount(tokens, minlength=self.vocab_size or 0)
 
@@ -228,8 +228,8 @@ def split_bounds(split: list[float], documents: int, rounding: str = "core") -> 
     """Return [0, end of train, end of val, end of test] in documents, rounded as in Megatron.
 
     core: round the cumulative shares, as in megatron/core/datasets/blended_megatron_dataset_builder.py. legacy: round
-    each share, and subtract the error of the sum from all three ends, as `get_train_valid_test_split_` in
-    megatron/data/dataset_utils.py does.
+    the size of each split, then subtract the total rounding error from all three ends, like
+    `get_train_valid_test_split_` in megatron/data/dataset_utils.py.
     """
     bounds, shares = [0], [*split, 0.0, 0.0][:3]
     if rounding == "core":

@@ -29,19 +29,20 @@ from .row_audit import RowAudit
 Files = dict[str, tuple[int, int]]  # extension -> (offset, size) in bytes
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
 _VERSION = 2
-TEXTS = ("json", "txt", "text", "caption")  # last extensions of text members
-_TEXT_BYTES = 1 << 24  # read at most this much of a text for the index
+TEXTS = ("json", "txt", "text", "caption")  # final file extensions of text members
+_TEXT_BYTES = 1 << 24  # maximum number of bytes of a text member to read for the index
 _COMMAND = "pipe:"
 _MOST_SHARDS = 1_000_000
-_SEARCH = 10.0  # limit of the expansion of patterns, in CPU seconds
-_BUCKETS = ("s3", "gcs", "az", "abfs", "memory")  # beside webdataset's schemes; webdataset calls programs for some
+_SEARCH = 10.0  # time limit for expanding patterns, in CPU seconds
+# URL schemes that `storage` reads; webdataset has more, but runs external programs for some of them.
+_BUCKETS = ("s3", "gcs", "az", "abfs", "memory")
 _NO_SCHEME = ("pipe", "__default__")
 
 
 def expand(patterns: str | list[str]) -> list[str]:
-    """Expand braces and wildcards into names of local or remote shards, in order.
+    """Expand braces and wildcards to the names of local and remote shards, in order.
 
-    Raises DataError if a wildcard has no match or too many, and for a name that `is_remote` refuses.
+    Raises DataError if a wildcard has no match, if there are too many shards, or if `is_remote` rejects a name.
     """
     given = [patterns] if isinstance(patterns, str) else patterns
     if not any(set(pattern) & set("{*?[") for pattern in given):
@@ -73,7 +74,7 @@ def is_remote(name: str) -> bool:
     """Return True for a remote shard: pipe:COMMAND, or SCHEME://... with a supported scheme.
 
     Raises DataError for control characters, leading or trailing blanks and unsupported schemes, and ConfigError for a
-    command if the configuration is not trusted with commands.
+    command if the configuration is not trusted to run commands.
     """
     if name != name.strip() or not name.isprintable():
         raise DataError(f"{name!r}: a shard's name neither begins nor ends with blanks, nor has control characters")
@@ -90,7 +91,7 @@ def is_remote(name: str) -> bool:
 
 
 def open_remote(name: str) -> IO[bytes]:
-    """Open a remote shard; a shard in a bucket is a temporary copy, deleted when it is closed."""
+    """Open a remote shard; a shard in a bucket is first downloaded to a temporary file, which is deleted on close."""
     if name.partition(":")[0] not in _BUCKETS:
         return gopen(name, "rb")
     with tempfile.NamedTemporaryFile() as copy:
@@ -104,10 +105,10 @@ def local_path(name: str) -> Path:
 
 
 def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content: ()) -> None:
-    """Fetch and index new shards; several processes may call it at once. DataError if it fails.
+    """Fetch and index new shards; several processes may call this at the same time.
 
-    keys: returns the keys of a sample from its name and its content by extension, for the counts in the index. The
-    content has empty bytes for members that are not text.
+    keys: function that returns the annotation keys of a sample, which the index counts. Its arguments are the sample's
+    name and a dict extension -> content, with empty bytes for members that are not text. Raises DataError on failure.
     """
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -120,7 +121,7 @@ def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content
 
 
 def check_there(names: Iterable[str]) -> None:
-    """Raise DataError for a local shard that is not a file."""
+    """Raise DataError if a local shard is missing or not a regular file."""
     for name in names:
         if not is_remote(name):
             _state(local_path(name))
@@ -136,7 +137,7 @@ def _digest(name: str) -> str:
 
 
 def _fetch(name: str, path: Path) -> None:
-    """Copy a remote shard; the copy appears complete or not at all."""
+    """Copy a remote shard to `path` atomically."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder) / path.name
         try:
@@ -149,7 +150,7 @@ def _fetch(name: str, path: Path) -> None:
         os.replace(partial, path)
 
 
-# ---- the index: a line about the shard, a line for each sample, and a table of the lines' offsets (int64)
+# ---- the index: a header line, one line per sample, and a separate table with the offset of each line (int64)
 
 
 def _index_path(path: Path, cache: Path) -> Path:
@@ -157,7 +158,10 @@ def _index_path(path: Path, cache: Path) -> Path:
 
 
 def _state(path: Path) -> dict[str, int]:
-    """Return values that change with a shard. DataError if the shard is missing or not a regular file."""
+    """Return the format version and the shard's size and modification time, to detect an outdated index.
+
+    Raises DataError if the shard is missing or not a regular file.
+    """
     with os_errors_as(DataError, f"the shard {path} cannot be opened"):
         found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -166,7 +170,7 @@ def _state(path: Path) -> dict[str, int]:
 
 
 def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
-    """Return the index's line about the shard; None if the index is incomplete or outdated."""
+    """Return the header of a shard's index; None if the index is incomplete or outdated."""
     state = _state(path)
     if not _index_path(path, cache).with_suffix(".table").exists():
         return None
@@ -195,7 +199,7 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
 
 
 def _scan(path: Path) -> dict[str, Files]:
-    """Return the files of each sample by key, in the order of first members; members need not be adjacent."""
+    """Return sample key -> files, in the order of first members; the members of a sample need not be adjacent."""
     samples = dict[str, Files]()
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -207,9 +211,9 @@ def _scan(path: Path) -> dict[str, Files]:
 
 
 def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield the sample's key, the extension and the tar entry of each file; the key is the name up to its first dot.
+    """Yield (sample key, extension, tar entry) of each file; the key ends before the first dot of the file name.
 
-    Raises TarError for two files with the same name.
+    Raises TarError if two files have the same name.
     """
     seen = set[tuple[str, str]]()
     for member in tar:
@@ -224,7 +228,7 @@ def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
 
 
 class Shards:
-    """Samples of several prepared shards, concatenated; `audit` counts them and their keys that are not in `used`."""
+    """Samples of several prepared shards, concatenated; `audit` counts samples, and keys that are not in `used`."""
 
     def __init__(self, names: list[str], cache: Path, used: Collection[str] = ()) -> None:
         self.paths = [_local(name, cache) for name in names]
@@ -242,7 +246,10 @@ class Shards:
         return int(self.starts[-1])
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
-        """Return (shard and key, content by extension) of a sample. DataError if the shard has changed."""
+        """Return ("SHARD: KEY", extension -> content) of a sample.
+
+        Raises DataError if the shard cannot be read or has become shorter.
+        """
         path, key, files = self._find(index)
         content = {}
         with os_errors_as(DataError, f"the shard {path} cannot be read"), open(path, "rb") as file:
@@ -254,12 +261,12 @@ class Shards:
         return f"{path.name}: {key}", content
 
     def name(self, index: int) -> str:
-        """Return the shard and key of a sample."""
+        """Return "SHARD: KEY" of a sample."""
         path, key, _ = self._find(index)
         return f"{path.name}: {key}"
 
     def _find(self, number: int) -> tuple[Path, str, Files]:
-        """Return (shard, key, files) of a sample."""
+        """Return (path of the shard, key, files) of a sample."""
         shard = int(np.searchsorted(self.starts, number, "right")) - 1
         index = _index_path(self.paths[shard], self.cache)
         offset = 8 * (number - int(self.starts[shard]))

@@ -14,7 +14,7 @@ _REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
 class _OfPairs(Objective):
-    """An objective on pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
+    """Base class of objectives on pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
 
     fields = ("preferred", "reference")
     row_layout = unit = "pairs"
@@ -34,9 +34,9 @@ class DPO(_OfPairs):
 
     @dataclass
     class Options:
-        """Defaults are those of the authors' code."""
+        """The defaults are those of the authors' code."""
 
-        beta: PositiveFloat = 0.1  # strength of the constraint to the reference model
+        beta: PositiveFloat = 0.1  # strength of the penalty for deviating from the reference model
         # assumed share of pairs in the wrong order (Mitchell, 2023)
         label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
 
@@ -55,7 +55,8 @@ class DPO(_OfPairs):
 class ORPO(_OfPairs):
     """Odds ratio preference optimization (Hong et al., 2024, equations 6 and 7); needs no reference model.
 
-    A sequence's likelihood is the geometric mean of its tokens'; each pair's cross-entropy is a mean over its tokens.
+    A sequence's likelihood is the geometric mean over its tokens; a pair's cross-entropy is the mean over the chosen
+    answer's tokens.
     """
 
     @dataclass
@@ -69,7 +70,7 @@ class ORPO(_OfPairs):
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         lengths = (batch["labels"] != IGNORE_INDEX).sum(1).clamp(min=1)
         means = log_probabilities(losses) / lengths
-        odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log p / (1 - p)
+        odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log(p / (1 - p))
         chosen, rejected = odds[0::2], odds[1::2]
         self.record_rewards(self.options.beta * means[0::2], self.options.beta * means[1::2])
         return -(means[0::2] + self.options.beta * logsigmoid(chosen - rejected)).sum()
@@ -79,15 +80,15 @@ class ORPO(_OfPairs):
 class KTO(Objective):
     """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), on answers labelled good or bad.
 
-    Rows 2 i are answers. Rows 2 i + 1 are answers to other prompts; they estimate the divergence from the reference
-    model as one number per micro batch, without a gradient, as in the paper.
+    Rows 2 i are answers. Rows 2 i + 1 are answers to other prompts; they give one estimate per micro batch of the
+    divergence from the reference model, without a gradient, as in the paper.
     """
 
     @dataclass
     class Options:
-        """Defaults are the paper's."""
+        """The defaults are the paper's."""
 
-        beta: PositiveFloat = 0.1  # strength of the constraint to the reference model
+        beta: PositiveFloat = 0.1  # strength of the penalty for deviating from the reference model
         desirable_weight: PositiveFloat = 1.0  # loss weight of good answers
         undesirable_weight: PositiveFloat = 1.0  # loss weight of bad answers
 

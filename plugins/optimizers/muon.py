@@ -12,7 +12,7 @@ from crosstrain import MatrixOptimizer, PositiveFloat, registry
 
 from .adamw import AdamW, Beta
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic, from Keller Jordan's post
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic iteration, from Keller Jordan's blog post
 _EPS = 1e-7
 
 
@@ -20,7 +20,8 @@ _EPS = 1e-7
 class Muon(MatrixOptimizer):
     """Orthogonalized momentum (Jordan et al., 2024) for hidden matrices, and AdamW for all other parameters.
 
-    Same formulas as torch.optim.Muon. A fused matrix, such as queries, keys and values, is updated as one matrix.
+    The formulas are those of torch.optim.Muon. A fused matrix, such as that of queries, keys and values, is updated as
+    one matrix.
     """
 
     @dataclass
@@ -30,12 +31,12 @@ class Muon(MatrixOptimizer):
         momentum: Beta = 0.95  # decay rate of the average of gradients
         nesterov: bool = True  # use Nesterov momentum
         ns_steps: Annotated[int, Interval(ge=1, lt=100)] = 5  # Newton-Schulz iterations
-        ns_dtype: Literal["bf16", "fp32"] = "bf16"  # type of these iterations
+        ns_dtype: Literal["bf16", "fp32"] = "bf16"  # dtype of these iterations
         # factor on the learning rate of a matrix [m, n]; match_rms_adamw: 0.2 sqrt(max(m, n)), for a rate tuned for
         # AdamW; original: sqrt(max(1, m / n)); spectral_unclamped: sqrt(m / n)
         adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
         adamw_lr_scale: PositiveFloat = 1.0  # factor on the learning rate of AdamW's parameters
-        adamw: AdamW.Options = field(default_factory=AdamW.Options)  # AdamW of embeddings, heads, norms and biases
+        adamw: AdamW.Options = field(default_factory=AdamW.Options)  # AdamW for embeddings, heads, norms and biases
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr, lambda plain: AdamW(plain, lr, options.adamw))

@@ -11,7 +11,7 @@ from crosstrain import OptionError, registry
 
 @registry.register_optimizer("sgd")
 class SGD(torch.optim.SGD):
-    """SGD, optionally with momentum. Updates scale with the gradients, so it tests runners more strictly than Adam."""
+    """SGD, optionally with momentum; updates scale with the gradients, so it tests runners more strictly than Adam."""
 
     @dataclass
     class Options:

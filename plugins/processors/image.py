@@ -18,7 +18,7 @@ from crosstrain import Fraction, OptionError, PositiveFloat, Text, registry
 
 
 class _Transform:
-    """One of timm's transforms."""
+    """Base class of image processors: applies one of timm's transforms."""
 
     def __init__(self, encoder: str | None, **arguments: Any) -> None:
         given = {key: value for key, value in arguments.items() if value is not None}
@@ -35,7 +35,7 @@ class _Transform:
 
 
 def _published(encoder: str) -> dict[str, Any]:
-    """Return timm's configuration of an encoder. OptionError if timm has no model of that name."""
+    """Return timm's configuration for an encoder. Raises OptionError if timm has no model of that name."""
     config = timm.get_pretrained_cfg(encoder, allow_unregistered=False) if timm.is_model(encoder) else None
     if config is None:
         near = timm.list_models(f"*{encoder.split('_')[0]}*")[:3]
@@ -72,10 +72,11 @@ Share = Annotated[float, Interval(gt=0, le=1)]
 @dataclass
 class _Options:
     encoder: Text | None = None  # timm model; sets the defaults of size, mean, std and interpolation
-    image_size: Annotated[int, Interval(ge=1, le=8192)] | None = None  # height, width in pixels; None: encoder's or 224
-    mean: list[Fraction] | None = None  # mean per channel, from 0 to 1; None: encoder's or ImageNet's
-    std: list[Share] | None = None  # standard deviation per channel; None: encoder's or ImageNet's
-    # interpolation for resizing; None: encoder's or bicubic
+    # height and width in pixels; None: the encoder's, or 224 without an encoder
+    image_size: Annotated[int, Interval(ge=1, le=8192)] | None = None
+    mean: list[Fraction] | None = None  # mean per channel, from 0 to 1; None: the encoder's, or ImageNet's
+    std: list[Share] | None = None  # standard deviation per channel; None: the encoder's, or ImageNet's
+    # interpolation for resizing; None: the encoder's, or bicubic
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class ImageTrain(_Transform):
     class Options(_Options):
         """Options; the defaults are BLIP-2's: crop at least half the area, flip half the time, keep colours."""
 
-        scale: tuple[Share, Share] = (0.5, 1.0)  # smallest and largest area of the crop, as a share of the image
+        scale: tuple[Share, Share] = (0.5, 1.0)  # smallest and largest area of the crop, as a fraction of the image
         ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # smallest and largest width / height of the crop
         hflip: Fraction = 0.5  # probability of a horizontal flip; use 0 if texts mention left and right
         color_jitter: Fraction = 0.0  # largest relative change of brightness, contrast and saturation
@@ -125,7 +126,7 @@ class ImageTrain(_Transform):
             self.transform.transforms.insert(-2, _random_augment())  # before conversion to a tensor and normalization
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """Transform an image with random numbers only from the sample's generator."""
+        """Transform an image; all random numbers come from the sample's generator."""
         with _drawing_from(rng):
             return super().__call__(image, rng)
 
@@ -139,7 +140,7 @@ class ImageEval(_Transform):
         """Options; the default is BLIP-2's: the full image, resized to the encoder's size."""
 
         crop_mode: Literal["squash", "center"] = "squash"  # squash: distort to the size; center: crop the edges
-        crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # share of height and width to keep
+        crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # fraction of height and width to keep
 
     def __init__(self, options: Options) -> None:
         super().__init__(

@@ -12,7 +12,7 @@ from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, Sa
 from ..commands.prepare.conversations import KEYS, Turn, conversations
 
 Asked = list[tuple[Conversation, str, str]]
-_OTHERS = (("caption", "captions"), ("questions", "vqa"))  # annotation keys of other processors
+_OTHERS = (("caption", "captions"), ("questions", "vqa"))  # (annotation key, processor that reads it)
 _READ = ("from", "role", "value", "content", *KEYS["learned"])  # keys of a turn that are read
 
 
@@ -27,8 +27,8 @@ class Caption:
         prompts: list[Text] = field(default_factory=list)  # prompts; training draws one, evaluation takes the first
         key: Text = "caption"  # annotation key of the caption: a text, or a list to draw from
         style: Literal["plain", "chat"] = "plain"  # plain: no chat template, as in BLIP-2
-        max_words: PositiveInt | None = None  # longer captions are cut; None: no limit
-        clean: bool = False  # as in BLIP: lower case, and spaces for .!"()*#:;~
+        max_words: PositiveInt | None = None  # longer captions are truncated; None: no limit
+        clean: bool = False  # True: convert to lower case, and replace .!"()*#:;~ with spaces, as in BLIP
 
     def __init__(self, options: Options) -> None:
         self.options, self.style, self.keys = options, options.style, (options.key,)
@@ -57,7 +57,7 @@ class Caption:
 
 @registry.register_processor("dialogue")
 class Dialogue:
-    """Read conversations of one or more turns in LLaVA's layout, for Qwen's chat template."""
+    """Read conversations with one or more turns in LLaVA's layout, for Qwen's chat template."""
 
     style: Style = "chat"
 
@@ -74,7 +74,7 @@ class Dialogue:
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         conversation = self._conversation(annotation, images)
-        if conversation[-1].role != "assistant":  # drop a last turn without an answer
+        if conversation[-1].role != "assistant":  # drop an unanswered last turn
             conversation.pop()
         if not any(m.role == "assistant" and m.learned for m in conversation):
             raise SampleError("there is no assistant turn, so nothing to learn")
@@ -125,7 +125,7 @@ class Questions:
     class Options:
         """Questions to take from an annotation."""
 
-        key: Text = "questions"  # annotation key: a list of {question, answer, kind}; of several answers, one is drawn
+        key: Text = "questions"  # annotation key of a list of {question, answer, kind}; draws one of several answers
         caption_key: Text | None = "caption"  # annotation key of a caption to add; None: no captions
         caption_prompt: Text = "describe the image"  # question to ask for the caption
         dialogue_key: Text | None = None  # annotation key of a LLaVA conversation to add; None: no conversations
@@ -157,7 +157,7 @@ class Questions:
         return short + [(before, answer, "dialogue") for before, answer, _ in turns]
 
     def _short(self, annotation: Annotation, images: int) -> list[tuple[Conversation, list[str], str]]:
-        """Return all questions of one turn, with their answers and kinds."""
+        """Return (messages, answers, kind) of all single-turn questions."""
         found = annotation.get(self.options.key)
         if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):
             raise SampleError(f"its {self.options.key} are not a list of {{question, answer}}")
@@ -178,5 +178,5 @@ def _is_question(entry: Any) -> bool:
 
 
 def _listed(answer: Any) -> list[Any]:
-    """Return the answers to a question as a list; repeated answers stay repeated."""
+    """Return the answers to a question as a list; duplicates are kept."""
     return answer if isinstance(answer, list) else [answer]

@@ -21,7 +21,7 @@ from crosstrain import PositiveInt, Text
 from ..commands.prepare.download import AGENT
 from .web_page import TYPES
 
-_LONGEST_WAIT = 120.0  # seconds; upper limit of the wait before a retry
+_LONGEST_WAIT = 120.0  # maximum wait before a retry, in seconds
 _TABLE = """CREATE TABLE IF NOT EXISTS pages (
     id INTEGER PRIMARY KEY, url TEXT UNIQUE, host TEXT, state TEXT, kind TEXT, body BLOB, size INTEGER DEFAULT 0
 )"""
@@ -43,10 +43,10 @@ class CrawlOptions:
     path: Text | list[Text]  # URL lists, compressed or not, or folders of them
     domains: list[Text] = field(default_factory=list)  # fetch only these domains and their subdomains; empty: all
     blocked_domains: list[Text] = field(default_factory=list)  # skip these domains and their subdomains
-    blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # skip these file endings
+    blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # skip these file extensions
     limit: PositiveInt | None = None  # maximum number of pages, from the start of the list; None: no limit
-    hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # hosts in parallel, one connection each
-    # seconds between two requests to a host; its robots.txt may set more
+    hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # hosts to fetch from in parallel, one connection each
+    # seconds between two requests to a host; its robots.txt may require more
     delay: Annotated[float, Interval(ge=0, le=86_400)] = 1.0
     timeout: Annotated[float, Interval(gt=0, le=86_400)] = 30.0  # seconds to wait for a response
     retries: Annotated[int, Interval(ge=0, le=100)] = 3  # retries after a temporary error
@@ -54,7 +54,10 @@ class CrawlOptions:
 
 
 class PageStore:
-    """The SQLite file: one row per URL, in list order. state: NULL (to fetch), `ok`, or the reason for a failure."""
+    """The SQLite file of pages: one row per URL, in list order.
+
+    The column `state` is NULL (not fetched), `ok`, or the reason for a failure.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +68,7 @@ class PageStore:
         self.base.execute("CREATE INDEX IF NOT EXISTS waiting ON pages (host) WHERE state IS NULL")
 
     def add(self, urls: Iterable[str]) -> int:
-        """Add new URLs; returns the number of URLs that were already stored."""
+        """Add new URLs, and return the number of URLs that were already stored."""
         known, query = 0, "INSERT OR IGNORE INTO pages (url, host) VALUES (?, ?)"
         with self.lock, self.base:
             for url in urls:
@@ -73,12 +76,12 @@ class PageStore:
         return known
 
     def hosts(self) -> list[str]:
-        """Return the hosts with pages to fetch."""
+        """Return the hosts that have pages to fetch."""
         with self.lock:
             return [row[0] for row in self.base.execute("SELECT DISTINCT host FROM pages WHERE state IS NULL")]
 
     def waiting(self, host: str) -> list[tuple[int, str]]:
-        """Return (id, URL) of up to 100 pages of a host to fetch."""
+        """Return (id, URL) of up to 100 pages to fetch from a host."""
         with self.lock:
             query = "SELECT id, url FROM pages WHERE state IS NULL AND host = ? ORDER BY id LIMIT 100"
             return self.base.execute(query, (host,)).fetchall()
@@ -131,7 +134,10 @@ def _visit(
 
 
 def _robots(url: str, options: CrawlOptions) -> urllib.robotparser.RobotFileParser | None:
-    """Fetch a host's robots.txt (RFC 9309); without one, all URLs are allowed. None if the request fails."""
+    """Fetch a host's robots.txt (RFC 9309); None if the request fails.
+
+    All URLs are allowed if the host has none.
+    """
     robots = urllib.robotparser.RobotFileParser(url)
     try:
         with _open(url, options) as answer:
@@ -146,7 +152,7 @@ def _robots(url: str, options: CrawlOptions) -> urllib.robotparser.RobotFilePars
 
 
 def _page(url: str, options: CrawlOptions, stop: threading.Event) -> tuple[str, str, bytes]:
-    """Return (state, content type, content) of a page; retries temporary errors."""
+    """Fetch a page, with retries after temporary errors, and return (state, content type, content)."""
     state = "no answer"
     for attempt in range(options.retries + 1):
         if attempt:

@@ -14,12 +14,12 @@ from ..commands.prepare import io
 from ..commands.prepare.reader import ColumnReader, check_column, row_document
 
 _ROWS = 4096  # rows of a saved dataset per task
-csv.field_size_limit(1 << 28)  # characters of a value; an unclosed quotation mark includes the rest of the file
+csv.field_size_limit(1 << 28)  # characters per value: an unclosed quotation mark makes the rest of the file one value
 
 
 @registry.register_reader("csv")
 class CsvReader(ColumnReader):
-    """CSV and TSV files: one document per row, its text in a column; the first row has the column names."""
+    """CSV and TSV files: one document per row, with its text in a column; the first row has the column names."""
 
     suffixes = (".csv", ".tsv")
     contents = ()
@@ -47,7 +47,7 @@ class CsvReader(ColumnReader):
 
 @registry.register_reader("parquet")
 class ParquetReader(ColumnReader):
-    """Parquet files: one document per row, its text in a column."""
+    """Parquet files: one document per row, with its text in a column."""
 
     suffixes = (".parquet",)
     contents = ("Parquet table",)
@@ -72,7 +72,7 @@ class ParquetReader(ColumnReader):
 
 @registry.register_reader("huggingface")
 class HuggingFaceReader(Reader):
-    """Folders of `datasets.save_to_disk`: one document per row of each split, its text in a column."""
+    """Folders written by `datasets.save_to_disk`: one document per row of each split, with its text in a column."""
 
     shared_options = ("text_key",)
 
@@ -82,7 +82,7 @@ class HuggingFaceReader(Reader):
 
         path: FilePath  # folder written by save_to_disk, with one dataset or several splits
         text_key: Text = "text"  # column with the text
-        splits: list[Text] | None = None  # splits to read from a folder with several; None: all, sorted by name
+        splits: list[Text] | None = None  # splits to read if the folder has several; None: all, sorted by name
 
     options: Options
 

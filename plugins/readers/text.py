@@ -19,7 +19,7 @@ class TextReader(FileReader):
 
     @dataclass
     class Options(FileReader.Options):
-        """Files to read, and the separator of documents."""
+        """Files to read, and the separator between documents."""
 
         separator: Text | None = None  # text between documents of a file; None: one document per file
 

@@ -70,7 +70,7 @@ class UrlListReader(Reader):
                         yield url
 
     def _refusal(self, url: str) -> str | None:
-        """Return the reason to skip a URL; None: fetch it."""
+        """Return the reason for skipping a URL, or None to fetch it."""
         try:
             parts = urlsplit(url)
             host = (parts.hostname or "").lower()

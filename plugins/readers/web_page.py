@@ -13,8 +13,8 @@ from ..commands.prepare import io
 
 TYPES = ("text/html", "application/xhtml+xml", "text/plain")  # content types of pages with text
 _CHARSET = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
-_LOOK = 2048  # bytes at the start of a page to search for its encoding
-_MOST = 64 << 20  # maximum bytes of a page in an archive
+_LOOK = 2048  # number of bytes at the start of a page to search for its encoding
+_MOST = 64 << 20  # maximum size of a page in an archive, in bytes
 # Encodings that browsers use instead of the declared ones.
 _READ_AS = {
     "iso-8859-1": "cp1252", "latin1": "cp1252", "latin-1": "cp1252", "us-ascii": "cp1252", "ascii": "cp1252",
@@ -50,7 +50,7 @@ class WarcReader(FileReader):
             try:
                 for number, record in enumerate(archive, 1):
                     document = _page(record, f"{chunk.file}: {record.rec_headers.get_header('WARC-Target-URI')}")
-                    with redirect_stderr(StringIO()):  # warcio prints damage and continues
+                    with redirect_stderr(StringIO()):  # warcio prints errors and continues
                         archive.read_to_end()
                     size, end = record.rec_headers.get_header("Content-Length"), archive.offset
                     if (
@@ -68,9 +68,10 @@ class WarcReader(FileReader):
 
 
 def page_document(content: bytes, content_type: str, source: str, url: str | None = None) -> Document:
-    """Return the document of a page: unchanged plain text, or the main text of HTML, empty if it has none.
+    """Return a page as a document: plain text is unchanged; HTML is reduced to its main text, which may be empty.
 
-    content_type: the HTTP header. The document is empty for a page that is neither UTF-8 nor in its declared encoding.
+    content_type: value of the HTTP header. The document is empty if the page is neither in Unicode nor in its declared
+    encoding.
     """
     header = Message()
     header["Content-Type"] = content_type
@@ -89,7 +90,7 @@ def page_document(content: bytes, content_type: str, source: str, url: str | Non
 
 
 def _page(record: Any, source: str) -> Document:
-    """Return the document of a record; empty if the record is not a page with text."""
+    """Return a record as a document; empty if the record is not a page with text."""
     http = record.http_headers
     kind = str((http or record.rec_headers).get_header("Content-Type"))
     content_type, status = kind.partition(";")[0].strip().lower(), http.get_statuscode() if http else "200"

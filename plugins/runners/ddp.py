@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the full model and trains on its own samples. Plain training on one process."""
+"""Data parallelism: every rank holds the full model and trains on its own samples; on one process, plain training."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -44,7 +44,7 @@ class DDPRunner(Runner):
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         out = data_parallel(at)
         if at.world_size > 1:
-            buckets = Sizes.of(at.model).trainable  # buckets are kept; accumulated gradients need as much again
+            buckets = Sizes.of(at.model).trainable  # buckets stay allocated; accumulation doubles this memory
             out.gradients, out.retained_grad_fraction = buckets * (2 if at.batch.accumulation > 1 else 1), 0.0
         return [out]
 
@@ -70,7 +70,7 @@ class DDPRunner(Runner):
         """Average one bucket over the ranks, and record when it was ready."""
         self._bucket_ready = time.perf_counter()
         gradients = bucket.buffer().div_(self.world.size)
-        # `value` raises the collective's error. Its result is not used, because a fake process group returns none.
+        # `value` raises the collective's error. Its result is not used, because a fake process group has none.
         return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: (done.value(), gradients)[1])
 
     def backward(self, loss: Tensor) -> None:

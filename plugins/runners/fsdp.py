@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank holds a shard of each parameter, and gathers a block to compute it."""
+"""Fully sharded data parallelism: every rank holds a shard of each parameter, and gathers one block at a time."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
 
 
 def unrounded(block: nn.Module) -> list[nn.Module]:
-    """Return the modules of a block with parameters that autocast does not round, such as norms."""
+    """Return a block's modules with parameters that autocast does not round, such as norms."""
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
     return [module for module in own if not is_linear(module)]
 
@@ -58,9 +58,9 @@ class FSDPRunner(Runner):
         reshard_after_forward: bool = True  # False: keep blocks gathered until their backward (ZeRO-2)
         cpu_offload: bool = False  # keep shards and optimizer state in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch; slower, saves memory
-        # type in which linear layers of blocks are gathered; amp: bf16 under run.amp=bf16, the type they compute in
+        # dtype in which linear layers of blocks are gathered; amp: bf16, their compute dtype, under run.amp=bf16
         param_dtype: Literal["amp", "fp32"] = "amp"
-        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients of weights gathered in bf16 are summed
+        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype for summing gradients of weights gathered in bf16
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, saves_memory=("sync_each_micro_batch=true",))
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class

@@ -7,8 +7,8 @@ from typing import Any
 
 from crosstrain import Row, Text, TrackedRun, Tracker, flat, registry, require, scalars, texts
 
-_MAX_VALUE = 500  # maximum characters of a parameter's value on any MLflow server
-_MAX_BATCH = 100  # maximum parameters per request
+_MAX_VALUE = 500  # maximum length of a parameter's value that all MLflow servers accept
+_MAX_BATCH = 100  # maximum number of parameters per request
 
 
 @registry.register_tracker("mlflow")
@@ -40,10 +40,10 @@ class MlflowTracker(Tracker):
         self._id = run.remembered("mlflow", lambda: self._create(artifacts))
         self._client.update_run(self._id, status="RUNNING")
         known = self._client.get_run(self._id).data.metrics
-        self._last = int(known.get("step", 0))  # last step on the server; resumed runs skip up to it
+        self._last = int(known.get("step", 0))  # last step on the server; a resumed run logs only later steps
 
     def _create(self, artifacts: str | None) -> str:
-        """Create a run with its hyperparameters; returns its ID."""
+        """Create a run with its hyperparameters, and return its ID."""
         client, options = self._client, self.options
         experiment = client.get_experiment_by_name(options.experiment)
         number = experiment.experiment_id if experiment else client.create_experiment(options.experiment, artifacts)

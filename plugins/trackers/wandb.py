@@ -22,7 +22,7 @@ class WandbTracker(Tracker):
         entity: Text | None = None  # user or team; None: the account's default
         run_name: Text | None = None  # name of the run; None: the name of the run's folder
         group: Text | None = None  # group of related runs; None: no group
-        tags: list[Text] = field(default_factory=list)  # tags to filter runs
+        tags: list[Text] = field(default_factory=list)  # tags for filtering runs
         mode: Literal["online", "offline"] | None = None  # None: WANDB_MODE, else online
 
     @classmethod
@@ -52,7 +52,7 @@ class WandbTracker(Tracker):
             id=run.remembered("wandb", lambda: secrets.token_hex(4)),
             resume="allow",
             reinit="create_new",
-            # log.txt already has the console output, and a tracker does not upload the project's code.
+            # log.txt already has the console output, and a tracker should not upload the project's code.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
 

@@ -18,8 +18,8 @@ class LanguageFilter(Filter):
         """Languages to keep."""
 
         keep: Annotated[list[Text], MinLen(1)]  # ISO 639-1 codes, such as en
-        probability: Fraction = 0.5  # lowest probability of the language to keep a document
-        characters: PositiveInt = 4000  # characters to classify, from the middle of the document
+        probability: Fraction = 0.5  # minimum probability of the language
+        characters: PositiveInt = 4000  # number of characters to classify, from the middle of the document
 
     options: Options
 

@@ -15,10 +15,11 @@ class DocumentLengthFilter(TokenLimits):
     class Options:
         """Inclusive limits."""
 
-        min_tokens: NonNegativeInt = 128  # fewest tokens, without the end-of-text token
-        max_tokens: NonNegativeInt | None = None  # most tokens, without the end-of-text token; None: no limit
-        min_characters: NonNegativeInt = 0  # fewest characters of the text
-        max_characters: NonNegativeInt | None = None  # most characters of the text; None: no limit
+        min_tokens: NonNegativeInt = 128  # minimum number of tokens, excluding the end-of-text token
+        # maximum number of tokens, excluding the end-of-text token; None: no limit
+        max_tokens: NonNegativeInt | None = None
+        min_characters: NonNegativeInt = 0  # minimum number of characters
+        max_characters: NonNegativeInt | None = None  # maximum number of characters; None: no limit
 
         def __post_init__(self) -> None:
             for unit in ("tokens", "characters"):

@@ -8,11 +8,11 @@ from crosstrain import Dropped, Filter, Fraction, registry
 
 @registry.register_processor("repetition")
 class RepetitionFilter(Filter):
-    """Drop documents with many repeated lines, paragraphs or phrases; limits of Rae et al., 2021, table A1."""
+    """Drop documents with many repeated lines, paragraphs or phrases; limits from Rae et al., 2021, table A1."""
 
     @dataclass
     class Options:
-        """Largest allowed shares, from 0 to 1; 1: no limit."""
+        """Maximum shares, from 0 to 1; 1: no limit."""
 
         lines: Fraction = 0.3  # share of lines that repeat an earlier line
         paragraphs: Fraction = 0.3  # share of paragraphs that repeat an earlier paragraph

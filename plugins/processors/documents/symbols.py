@@ -10,17 +10,17 @@ _ELLIPSES = ("...", "…")
 
 @registry.register_processor("symbols")
 class SymbolsFilter(Filter):
-    """Drop documents with too many symbols or too few words; limits of Rae et al., 2021, appendix A1.1."""
+    """Drop documents with too many symbols or too few words; limits from Rae et al., 2021, appendix A1.1."""
 
     @dataclass
     class Options:
-        """Limits, as shares or numbers per word."""
+        """Limits, as shares or counts per word."""
 
-        hashes: NonNegativeFloat = 0.1  # most # per word
-        ellipses: NonNegativeFloat = 0.1  # most ellipses per word
-        words: Fraction = 0.8  # smallest share of words with a letter
-        bullets: Fraction = 0.9  # largest share of lines that begin with a bullet
-        cut_lines: Fraction = 0.3  # largest share of lines that end with an ellipsis
+        hashes: NonNegativeFloat = 0.1  # maximum number of # characters per word
+        ellipses: NonNegativeFloat = 0.1  # maximum number of ellipses per word
+        words: Fraction = 0.8  # minimum share of words with a letter
+        bullets: Fraction = 0.9  # maximum share of lines that begin with a bullet
+        cut_lines: Fraction = 0.3  # maximum share of lines that end with an ellipsis
 
     options: Options
 

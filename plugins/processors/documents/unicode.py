@@ -15,7 +15,7 @@ class UnicodeFilter(Filter):
         """Additional changes."""
 
         normalization: Literal["NFC", "NFKC", "none"] = "NFC"  # Unicode normalization form; none: no normalization
-        straight_quotes: bool = False  # replace curly quotation marks by straight ones
+        straight_quotes: bool = False  # replace curly quotation marks with straight ones
 
     options: Options
 

@@ -1,7 +1,7 @@
-"""Memory and traffic of a rank under ZeRO, for the plan, and the types in which it gathers and sends.
+"""Memory and traffic of a rank under ZeRO, for memory plans, and the dtypes in which it gathers and sends.
 
 The stages are those of Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps a separate fp32 copy of the
-parameters for the optimizer, even if the parameters are fp32 already, as they are here.
+parameters for the optimizer, even if the parameters themselves are fp32, as they are here.
 """
 
 import copy
@@ -24,7 +24,7 @@ def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Paramet
     because they are never gathered.
     """
     whole = options.stage == 0 or options.stage3_use_all_reduce_for_fetch_params
-    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # accumulates in the weights' type
+    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # sums would be in the weights' dtype
     if options.param_dtype != "amp" or whole or not computes_in_half(run, model):
         return []
     weights = [p for p in linear_weights(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
@@ -41,7 +41,7 @@ def layout(options: Any, at: PlanContext) -> Layout:
     lowered = list(model.parameters()) if all_half else half_weights(options, at.run, model)
     for p in lowered:
         p.data = p.data.bfloat16()
-    in_memory = bool(lowered) and (all_half or options.stage < 3)  # amp at stage 3 changes only the type of messages
+    in_memory = bool(lowered) and (all_half or options.stage < 3)  # amp at stage 3 affects only communication
     describe = _stage3 if options.stage == 3 else _stage12
     out = describe(options, at, Sizes.of(model if in_memory else at.model), Sizes.of(model))
     if in_memory:
@@ -59,7 +59,7 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
     # Stage 2 reduces after each micro batch and keeps this rank's part; stage 1 reduces only after the last one.
     waiting = 0 if rounds == 1 else part if partitioned else gradients
     bucket = _buckets(options, gradients, at, 2 if options.overlap_comm else 1)
-    # The bucket is allocated until the step. On a CPU, its pages take memory only once they are written.
+    # The bucket stays allocated until the step. On a CPU, its pages take memory only once they are written.
     always = at.device != "cpu" or (partitioned and rounds > 1)
     offloads = options.offloads_optimizer
     out = Layout(
@@ -71,7 +71,7 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
         masters=masters,
         buffers=bucket if always else 0,
         gradient_buffers=0 if always else bucket,
-        # Gradients in the bucket and flattened, and the optimizer's temporary tensor for one flat group.
+        # The gradient bucket, the flattened gradients, and the optimizer's temporary tensor for one flat group.
         step_buffers=bucket + (0 if offloads else part + masters),
         sent=sums * (rounds if partitioned else 1) + scattered(sent.trainable, ranks),
     )
@@ -85,7 +85,7 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
     elements = share(sizes.trainable_elements, ranks)
     part, whole = elements * _width(options), sizes.trainable_elements * _width(options)
     sums = sent.trainable if options.communication_data_type == "bf16" else whole
-    # Up to this many parameters stay gathered, because they are used again soon.
+    # Parameters up to this total size stay gathered, because they are soon used again.
     live = min(sizes.parameters, int(options.stage3_max_live_parameters) * _FP32)
     offloads, where = options.offloads_optimizer, "device"
     if offloads:
@@ -99,7 +99,7 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
         masters=elements * _FP32,
         gathered=live,
         buffers=_buckets(options, whole, at, 1),
-        # Parameters are gathered for the forward, and for the backward unless they are still gathered.
+        # An upper bound: parameters that stay gathered after the forward are not gathered again for the backward.
         sent=rounds * (2 * scattered(sent.parameters, ranks) + scattered(sums, ranks)),
         optimizer=where,  # type: ignore[arg-type]
     )

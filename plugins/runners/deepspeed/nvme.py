@@ -19,11 +19,11 @@ from .partition import Stage3
 
 
 def fitted(options: Any, model: Model, ranks: int) -> Any:
-    """Return the runner's options with defaults of DeepSpeed replaced by values that fit parameters on NVMe.
+    """Return the runner's options, with DeepSpeed's defaults replaced by values that work with parameters on NVMe.
 
     A parameter occupies a buffer while it is gathered, so reuse is off: only the parameters of one block, and those
     outside of the blocks, are gathered at a time. DeepSpeed's prefetch fails on a parameter that is used twice, so it
-    is off too. Raises ConfigError if the user's own buffers are too few or too small for `model`.
+    is off too. Raises ConfigError if the configured buffers are too few or too small for `model`.
     """
     offload = options.offload_param
     if offload is None or offload.device != "nvme":
@@ -46,7 +46,7 @@ def fitted(options: Any, model: Model, ranks: int) -> Any:
 
 
 class SwapFolder:
-    """This process's folder on a device; DeepSpeed's file names are the same in every run."""
+    """This process's own folder on a device, because DeepSpeed's file names are the same in every run."""
 
     def __init__(self, device: Path, output_dir: str) -> None:
         run = hashlib.sha256(os.path.abspath(output_dir).encode()).hexdigest()[:12]

@@ -20,11 +20,11 @@ from crosstrain.config.describe import meanings
 
 _NOT_OFFERED = {
     "stage",  # declared below
-    "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # checkpoints
-    "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # train differently from other runners
+    "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # checkpointing
+    "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # training would differ from other runners
     "stage3_module_granularity_threshold",  # DeepSpeed 0.19 fails on it
-    "ratio", "super_offload", "cpuadam_cores_perc",  # need an optimizer of DeepSpeed
-    "round_robin_gradients", "zero_hpz_partition_size",  # ranges differ from DeepSpeed's mapping, or repeat
+    "ratio", "super_offload", "cpuadam_cores_perc",  # need a DeepSpeed optimizer
+    "round_robin_gradients", "zero_hpz_partition_size",  # ranges would differ from DeepSpeed's mapping, or repeat
     "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; GPUs only
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ _STAGES_1_2_3 = {"contiguous_gradients", "reduce_bucket_size", "overlap_comm", "
 
 
 def _hint(annotation: Any) -> Any:
-    """Convert an annotation of pydantic to a type that the platform's checker supports."""
+    """Convert a pydantic annotation to a type that the platform's checker supports."""
     if get_origin(annotation) in (Union, types.UnionType):
         members = [_hint(member) for member in get_args(annotation)]
         return Union[tuple(members)]  # noqa: UP007 - made of values
@@ -50,7 +50,7 @@ def _hint(annotation: Any) -> Any:
 
 
 def _options(model: type[BaseModel], base: type = object) -> type:
-    """Return a dataclass with the fields of `model`, under their names in DeepSpeed's files, with its defaults."""
+    """Return a dataclass with the fields and defaults of `model`, named as in DeepSpeed's configuration files."""
     fields: list[tuple[str, Any, Any]] = []
     said = meanings(model)
     for name, info in model.model_fields.items():
@@ -85,7 +85,7 @@ class _Base(ContextOptions):
     stage: Literal[0, 1, 2, 3] = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0: none
     # amp: weights that run.amp=bf16 rounds anyway are gathered in bf16; bf16: all parameters and gradients are bf16
     param_dtype: Literal["amp", "fp32", "bf16"] = "amp"
-    # type in which stage 3 sends gradients of weights that it gathers in bf16 for run.amp; sums are fp32
+    # dtype in which stage 3 sends the gradients of weights that it gathers in bf16 under run.amp; sums are fp32
     communication_data_type: Literal["fp32", "bf16"] = "fp32"
     wall_clock_breakdown: bool = False  # add DeepSpeed's own phases to the timers of every logged step
     steps_per_print: PositiveInt | None = None  # steps between DeepSpeed's progress lines in the log; None: no lines
@@ -134,7 +134,7 @@ class _Base(ContextOptions):
         return [Path(o.nvme_path) for o in offloads]
 
     def given(self) -> dict[str, Any]:
-        """ZeRO's options that differ from DeepSpeed's defaults."""
+        """Return the ZeRO options that differ from DeepSpeed's defaults."""
         own = {f.name for f in dataclasses.fields(_Base)}
         return {
             f.name: getattr(self, f.name)
@@ -148,7 +148,7 @@ class _Base(ContextOptions):
         return self.stage >= 1 if key in _STAGES_1_2_3 else self.stage == 3
 
     def zero(self, swap_folder: Callable[[Path], Path] = lambda path: path) -> dict[str, Any]:
-        """Return DeepSpeed's section `zero_optimization`, with `swap_folder(nvme_path)` in place of `nvme_path`."""
+        """Return DeepSpeed's `zero_optimization` section, with `swap_folder(nvme_path)` in place of `nvme_path`."""
         plain: dict[str, Any] = {"stage": self.stage}
         for key, value in self.given().items():
             plain[key] = _plain(value)

@@ -1,4 +1,4 @@
-"""A rank's state under ZeRO: a contiguous range of each flattened parameter, found without communication."""
+"""A rank's state under ZeRO: a contiguous range of each flattened parameter, located without communication."""
 
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Stage12(Partition):
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         if not parameter.requires_grad:
-            return parameter.detach().flatten()  # frozen: whole, in place
+            return parameter.detach().flatten()  # frozen parameters are not partitioned
         mapping = parameter._hp_mapping
         return mapping.get_hp_fragment() if mapping else parameter.detach().flatten()[:0]
 
@@ -80,7 +80,7 @@ class Stage12(Partition):
 class Stage3(Partition):
     """Stage 3: each rank holds an equal range of every parameter, flattened and padded to a multiple of the ranks.
 
-    Trainable parameters are in the optimizer's flat groups. Frozen ones, and all of them in evaluation, are in
+    Trainable parameters are in the optimizer's flat groups. Frozen parameters, and all parameters in evaluation, have
     partitions of their own.
     """
 
@@ -92,7 +92,7 @@ class Stage3(Partition):
             self.create_group_state(group)
 
     def create_group_state(self, group: int) -> None:
-        """Allocate one flat group's state, like DeepSpeed's step: the optimizer has one group at a time."""
+        """Allocate one flat group's state as DeepSpeed's step does, with only this group in the optimizer."""
         assert self.optimizer is not None
         seen = self.optimizer.param_groups[self.zero.sub_group_to_group_id[group]]
         seen["params"] = [self.zero.fp32_partitioned_groups_flat[group]]

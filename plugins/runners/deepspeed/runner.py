@@ -64,7 +64,7 @@ class DeepSpeedRunner(Runner):
     Options = Options
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, takes_quantized=False, takes_float8=False)
-    engine: Any = None  # None: evaluation below stage 3, because parameters are not sharded
+    engine: Any = None  # None in evaluation below stage 3, where parameters are not sharded
     partition: Partition | None = None  # None: nothing is sharded
     _used: UsedParameters | None = None  # None: unused parameters are not detected
     half = False  # True: some parameters are bf16 or are gathered in bf16
@@ -123,10 +123,10 @@ class DeepSpeedRunner(Runner):
         if self.options.nvme_paths:
             with parameters_on_meta():
                 self.options = fitted(self.options, make_model(), self.world.size)
-        # The configuration sets the type; on a CPU, Init turns any `dtype` argument into bf16.
+        # The configuration sets the dtype; on a CPU, Init turns any `dtype` argument into bf16.
         with deepspeed.zero.Init(config_dict_or_path=self._config(1, 1)):
             model = make_model()
-        for parameter in model.parameters():  # the model may use a different type for some
+        for parameter in model.parameters():  # the model may use a different dtype for some
             parameter.ds_tensor.data = parameter.ds_tensor.data.to(parameter.dtype)
         return model
 
@@ -146,7 +146,7 @@ class DeepSpeedRunner(Runner):
             return
         self._autocast_inside(model)
         config = self._config(plan.micro_batch, plan.accumulation) if plan else self._config(1, 1)
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # DeepSpeed keeps it from an earlier engine
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # still set if there was an earlier engine
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
         self.module = self.engine
         zero = self.engine.optimizer
@@ -171,7 +171,7 @@ class DeepSpeedRunner(Runner):
                 log.info("deepspeed: %s = %s", key, value)
 
     def _lower(self, model: Model) -> None:
-        """Set the types in which ZeRO gathers parameters; the optimizer's copies are fp32."""
+        """Set the dtypes in which ZeRO gathers parameters; the optimizer's copies stay fp32."""
         lowered = half_weights(self.options, self.run, model)
         if self.options.param_dtype == "bf16":
             lowered, self.precision.in_parameters = list(model.parameters()), True
@@ -201,15 +201,15 @@ class DeepSpeedRunner(Runner):
         """Return DeepSpeed's configuration, from the run's options and this runner's."""
         zero = self.options.stage > 0
         section = self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path)
-        if self.half and self.options.stage < 3:  # its all-reduce would send twice as much
+        if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as much
             section["use_multi_rank_bucket_allreduce"] = False
         return {
             "bf16": {"enabled": self.half and self.options.param_dtype == "bf16"},
-            # `_lower` marks the weights.
+            # `_lower` marks the weights to communicate in bf16.
             "torch_autocast": {"enabled": self._sends_half(), "dtype": "bfloat16", "lower_precision_safe_modules": []},
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # else `optimizer_step` clips
+            "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # stage 0: `optimizer_step` clips
             "zero_optimization": section,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -280,9 +280,10 @@ class DeepSpeedRunner(Runner):
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:
-        """Make DeepSpeed discard the gradients as overflowed inside this block; yields their real norm in a list.
+        """Inside this block, make DeepSpeed discard the gradients as if they overflowed.
 
-        It works by returning -1, DeepSpeed's mark for a norm that is not finite.
+        Yields a list that receives their real norm. DeepSpeed gets -1 instead, its sentinel for a norm that is not
+        finite.
         """
         zero, norm = self.engine.optimizer, list[float]()
         name = "_get_norm_groups" if self.options.stage == 3 else "scaled_global_norm"

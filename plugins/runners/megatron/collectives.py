@@ -1,7 +1,7 @@
 """Collectives of tensor-parallel ranks in the forward, each with its transpose in the backward.
 
 The pairs are Megatron-LM's (Shoeybi et al., 2019; Korthikanti et al., 2022). Activations are [batch, length, width].
-They go through torch.distributed, where the watchdog monitors them.
+The collectives are those of torch.distributed, so that the watchdog can monitor them.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def _exchange(
 ) -> type[torch.autograd.Function]:
     """Make an autograd function from a collective on activations and its transpose on gradients."""
 
-    class Exchange(torch.autograd.Function):  # torch.compile can trace static methods and a closure
+    class Exchange(torch.autograd.Function):  # torch.compile can trace static methods with closures
         @staticmethod
         def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
             ctx.group = group

@@ -63,7 +63,7 @@ class DDPStrategy:
         self.buckets: list[_Bucket] = []
 
     def over(self, group: Group) -> Self:
-        """Return the same strategy over a different group: the ranks that hold the same experts."""
+        """Return the same strategy for `group`, the ranks that hold the same experts."""
         return type(self)(group, self.bucket_size // MIB)
 
     def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
@@ -80,7 +80,7 @@ class DDPStrategy:
         if self.group.size == 1:
             return
         room = 0
-        for share in reversed(self.shares):  # gradients are ready in about this order
+        for share in reversed(self.shares):  # gradients become ready in about this order
             size = local(share.parameter.detach()).numel() * share.parameter.element_size()
             if not self.buckets or room < size:
                 self.buckets.append(_Bucket([]))
@@ -91,7 +91,7 @@ class DDPStrategy:
             share.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))
 
     def start(self, backwards: int) -> None:
-        """Begin a step of `backwards` backward passes."""
+        """Begin a step with `backwards` backward passes."""
         for bucket in self.buckets:
             bucket.awaited = backwards * len(bucket.shares)
             bucket.finish = None
@@ -99,14 +99,14 @@ class DDPStrategy:
     def _accumulated(self, bucket: _Bucket, _: nn.Parameter) -> None:
         bucket.awaited -= 1
         if bucket.awaited == 0:
-            for candidate in self.buckets:  # all ranks launch collectives in the same order
+            for candidate in self.buckets:  # all ranks must launch collectives in the same order
                 if candidate.awaited:
                     return
                 if candidate.finish is None:
                     candidate.finish = self._exchange(candidate.shares)
 
     def reduce_grads(self) -> None:
-        """Wait for the reductions, and set the gradient of every `owned`."""
+        """Wait for the reductions, and set the gradient of every share's `owned`."""
         if self.group.size == 1:
             return self._hand_over()
         for bucket in self.buckets:
@@ -202,7 +202,7 @@ class ZeRO1Strategy(DDPStrategy):
 
 
 def _take_gradient(share: Share) -> Tensor:
-    """Take this rank's gradient from the parameter; zeros if it has none."""
+    """Remove this rank's gradient from the parameter and return it; zeros if there is none."""
     gradient, share.parameter.grad = share.parameter.grad, None
     return torch.zeros_like(local(share.parameter.detach())) if gradient is None else local(gradient)
 
@@ -227,13 +227,13 @@ def needs_host_memory(numel: int, free: int) -> bool:
 
 
 def shard_parameters(model: Model, mesh: DeviceMesh, of_experts: DeviceMesh | None, offload: bool) -> None:
-    """Apply fully_shard to every block and then to the model, over `mesh`; to experts over the mesh `of_experts`."""
+    """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts."""
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     if of_experts is not None:
         fully_shard_experts(model, of_experts, mesh.size(), offload_policy=policy)
     for block in model.blocks():
-        if next(block.parameters(), None) is not None:  # else the block is on a different stage
+        if next(block.parameters(), None) is not None:  # blocks of other stages have no parameters
             fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
 

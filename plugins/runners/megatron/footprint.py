@@ -1,4 +1,4 @@
-"""Memory and traffic of ranks under the megatron runner, from a model sharded and staged as in training."""
+"""Memory and traffic of ranks under the megatron runner, from a model sharded and split into stages as in training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .vocabulary import ParallelHead
 
 
 def layouts(options: Options, at: PlanContext) -> list[Layout]:
-    """Return layouts of a pipeline's first rank, with the most activations, and of its last, with the head."""
+    """Return the layouts of a pipeline's first rank, with the most activations, and of its last rank, with the head."""
     tensor = mesh = None
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
@@ -41,7 +41,7 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
 
 
 class _Head(ParallelHead):
-    """The vocabulary-parallel head for a model with plain tensors as slices."""
+    """The vocabulary-parallel head for a model with slices that are plain tensors."""
 
     def __init__(self, tensor: TensorParallel, mesh: DeviceMesh) -> None:
         super().__init__(tensor)
@@ -114,7 +114,7 @@ def _receive(parts: int) -> Callable[..., tuple[Any, ...]]:
 
 
 def _plain(model: Model) -> None:
-    """Replace DTensors by ordinary parameters of the local shape; tied ones stay tied."""
+    """Replace DTensors with ordinary parameters of the local shape; tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -143,7 +143,10 @@ def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layo
 
 
 def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int) -> None:
-    """Add micro batches in flight, bubble, buffers and traffic; torch keeps one receive buffer per micro batch."""
+    """Add a pipeline's micro batches in flight, bubble, buffers and traffic.
+
+    torch keeps one receive buffer per micro batch.
+    """
     count, ranks, chunks = at.batch.accumulation, options.pipeline_parallel, options.pipeline_chunks
     out.bubble, in_flight = simulate(options.pipeline_schedule, ranks, chunks, count)
     out.in_flight = in_flight[rank]

@@ -1,4 +1,4 @@
-"""Options of the megatron runner, and the rank layout they give."""
+"""Options of the megatron runner, and the rank layout that they define."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,16 +14,17 @@ class Options(ExpertOptions):
     """Options of `run.runner` for megatron."""
 
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
-    pipeline_parallel: PositiveInt = 1  # ranks that split the model by blocks into stages
+    pipeline_parallel: PositiveInt = 1  # ranks of a pipeline: each holds one or more stages of consecutive blocks
     data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of the model; auto: as many as the ranks allow
     sequence_parallel: bool = False  # tensor-parallel ranks also split the sequence, outside of the sharded matrices
     data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce, or fsdp with offload
     bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # size of gradient buckets in MiB
-    pipeline_chunks: PositiveInt = 1  # stages per rank; more stages reduce the pipeline's idle time but send more
+    pipeline_chunks: PositiveInt = 1  # stages per rank; more stages reduce idle time but communicate more
     # order of micro batches; gpipe: all forwards first; zero_bubble, zbv: weight gradients fill the idle time of 1f1b
     pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
-    pipeline_layers: list[PositiveInt] | None = None  # blocks per stage; None: even, remainder in first stages
-    # cpu: keep parameters and optimizer state in host memory; auto: only if they take over 70% of a GPU's free memory
+    pipeline_layers: list[PositiveInt] | None = None  # blocks per stage; None: even, earlier stages get the remainder
+    # cpu: keep parameters and optimizer state in host memory; auto: only if parameters, gradients and optimizer state
+    # would take over 70% of a GPU's free memory
     offload: Literal["none", "cpu", "auto"] = "none"
     plan: dict[Text, Text] = field(default_factory=dict)  # parameter name pattern -> style; overrides the model's plan
 
@@ -58,7 +59,7 @@ class Options(ExpertOptions):
         return self.pipeline_schedule in ("zero_bubble", "zbv")
 
     def mesh_shape(self, world_size: int) -> tuple[int, int, int]:
-        """Return the size of the mesh dimensions (pipeline, data, tensor)."""
+        """Return the sizes of the mesh dimensions (pipeline, data, tensor)."""
         copies = self.copies(world_size) * self.context_parallel
         return self.pipeline_parallel, copies, self.tensor_parallel
 

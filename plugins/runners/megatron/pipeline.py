@@ -48,9 +48,9 @@ class Stage(nn.Module):
         self.head = head if self.is_last else StubHead(tensor)
         self._stubs = stubs  # stubs for this rank's other stages, by module name
         self.received: Tensor | None = None
-        self.length = 0  # tokens of the hidden states sent between stages, with padding
-        self.part = 1  # ranks that split the sequence between blocks
-        self.batch: Callable[[int], Inputs]  # returns a micro batch by number; also seeds dropout for it
+        self.length = 0  # sequence length of the hidden states sent between stages, including padding
+        self.part = 1  # number of ranks that split the sequence between blocks
+        self.batch: Callable[[int], Inputs]  # returns the micro batch with a given index, and seeds dropout for it
         self.before_backward: Callable[[bool], None]  # called before each backward; True: the step's last
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class Stage(nn.Module):
         return length if context is None or "labels" not in batch else context.share(length)
 
     def compute(self, inputs: Inputs) -> Tensor:
-        """Run the model's forward without this rank's other stages."""
+        """Run the model's forward with stubs in place of this rank's other stages."""
         before = replace_modules(self.model, self._stubs)
         try:
             with self.autocast():
@@ -84,12 +84,12 @@ class Stage(nn.Module):
             self.received = None
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Pre-hook of this stage's first block: replace the stubs' output by the received hidden states."""
+        """Pre-hook of this stage's first block: replace the stubs' output with the received hidden states."""
         return (self.received, *inputs[1:])
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, with a call of `before_backward` ahead of each backward.
+    """torch's stage, except that it calls `before_backward` before each backward.
 
     The loss computes its gradients in its forward and returns them once, so the last stage never splits its backward.
     """
@@ -128,9 +128,9 @@ class Pipeline:
         """Run forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` returns a micro batch and seeds dropout for it. Losses are multiplied by `weight` before their
-        backward. `last(is_last)` is called before each backward; True for the last one of the step. Returns this rank's
-        terms of the losses [count], float64: the last stage's losses, and router losses of other stages; empty if this
-        rank has neither.
+        backward. `last(is_last)` is called before each backward, with True for the last one of the step. Returns this
+        rank's terms of the losses [count], float64: the last stage's losses, and router losses of other stages; empty
+        if this rank has neither.
         """
         for stage in self.stages:
             stage.batch, stage.length, stage.before_backward = batch, shape[1], last
@@ -175,8 +175,8 @@ class Pipeline:
         group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
         out = torch.empty(0, device=self.device)
         cache = batch.get("cache")
-        # Models read the number of cached tokens from the first layer. All stages of this rank need the number from
-        # before the first stage.
+        # Models read the number of cached tokens from the first layer. All stages of this rank must see that number as
+        # it is before the first of them runs.
         layers: list[Any] = cache.layers if isinstance(cache, Cache) else []
         found = [copy.copy(layer) for layer in layers[:1]]
         for number, stage in mine.items():
@@ -193,7 +193,7 @@ class Pipeline:
             layers[:1] = kept
             if not stage.is_last and number + 1 not in mine:
                 dist.send(out, group=group, group_dst=rank_of(number + 1, self.options))
-        # The output is a loss, or values for each row, so its shape goes first.
+        # The output is a loss or has values per row, so its shape is sent first.
         last = rank_of(self.options.stages - 1, self.options)
         extents = torch.tensor([out.ndim, *out.shape, *[0] * (3 - out.ndim)], device=self.device)
         dist.broadcast(extents, group=group, group_src=last)

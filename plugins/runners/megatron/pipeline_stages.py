@@ -1,7 +1,8 @@
 """Pipeline stages: an unmodified model with stubs for the modules on other ranks.
 
 Every stage runs the model's own forward, so masks and positions need no extra code. The stub of an embedding returns a
-tensor without memory. A hook before this stage's first block replaces it by the hidden states of the previous stage.
+tensor that takes no memory. A hook before this stage's first block replaces it with the hidden states of the previous
+stage.
 """
 
 from collections.abc import Container
@@ -17,7 +18,7 @@ from .tensor_parallel import TensorParallel
 
 
 class StubBlock(nn.Module):
-    """Stub of a module on a different stage: returns its input."""
+    """Stub of a module of another stage: returns its input."""
 
     weight = bias = None
 
@@ -26,7 +27,7 @@ class StubBlock(nn.Module):
 
 
 class StubFirstBlock(StubBlock):
-    """Stub of the first block; adds tokens to the key/value cache, because models read their count from it."""
+    """Stub of the first block; adds tokens to the key/value cache, because models read the number of tokens from it."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for cache in (*args, *kwargs.values()):
@@ -49,7 +50,7 @@ class StubEmbedding(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity of the hidden states; its backward also starts the backward of a loss, with the last stage's weight."""
+    """Identity on the hidden states; its backward also runs the backward of `loss`, multiplied by `weight`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: float) -> Tensor:
@@ -76,9 +77,10 @@ class StubHead(Head):
 
 
 def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
-    """Return the blocks of each stage. Earlier stages get the remainder, because the last stage also has the head.
+    """Return the block indices of each stage; earlier stages get the remainder, because the last also has the head.
 
-    Raises ConfigError if blocks and stages do not match.
+    given: number of blocks per stage; None: as even as possible. Raises ConfigError if there are fewer blocks than
+    stages, or if `given` does not add up to `blocks`.
     """
     if given is None:
         if blocks < stages:
@@ -92,7 +94,10 @@ def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
 
 
 def ends_of(model: Model, key: str) -> Ends:
-    """Return the model's ends. Raises ConfigError with the option `key` if the model does not define them."""
+    """Return the modules before and after the model's blocks.
+
+    Raises ConfigError, with the option `key` in its message, if the model does not define them.
+    """
     ends = model.structure.ends()
     if ends is None:
         raise ConfigError(
@@ -113,10 +118,10 @@ def tied_names(model: Model, ends: Ends) -> set[str]:
 def stubs(
     model: Model, ends: Ends, here: Container[int], is_first: bool, is_last: bool, counts: bool
 ) -> dict[str, nn.Module]:
-    """Return stubs by name for the modules outside of one part of the model; existing stubs are left out.
+    """Return module name -> stub for the modules outside of one part of the model, except for existing stubs.
 
-    here: block numbers of the part. is_first: it has the modules before the blocks. is_last: it has those after them.
-    counts: the first block's stub adds tokens to the key/value cache.
+    here: indices of the blocks in the part. is_first: the part has the modules before the blocks. is_last: the part has
+    the modules after the blocks. counts: the stub of the first block adds tokens to the key/value cache.
     """
     names = {id(module): name for name, module in model.named_modules()}
     kept = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()} if is_last else set()
@@ -135,7 +140,7 @@ def stubs(
 
 
 def replace_modules(model: Model, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Replace modules by name; returns the replaced ones."""
+    """Replace modules by name, and return the replaced ones."""
     before = {name: model.get_submodule(name) for name in modules}
     for name, module in modules.items():
         model.set_submodule(name, module)

@@ -34,7 +34,7 @@ class Resolved:
     modules: dict[str, str] = field(default_factory=dict)  # module with sharded weights -> style
     # replicated parameters; each rank computes one term of their gradients
     summed: set[str] = field(default_factory=set)
-    attributes: set[tuple[str, str]] = field(default_factory=set)  # (module, attribute): a size divided by the ranks
+    attributes: set[tuple[str, str]] = field(default_factory=set)  # (module, attribute) of sizes to divide
 
 
 def resolve(model: Model, over: dict[str, str]) -> Resolved:
@@ -71,10 +71,10 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
 
 
 def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], ShardSpec]:
-    """Return shard specs for `size` ranks by (module, attribute); all other parameters are replicated.
+    """Return (module, attribute) -> shard spec for `size` ranks; all other parameters are replicated.
 
-    Reads only names and shapes. Raises ConfigError for a plan that shards nothing, and for sizes that `size` does not
-    divide: the error has the first such parameter and the numbers of ranks that divide all of them.
+    Reads only names and shapes. Raises ConfigError if the plan shards nothing, or if a sharded size is not divisible by
+    `size`: the error names the first such parameter and lists the values of `size` that the model allows.
     """
     if not plan.modules:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -107,7 +107,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
                 transposed = isinstance(owner, Conv1D)  # its weight is [in, out]
                 dim = int((style == "row") != transposed) if attribute != "bias" else 0
                 parts = 3 if style == "fused_qkv" else 1
-            # An attention head must stay on one rank.
+            # An attention head must not be split across ranks.
             unit = getattr(model.get_submodule(user_of(model, module_name)), "head_dim", 1)
             units, rest = divmod(shape[dim], parts * unit)
             common = math.gcd(common, 1 if rest else units)
@@ -125,7 +125,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
 
 
 def _check_heads(model: Model, user: str, plan: Resolved) -> None:
-    """Raise ConfigError if a module keeps an undivided number of heads: its forward could run and be wrong."""
+    """Raise ConfigError if a module keeps an undivided number of heads: its forward could run with wrong results."""
     for attribute, value in vars(model.get_submodule(user)).items():
         is_number = type(value) is int and value > 1 and _HEADS.fullmatch(attribute)
         if is_number and (user, attribute) not in plan.attributes:
@@ -146,14 +146,14 @@ def user_of(model: Model, name: str) -> str:
 
 
 def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
-    """Return the rows of a vocabulary, padded so that every rank gets the same multiple of rows."""
+    """Return the number of vocabulary rows, padded so that all ranks get an equal number in the required multiple."""
     name = next(name for name, p in model.named_parameters() if p is parameter)
     weights, multiple = model.weights, model.weights.vocabulary_multiple * ranks
     return -(-weights.logical_shape(weights.canonical_name(name), parameter.shape)[0] // multiple) * multiple
 
 
 def _example(model: Model) -> str:
-    """Return the start of a plan for an error: the largest widening and the largest narrowing linear of a block."""
+    """Return an example plan for an error: the largest widening and the largest narrowing linear layer of a block."""
     block, found = set(model.blocks()[0].modules()), dict[str, tuple[int, str]]()
     for name, module in model.named_modules():
         if module in block and isinstance(module, (nn.Linear, Conv1D)):
@@ -162,7 +162,7 @@ def _example(model: Model) -> str:
             pattern = re.sub(r"\.\d+\.", ".*.", model.weights.canonical_name(name))
             found[style] = max(found.get(style, (0, "")), (rows * columns, pattern), key=itemgetter(0))
     sizes = [size for size, _ in found.values()]
-    if len(sizes) < 2 or sizes[0] != sizes[1]:  # not an MLP, so shapes do not tell the roles
+    if len(sizes) < 2 or sizes[0] != sizes[1]:  # not an MLP, so shapes do not reveal the roles
         return ""
     return f", such as {{{', '.join(f'{pattern}: {style}' for style, (_, pattern) in sorted(found.items()))}}}"
 
@@ -192,7 +192,7 @@ def _check_module(model: Model, name: str, style: str) -> None:
 
 
 def _attributes(model: Model, pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield the integer attributes of modules with a matching canonical name."""
+    """Yield (module, attribute) of the integer attributes that match a pattern of canonical names."""
     path, _, attribute = pattern.rpartition(".")
     for own, module in model.named_modules():
         value = vars(module).get(attribute)

@@ -1,8 +1,8 @@
-"""RNG states of tensor-parallel ranks: one common state, and forks by rank.
+"""RNG states of tensor-parallel ranks: one common state, and one fork per rank.
 
 All ranks of a tensor-parallel group have the same seed, so dropout is equal where they hold the same activations.
-Where each rank holds its own heads or its own part of the sequence, equal masks would correlate the parts' noise, so
-ranks fork.
+Where each rank holds its own heads or its own part of the sequence, equal masks would correlate the dropout noise of
+the ranks, so each rank forks the common state.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from crosstrain import derive_seed, has_values
 
 
 class RngTracker:
-    """The default generator of a device, and its forks by rank.
+    """The default generator of a device, which can be forked per rank.
 
     A fork depends only on the generator's state and the rank. Gradient checkpointing restores the state before it
-    recomputes, so it draws the same numbers again.
+    recomputes, so it draws the same random numbers again.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device, self.rank = device, rank
-        self._states: tuple[Tensor, Tensor] | None = None  # common state and the fork's first state, inside a fork
+        self._states: tuple[Tensor, Tensor] | None = None  # inside a fork: (common state, initial state of the fork)
 
     def state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
@@ -52,4 +52,4 @@ class RngTracker:
         drawn = not torch.equal(self.state(), forked)
         self.set_state(common)
         if drawn:  # otherwise keep the state of a single process
-            torch.rand(1, device=self.device)  # so that the next fork differs even if nothing draws in between
+            torch.rand(1, device=self.device)  # so that the next fork differs even if nothing is drawn in between

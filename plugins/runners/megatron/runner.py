@@ -69,22 +69,22 @@ from .vocabulary import ParallelHead
 
 @dataclass
 class _Cut:
-    """Names of the parameters that this rank holds in part."""
+    """The sharding of a model's parameters, by name."""
 
-    shapes: dict[str, torch.Size]  # all parameters, before sharding
-    summed: set[str]  # replicated; each tensor-parallel rank computes one term of the gradient
-    experts: set[str] = field(default_factory=set)  # stacked experts; this rank holds some of them
-    specs: dict[str, ShardSpec] = field(default_factory=dict)  # sharded by tensor parallelism
+    shapes: dict[str, torch.Size]  # shapes of all parameters before sharding
+    summed: set[str]  # replicated parameters; each tensor-parallel rank computes one term of their gradients
+    experts: set[str] = field(default_factory=set)  # stacked expert parameters; this rank holds some of the experts
+    specs: dict[str, ShardSpec] = field(default_factory=dict)  # parameters sharded by tensor parallelism
 
 
 @registry.register_runner("megatron")
 class MegatronRunner(Runner):
-    """Megatron's tensor, sequence, pipeline and expert parallelism, and data parallelism, over unmodified models.
+    """Megatron's tensor, sequence, pipeline and expert parallelism, and data parallelism, for unmodified models.
 
-    Ranks form a mesh [pipeline, data, tensor]. Tensor parallelism sends the most, so its ranks are consecutive. Ranks
-    along `data` replicate or shard the same parameters; with context parallelism, neighbours among them split
-    sequences. With expert parallelism the dimension data is [expert_data, expert]: ranks along `expert` hold different
-    experts; ranks along `expert_data` hold the same experts and sum their gradients.
+    Ranks form a mesh [pipeline, data, tensor]. Tensor parallelism communicates the most, so its ranks are consecutive.
+    Ranks along `data` replicate or shard the same parameters; with context parallelism, adjacent ranks along `data`
+    split each sequence. With expert parallelism, `data` consists of two dimensions [expert_data, expert]: ranks along
+    `expert` hold different experts; ranks along `expert_data` hold the same experts and sum their gradients.
     """
 
     Options = Options
@@ -157,8 +157,8 @@ class MegatronRunner(Runner):
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         """Reduce the model to this rank's part, allocate it, and assign each parameter to a data-parallel strategy.
 
-        The order matters: stages are taken from sharded blocks, the strategy depends on the size of this rank's part,
-        and a strategy takes views of allocated memory.
+        The order matters: blocks are sharded before they are assigned to stages, the choice of a strategy depends on
+        the size of this rank's part, and a strategy takes views of allocated memory.
         """
         self.model = self.module = model
         cut = self._cut(model)
@@ -174,7 +174,7 @@ class MegatronRunner(Runner):
         self.held.build_optimizer(make_optimizer)
 
     def _cut(self, model: Model) -> _Cut:
-        """Shard the model: replace parameters by this rank's slices and experts."""
+        """Shard the model: replace parameters with this rank's slices and experts."""
         plan = resolve(model, self.options.plan)
         cut = _Cut({name: p.shape for name, p in model.named_parameters()}, plan.summed)
         if self.options.expert_parallel > 1:
@@ -201,7 +201,7 @@ class MegatronRunner(Runner):
         if type(strategy) is DDPStrategy:
             weight /= strategy.group.size
         if tied and self.stages.rank > 0:
-            weight = 0.0  # the first stage counts it
+            weight = 0.0  # only the first stage counts a tied parameter
         return Share(
             name,
             parameter,
@@ -215,7 +215,7 @@ class MegatronRunner(Runner):
         )
 
     def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
-        """Return the names of replicated parameters that each rank applies to its part of the sequence."""
+        """Return the names of the replicated parameters that each rank applies to its part of the sequence."""
         if not self.options.sequence_parallel:
             return set()
         ends = ends_of(model, "sequence_parallel")
@@ -224,7 +224,7 @@ class MegatronRunner(Runner):
         return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
 
     def _keep_own_stage(self, model: Model) -> set[str]:
-        """Replace other ranks' modules by stubs; returns the names of parameters tied between two ranks."""
+        """Replace other ranks' modules with stubs, and return the names of parameters tied between two ranks."""
         blocks, options = model.blocks(), self.options
         if options.pipeline_parallel == 1:
             self.spans = [(blocks[0], blocks[-1])]
@@ -243,7 +243,7 @@ class MegatronRunner(Runner):
         return tied if rank_of(last, options) > 0 else set()
 
     def _choose_strategies(self, model: Model) -> torch.device:
-        """Choose the data-parallel strategies, the experts' last; returns the device of the parameters."""
+        """Choose the data-parallel strategies, the experts' last, and return the device of the parameters."""
         options, style = self.options, self.options.data_parallel_style
         offloads = options.offload == "cpu"
         if options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
@@ -262,7 +262,10 @@ class MegatronRunner(Runner):
         return torch.device("cpu") if offloads else self.device
 
     def _hook_blocks(self, model: Model) -> None:
-        """Hook the first and last blocks of this rank's stages; pre-hooks run before FSDP's, which reads inputs."""
+        """Hook the first and last block of each stage of this rank.
+
+        The pre-hooks run before FSDP's pre-hook, which reads the inputs.
+        """
         stages: list[Any] = [None] if self.pipeline is None else self.pipeline.stages
         split = self.tensor if self.options.sequence_parallel else None
         for stage, (first, last) in zip(stages, self.spans, strict=True):
@@ -305,7 +308,8 @@ class MegatronRunner(Runner):
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
         self.micro_losses = list(losses) if pipeline.has_last else []
-        mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)  # all hold the same loss
+        # Tensor-parallel and context-parallel ranks all hold the same loss.
+        mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
 
@@ -412,6 +416,6 @@ class _SharesState(HeldState):
 
     def trained(self) -> NamedParameters:
         owned = [(share.name, share.owned) for share in self.runner.shares.values() if share.owned.numel()]
-        if not any(parameter.requires_grad for _, parameter in owned):  # frozen stage; optimizers refuse an empty list
+        if not any(parameter.requires_grad for _, parameter in owned):  # frozen stage; optimizers reject an empty list
             owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.runner.device))))
         return owned

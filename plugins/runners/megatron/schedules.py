@@ -23,13 +23,13 @@ _TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def rank_of(stage: int, options: Options) -> int:
-    """Return the rank of a stage in its pipeline: round robin; zbv reverses every second round."""
+    """Return the pipeline rank of a stage: round robin; zbv reverses every second round."""
     turn, place = divmod(stage, options.pipeline_parallel)
     return options.pipeline_parallel - 1 - place if options.pipeline_schedule == "zbv" and turn % 2 else place
 
 
 def stages_of(rank: int, options: Options) -> list[int]:
-    """Return the stages of a rank of a pipeline, in order."""
+    """Return the stages of a pipeline rank, in order."""
     return [stage for stage in range(options.stages) if rank_of(stage, options) == rank]
 
 
@@ -40,7 +40,7 @@ def make_schedule(name: str, stages: list[Any], count: int, **more: Any) -> Any:
     """
     ranks = stages[0].group_size
     if len(stages) == 1 and name in _SINGLE:
-        # With fewer micro batches than stages, 1F1B is equal to GPipe, and torch's 1F1B refuses them.
+        # With fewer micro batches than stages, 1F1B is the same as GPipe, and torch's 1F1B raises an error.
         return _SINGLE[name if count >= ranks else "gpipe"](stages[0], count, **more)
     rounds = max(1, count // ranks)
     if name in ("1f1b", "zero_bubble") and count % rounds:
@@ -55,11 +55,11 @@ def make_schedule(name: str, stages: list[Any], count: int, **more: Any) -> Any:
 def simulate(name: str, ranks: int, chunks: int, count: int) -> tuple[float, list[float]]:
     """Simulate torch's schedule of `count` micro batches on `ranks` with `chunks` stages each.
 
-    Returns (bubble, in flight). bubble: fraction of the step that ranks wait, if all stages take the same time and
-    messages take none. in flight: for each rank, the most micro batches with activations in memory at once; the
-    activations of one stage count 1 / `chunks`. Raises ConfigError as `make_schedule` does.
+    Returns (bubble, in flight). bubble: fraction of the step that ranks spend waiting, if all stages take the same time
+    and communication takes none. in flight: for each rank, the maximum number of micro batches with activations in
+    memory; a micro batch in one stage of the rank counts as 1 / `chunks`. Raises ConfigError as `make_schedule` does.
     """
-    plain = chunks == 1 and name == "1f1b"  # torch's 1F1B table lacks a micro batch; gpipe has the same bubble
+    plain = chunks == 1 and name == "1f1b"  # torch's 1F1B table omits a micro batch; gpipe has the same bubble
     many: dict[str, Any] = {"group_size": ranks, "group_rank": 0, "num_stages": ranks * chunks, "submod": None}
     stages = [SimpleNamespace(stage_index=chunk, **many) for chunk in range(chunks)]
     table = _LOOPED["gpipe"](stages, count) if plain else make_schedule(name, stages, count)

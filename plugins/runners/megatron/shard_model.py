@@ -1,4 +1,4 @@
-"""Shard a model on the meta device: replace its parameters by this tensor-parallel rank's slices."""
+"""Shard a model on the meta device: replace its parameters with this tensor-parallel rank's slices."""
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ from .tensor_parallel import TensorParallel, compute_with_slices
 
 
 def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, ShardSpec]:
-    """Replace parameters by this rank's slices, and make the modules compute with them.
+    """Replace parameters with this rank's slices, and make the modules compute with them.
 
-    Returns the shard specs by parameter name. Raises ConfigError as `shard_specs` does.
+    Returns parameter name -> shard spec. Raises ConfigError as `shard_specs` does.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, ShardSpec] = {}

@@ -29,13 +29,13 @@ def local(tensor: Tensor) -> Tensor:
 class TensorParallel:
     """The tensor-parallel ranks, and their collectives on activations.
 
-    `splits_sequence`: outside of the sharded matrices each rank has its part of the sequence. Off in evaluation.
+    splits_sequence: outside of the sharded matrices, each rank holds a part of the sequence. False in evaluation.
     """
 
     def __init__(self, group: dist.ProcessGroup, splits_sequence: bool, rng: RngTracker) -> None:
         self.group, self.splits_sequence, self.rng = group, splits_sequence, rng
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.has_dropout = True  # False: no RNG forks, so torch.compile gets a block as one graph
+        self.has_dropout = True  # False: no RNG forks, so that torch.compile captures a block as one graph
         self._aside: Tensor | None = None
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -48,7 +48,7 @@ class TensorParallel:
         return (Gather if self.splits_sequence else Copy).apply(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' row-parallel products."""
+        """Return the sum of the ranks' row-parallel outputs."""
         if x.ndim == 2:
             return self.leave(x[None])[0]
         return (ReduceScatter if self.splits_sequence else Reduce).apply(x, self.group)
@@ -60,7 +60,7 @@ class TensorParallel:
     def set_aside(self, _module: nn.Module, _inputs: object, x: Tensor) -> Tensor:
         """Forward hook of the last module that runs on a part of the sequence: keep that part for `taken`.
 
-        The model's forward continues with a tensor of the full length without memory, because it may read the length.
+        The model's forward continues with a full-length tensor that takes no memory, because it may read the length.
         """
         if not self.splits_sequence:
             return x
@@ -89,21 +89,22 @@ class TensorParallel:
 class TPRegion:
     """The column-parallel and row-parallel layers of one parent: each rank computes its own heads or features.
 
-    Columns with the same input share one collective. If the sequence is split, the input of the parent is gathered,
-    because attention reads the length. A block as parent is the exception: its other modules run on their part.
+    Column-parallel layers with the same input share one collective. If the sequence is split, the input of the parent
+    is gathered, because attention reads the length. If the parent is a block, only the inputs of its column-parallel
+    layers are gathered, because its other modules run on a part of the sequence.
 
-    Dropout differs by rank from the last column to the last row; adapters may add columns and rows.
+    Dropout differs by rank from the last column-parallel layer to the last row-parallel one; adapters may add layers.
     """
 
     def __init__(self, tensor: TensorParallel, model: Model, parent: nn.Module | None) -> None:
         self.tensor, self.model, self.entered_by_parent = tensor, model, parent is not None
         if parent is not None:
             parent.register_forward_pre_hook(self._enter_parent, with_kwargs=True)
-            # Gradient checkpointing may stop a recomputation early, by an exception, before the row.
+            # Gradient checkpointing may stop a recomputation with an exception before the row-parallel layer.
             parent.register_forward_hook(lambda *_: self._entered.clear(), always_call=True)
         self.last_column: nn.Module | None = None
         self.last_row: nn.Module | None = None
-        self._entered: list[tuple[Tensor, Tensor]] = []  # input of columns, and the same after the collective
+        self._entered: list[tuple[Tensor, Tensor]] = []  # (input of columns, result of its collective)
 
     def _enter_parent(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,10 +161,10 @@ def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return True if a dropout module, or a module's number with "drop" in its name, has a rate above zero.
+    """Return True if a dropout module's rate, or a module's numeric attribute with "drop" in its name, is above zero.
 
-    Attention in transformers keeps its rate in such a number. A false positive is harmless: a fork without draws leaves
-    the random numbers unchanged (`RngTracker.leave`), and costs a copy of the generator's state.
+    Attention modules in transformers keep their rate in such an attribute. A false positive is harmless: a fork without
+    draws leaves the random numbers unchanged (`RngTracker.leave`), and costs a copy of the generator's state.
     """
     rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     rates += [value for m in model.modules() for name, value in vars(m).items() if "drop" in name.lower()]
@@ -187,7 +188,7 @@ def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPara
     for name, style in styles.items():
         module = model.get_submodule(name)
         if style == "vocabulary":
-            if isinstance(module, nn.Embedding):  # `ParallelHead` uses a head's weight
+            if isinstance(module, nn.Embedding):  # a head needs no forward: `ParallelHead` uses its weight
                 module.forward = partial(_embed, tensor, module)
             continue
         if style == "experts":
