@@ -24,7 +24,7 @@ class MemoryCheck(PreflightCheck):
         add_budget(parser)
 
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
-        """Raise UserError if the model cannot be sharded this way, or if the first launcher has too little memory."""
+        """Raise UserError if the model cannot be sharded this way, or (on the first launcher) memory is too small."""
         from .api import alternatives, plan_of
         from .estimate import Project
         from .fit import check_memory, gpu_memory, lack_of_space
