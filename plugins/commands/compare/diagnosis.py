@@ -27,7 +27,7 @@ class Finding:
     phase: Phase
     sentence: str
     parameters: list[str] = field(default_factory=list)  # most informative first
-    ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to some ranks
+    ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to certain ranks
     cause: str = ""
 
 
@@ -391,7 +391,7 @@ class _Judge:
         return not self._wrong(number, self.mine[number], self.steps[number])
 
     def _still(self, number: int) -> set[str]:
-        """Return the parameters with updates of only rounding error, such as the bias of attention keys.
+        """Return the parameters whose updates are only rounding error, such as the bias of attention keys.
 
         These updates may differ between any two runs.
         """

@@ -24,7 +24,7 @@ from .routing import Routing
 from .tolerance import Record
 
 Products = list[float]  # pairwise dot products of vectors: [aa, ab, ac, bb, bc, cc] for a, b and c
-Held = dict[tuple[str, Box], tuple[float, Products]]  # of a rank: box -> squared norm, dot products
+Held = dict[tuple[str, Box], tuple[float, Products]]  # (name, box) -> (squared norm, dot products), on one rank
 
 _EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative rounding error
 
@@ -125,8 +125,8 @@ class Probe(Callback):
         """Measure tensors against the readers' tensors. Collective.
 
         `vectors` gets a piece's data and the data of the same box from every reader. A reader without a tensor of the
-        piece's kind supplies the gradient, or zeros if it has no gradient, either. The first vector that `vectors`
-        returns must be the difference.
+        piece's kind supplies the gradient, or zeros if it has none. The first vector that `vectors` returns must be
+        the difference.
 
         products: parameter -> dot products of the vectors; each element is counted once.
         off: parameter -> ranks with a difference more than four times that of the best rank.

@@ -16,7 +16,7 @@ _FIRST_FACTOR = 8.0  # the same factor for step 1, where no earlier step has amp
 
 @dataclass(frozen=True)
 class Gap:
-    """Dot products of d and r: r is the reference's tensor, and d the difference of the measured tensor from it."""
+    """Dot products of d and r: r is the reference's tensor, and d is the measured tensor minus r."""
 
     dd: float
     dr: float
@@ -94,7 +94,7 @@ class Tolerance:
         return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)
 
     def random(self, reference: Record) -> bool:
-        """True if training and evaluation losses differ by more than the routers' losses: because of dropout, say."""
+        """True if training and evaluation losses differ by more than router losses, for example because of dropout."""
         loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
         return difference(None if loss is None else loss - added, reference["plain_loss"]) > self.numbers
 

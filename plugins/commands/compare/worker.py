@@ -48,8 +48,8 @@ class Job:
 
 
 def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
-    """Train a contestant on this rank, and return 0, or the signal that stopped it. Rank 0 writes `result`."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server had a different value
+    """Train a contestant on this rank; return 0, or the number of the signal received. Rank 0 writes `result`."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server started with a different value
     config, stop = Config.from_plain(plain), StopRequest(True)
     runner = make_runner(config)
     runner.setup()

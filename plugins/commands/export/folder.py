@@ -67,9 +67,9 @@ def export(
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` is called with a line for each file.
     `pretrained` provides the frozen parameters, which the checkpoint does not hold. `merges` lists the parameters to
-    merge into others. With a `part`, one of `Export.parts`, only its tensors are written. `weights` is as for
-    `Reader.open`. Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a malformed
-    checkpoint.
+    merge into others. With a `part`, one of `Export.parts`, only its tensors are written. `weights` is passed
+    to `Reader.open`. Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a
+    malformed checkpoint.
     """
     reader = Reader.open(checkpoint, weights)
     with _folder(output) as folder:
@@ -214,7 +214,7 @@ def _write(
         part.export.save_config(folder)
         config = read_json(folder / "config.json")
     if dtype is not None and isinstance(config, dict):
-        config.pop("torch_dtype", None)  # the key before transformers 4.56
+        config.pop("torch_dtype", None)  # the name of this key before transformers 4.56
         config["dtype"] = str(dtype).removeprefix("torch.")
         write_json(folder / "config.json", config)
     sizes = sum(t.numel() for t in tensors.values()), sum(t.nbytes for t in tensors.values())

@@ -47,7 +47,7 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
 
 
 def _measure(value: Any, depth: int = 0) -> int:
-    """Return the number of values; a text counts one more per 100 characters. Raises Unreadable for a large tree."""
+    """Return the number of values, plus one per 100 characters of text. Raises Unreadable for a large tree."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     size = 1 + (len(value) // 100 if isinstance(value, str) else 0)
     for part in parts:

@@ -73,7 +73,7 @@ def _templates(folder: Path) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
-        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; undefined is null
+        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is valid YAML; undefined becomes null
     )
 
 

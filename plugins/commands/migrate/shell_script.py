@@ -39,8 +39,8 @@ def read_script(text: str) -> dict[str, Any]:
     """Return a dict of the options of a script's training command.
 
     Names have `_` in place of `-`, and options without a value are true. A value known only at run time is UNKNOWN. The
-    key UNKNOWN holds a dict from such options to reasons, with notes on other text that is not read. Raises Unreadable
-    if the text is not a script, or is too long with its variables expanded.
+    key UNKNOWN holds the reasons for such values, by option, and notes on other text that was not read. Raises
+    Unreadable if the text is not a script, or is too long with its variables expanded.
     """
     shell = _Shell()
     shell.follow(_OWN.sub("\ufffd", text), sure=True)

@@ -110,7 +110,7 @@ class Project:
         return Estimate(world_size, batch, mode, memories[0], memories[1:], sent, bubble)
 
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
-        """Raise ConfigError if the whole model's forward works, but that of the sharded model does not."""
+        """Raise ConfigError if the whole model's forward works, but the sharded model's forward fails."""
         with explained("the model cannot be spread over ranks by this runner"), fake_world(world_size):
             for layout in self.layouts(self.config, world_size, batch):
                 if layout.model is not None:

@@ -37,7 +37,7 @@ class Alternatives:
 
 
 def gpu_memory(config: Config) -> int | None:
-    """Return the bytes of memory of this machine's GPU; None for a CPU: other programs use its memory, too."""
+    """Return the bytes of memory of this machine's GPU; None on a CPU, where other programs use memory, too."""
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
@@ -110,7 +110,8 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
     Frozen weights in half precision cost no speed, so every candidate has them. The candidates in order are smaller
     micro batches, selective checkpointing, the other runner that sends the least, and full checkpointing. Changes that
-    use host memory come after these. Adapters for pretrained models come last, because they train something else.
+    use host memory come after these. Adapters for pretrained models come last, because they change which parameters are
+    trained.
 
     If nothing fits, return the change that comes closest; None if no change is possible.
     """

@@ -1,4 +1,4 @@
-"""Check the memory and disk space of a training before it starts."""
+"""Check the memory and disk space of a training run before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .flags import add_budget, budget, show
 
 @registry.register_preflight("memory_fit")
 class MemoryCheck(PreflightCheck):
-    """Refuse a training that needs more memory than its devices have; a dry run prints the plan."""
+    """Refuse a training run that needs more memory than its devices have; a dry run prints the plan."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -22,12 +22,12 @@ _DAY = 86400.0
 
 @dataclass
 class Budget:
-    """Device memory, speed and length of the training, as given by the user; None: not given."""
+    """Device memory, speed and length of the run, as given by the user; None: not given."""
 
     device_memory: int | None = None  # bytes
     throughput: float | None = None  # FLOP/s of one device, including recomputation
     tokens_per_second: float | None = None  # all ranks together
-    tokens: float | None = None  # length of the training; None: run.max_iters sets it
+    tokens: float | None = None  # length of the run; None: run.max_iters sets it
 
 
 @dataclass(repr=False)
@@ -53,7 +53,7 @@ class Plan:
         return None if each is None else each * self.chosen.batch.global_batch
 
     def days(self) -> float | None:
-        """Return the duration of the whole training in days; None if its length or the speed is unknown."""
+        """Return the duration of the whole run in days; None if its length or the speed is unknown."""
         if self.steps is None:
             return None
         if self.budget.tokens_per_second and self.tokens_per_step:

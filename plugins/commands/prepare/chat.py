@@ -1,4 +1,4 @@
-"""Render and tokenize conversations once, into a folder of the cache.
+"""Render and tokenize conversations once, into a cache folder.
 
 tokens.bin, tokens.idx  Megatron's format, one document per conversation, int32; a target token is stored as ~id
 places.txt              file and line of each conversation

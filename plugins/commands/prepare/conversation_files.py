@@ -17,7 +17,7 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # sta
 
 
 def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
-    """Yield the rows of files and folders, and of `docstrings` (ranked: with a rejected answer), with their places.
+    """Yield (row, place) for the rows of files, folders and `docstrings` (with a rejected answer if `ranked`).
 
     For a line that is not a JSON object, a reason is yielded instead of a row. Objects in the same place of different
     rows have their keys in the same order, by first appearance. Tables have a fixed order, so this makes a file of

@@ -1,6 +1,6 @@
 """Download files from the web and resume interrupted transfers.
 
-fsspec cannot resume transfers: after an error, its HTTP files start again from the first byte, without retries.
+fsspec neither resumes nor retries: after an error, its HTTP files start again from the first byte.
 """
 
 import logging
@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 def download(url: str, folder: Path, progress: bool, patience: float = 1.0, timeout: float = 60.0) -> Path:
-    """Download a file into `folder`, unless it exists, and return its path; the last part of the URL's path names it.
+    """Download a file into `folder`, unless it exists, and return its path.
 
-    An object in a bucket keeps its folders. An interrupted download stays next to the target. The next download
-    requests only the rest, if the file on the server is unchanged. patience: seconds before the second try, doubled
-    before each further one. Raises DataError if the server refuses, or if several tries receive nothing more.
+    The file is named after the last part of the URL's path; an object in a bucket keeps its folders. An interrupted
+    download stays next to the target. The next download requests only the rest, if the file on the server is unchanged.
+    patience: seconds before the second try, doubled before each further one. Raises DataError if the server refuses, or
+    if several tries receive nothing more.
     """
     if not url.startswith(("http://", "https://")):
         target = folder / url.partition("://")[2]

@@ -85,7 +85,7 @@ class FastEncoder:
 
 
 def _tiktoken(tokenizer: TextTokenizer) -> tuple[Any, np.ndarray] | None:
-    """Return (text -> ranks, rank -> ID); None if their result is not provably right, or without tiktoken."""
+    """Return (text -> ranks, rank -> ID); None if they are not provably right, or tiktoken is missing."""
     document = json.loads(tokenizer.backend.to_str())
     pattern = _pattern(document)
     if pattern is None or (ranks := _ranks(document)) is None:

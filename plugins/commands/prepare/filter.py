@@ -34,7 +34,7 @@ class Filter:
 
 
 class TokenLimits(Filter):
-    """Keep documents of `least` to `most` tokens; `most` None: no upper limit."""
+    """Keep documents with `least` to `most` tokens; if `most` is None, there is no upper limit."""
 
     def __init__(self, options: Any, least: int = 0, most: int | None = None) -> None:
         super().__init__(options)

@@ -172,7 +172,7 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
     while left >= 0:
         with bounded(path):
             batch = next(batches, None)
-            left -= len(pickle.dumps(batch))  # a value that is stored once may be in many rows
+            left -= len(pickle.dumps(batch))  # a value that is stored once may occur in many rows
         if batch is None:
             return
         yield from batch if left >= 0 else ()
@@ -181,7 +181,7 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
 
 @contextmanager
 def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file with pyarrow; yield its metadata, column names, and a function `rows` (as iter_batches).
+    """Open a Parquet file with pyarrow; yield its metadata, column names, and `rows`, a function like iter_batches.
 
     A few bytes of the file can expand to gigabytes. Raises DataError if the file, or a row read from it in the block,
     is damaged or too large.

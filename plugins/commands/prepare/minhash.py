@@ -20,7 +20,7 @@ from .shards import CorpusShard, DocumentStore, batches
 
 _SEED = 42
 _FOUND = 0.99  # probability of finding a pair at the threshold; it is higher for more similar pairs
-_PARTNERS = 8  # number of documents to compare with: the first ones of the bucket, and those just before
+_PARTNERS = 8  # a document is compared with this many at the start of its bucket, and with this many just before it
 _CACHED = 64 << 20  # bytes of shingle sets kept for later comparisons
 _ODD = np.uint64(0x9FB21C651E98DF25)
 _STEP = 0xA0761D6478BD642F
@@ -120,7 +120,7 @@ class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
 def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (uint64 hashes of all shingles with repetitions, int64 [texts + 1] offsets of the documents).
 
-    A shingle is `length` consecutive units in lower case. A unit is a run of characters other than white space
+    A shingle is `length` consecutive units in lower case. A unit is a run of characters other than whitespace
     ("words"), or one such character ("characters"). A shorter document is padded to one shingle.
     """
     hashes, owner = _words(texts, length) if unit == "words" else _characters(texts, length)
@@ -143,7 +143,7 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _words(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hash of each word, index of its document). Any Unicode white space separates words.
+    """Return (hash of each word, index of its document). Any Unicode whitespace separates words.
 
     A document of fewer than `least` words, unless it is empty, is padded with empty words.
     """
@@ -154,7 +154,7 @@ def _words(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _characters(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hash of each character, index of its document), without white space, padded as in `_words`."""
+    """Return (hash of each character, index of its document), without whitespace, padded as in `_words`."""
     lines = ["".join(text.lower().split()) for text in texts]
     parts = [np.frombuffer((line and line.ljust(least, "\0")).encode("utf-32-le"), np.uint32) for line in lines]
     owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])

@@ -268,7 +268,7 @@ def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterato
 
 
 def line_number(file: Path, offset: int) -> int:
-    """Read a file up to a byte offset of its content, and return the line number there, from 1."""
+    """Read a file up to a byte offset of its content, and return the line number there (counted from 1)."""
     starts = range(0, offset, 1 << 22)
     with io.opened(file) as stream:
         return 1 + sum(stream.read(min(starts.step, offset - start)).count(b"\n") for start in starts)

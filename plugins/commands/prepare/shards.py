@@ -48,7 +48,7 @@ class CorpusShard:
         return report if whole else None
 
     def write(self, documents: Iterable[tuple[bytes, str]], report: dict[str, Any]) -> dict[str, Any]:
-        """Write each (text, source), then `report`, which iterating may fill. Return the report as `finished` does."""
+        """Write each (text, source), then `report`, which the iteration may fill; return what `finished` returns."""
         rows, sources = [], []
         with replacing(self.path("text")) as file:
             for text, source in documents:
@@ -102,7 +102,7 @@ def batches(texts: Iterator[str], characters: int = 1 << 20) -> Iterator[list[st
 
 
 class DocumentStore:
-    """Documents of several shards, by index. `starts` [shards + 1]: index of each shard's first document; the total."""
+    """Documents of several shards, by index. `starts`: index of each shard's first document, then the total number."""
 
     def __init__(self, shards: list[CorpusShard], starts: np.ndarray) -> None:
         self.shards, self.starts = shards, starts

@@ -101,7 +101,7 @@ def bins(counts: np.ndarray) -> list[dict[str, int]]:
 def write_report(
     folder: Path, inputs: dict[str, Any], repeated: dict[str, Any], tokenized: dict[str, Any], **lengths: np.ndarray
 ) -> None:
-    """Write `report.json` and `lengths.svg`: counts of each input, of duplicates and of tokenizing, and lengths.
+    """Write `report.json` and `lengths.svg`: counts for each input, for duplicates and for tokenization, and lengths.
 
     lengths: unit -> histogram: `tokens` for the kept documents, `bytes` for the documents after filtering.
     """

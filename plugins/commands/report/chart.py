@@ -1,6 +1,6 @@
-"""Charts for plotly.js: the curves of several runs over the steps, downsampled without a visible difference.
+"""Charts for plotly.js: the curves of several runs, downsampled without a visible difference.
 
-A page with 5 curves of 1,000,000 steps takes 5 MB, nearly all of it plotly.js, instead of 126 MB.
+A page with 5 curves of 1,000,000 steps takes 5 MB (nearly all of it plotly.js) instead of 126 MB.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,7 +70,7 @@ def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int = _BUCKETS) -> list[tuple[int, float]]:
     """Return (step, value) of the lowest and the highest value in each of `buckets` ranges of steps, and of both ends.
 
-    This keeps even the shortest spikes. `steps` must ascend; other coordinates than steps work, too.
+    This keeps even the shortest spikes. `steps` must ascend, but need not be training steps.
     """
     if len(steps) <= 2 * buckets:
         return list(zip(steps, values, strict=True))

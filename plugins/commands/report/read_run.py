@@ -99,7 +99,7 @@ def _read_anywhere(folder: str) -> ReadRun:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Return the shortest distinct ends of the paths."""
+    """Return the shortest ends of the paths that are all distinct."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]) for p in parts]

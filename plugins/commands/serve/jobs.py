@@ -73,7 +73,7 @@ class Job:
 
 
 class JobSequence(Sequence):
-    """One completion of a job. With `score_prompt` it first scores the prompt's tokens one by one."""
+    """One completion of a job. With `score_prompt`, it first scores the prompt's tokens one by one."""
 
     def __init__(self, job: Job, number: int, tokenizer: object) -> None:
         text = TextStream(tokenizer, job.stops, job.prompt.strip)

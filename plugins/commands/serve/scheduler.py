@@ -82,7 +82,7 @@ class Scheduler:
     # ---- the computing thread
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until `stopping`; then refuse new jobs, and finish the others within `finish_seconds`."""
+        """Serve until `stopping` returns True; then refuse new jobs, and finish the others within `finish_seconds`."""
         while not stopping():
             self._step()
         with self._changed:
@@ -157,9 +157,9 @@ class Scheduler:
             self._plan.tokens[slot] = token
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
-        """Drop the jobs of a failed forward, for example out of memory. With several ranks, raise the error.
+        """Drop the jobs of a forward that failed, for example out of memory; with several ranks, raise the error.
 
-        The forward may not have failed on the other ranks.
+        On the other ranks, the forward may have succeeded.
         """
         if self._group.size > 1:
             raise error
