@@ -61,7 +61,7 @@ def samples(
 def _of_step(
     config: Config, dataset: Dataset, step: int, rank: int, world_size: int
 ) -> tuple[int | None, ReadContext, list[tuple[str, int]]]:
-    """Return the length of shortened samples (None: keep it), the context, and each sample's (place in step, number)."""
+    """Return the length of shortened samples (None: keep it), the context, and (place, number) of each sample."""
     run, plan = config.run, batch_plan(config, world_size)
     if not 0 <= rank < plan.dp_size:
         raise UserError(f"--rank: {rank} is none of the {plan.dp_size} data-parallel ranks, from 0 on")

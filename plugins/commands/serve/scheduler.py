@@ -157,7 +157,7 @@ class Scheduler:
             self._plan.tokens[slot] = token
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
-        """Drop the jobs of a forward that failed, for example out of memory; with several ranks, raise the error.
+        """Drop the jobs of a failed forward (out of memory, for example); with several ranks, raise the error.
 
         On the other ranks, the forward may have succeeded.
         """
