@@ -31,7 +31,7 @@ _RIVALS = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]  # pairs 
 _MOST = 2000  # maximum number of settings in a file; published files have fewer than 700
 _SECTIONS = {"model", "datasets", "runner"}  # project sections that use option names of other programs
 UNHEARD = "not known, and nothing here is called so"
-# Answers for a project's own keys, in the order of the documentation.
+# Counterparts of keys that a project also has, in the order of the documentation.
 _OWN = {f.name: f"run.{f.name}" for f in fields(RunOptions)} | {
     "plugins": f"{NONE}a file brings no code; name plugins that you trust in the project"
 }
