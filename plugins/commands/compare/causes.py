@@ -21,12 +21,12 @@ def multiple(gaps: list[Gap]) -> float | None:
 
 
 def rounding(gaps: Iterable[Gap]) -> str | None:
-    """Return the type to which tensors are rounded, if nearly all differences are random and of that size."""
+    """Return the dtype to which the tensors were rounded, if nearly all differences look like its rounding error."""
     return precision([g.relative if g.dr**2 <= 0.25 * g.dd * g.rr else math.inf for g in gaps])
 
 
 def precision(errors: list[float], fewest: int = 1) -> str | None:
-    """Return the type that explains 80 % of the relative errors, and at least `fewest` of them, else None."""
+    """Return the dtype with a rounding error that explains 80% and at least `fewest` of the errors, else None."""
     # Rounding to p bits has an error of up to 2^-p, and a root mean square error of 0.3 to 0.6 times that.
     for name, epsilon in _ROUNDINGS.items():
         if sum(0.2 * epsilon < error < 0.8 * epsilon for error in errors) >= max(0.8 * len(errors), fewest):
@@ -38,7 +38,7 @@ def precision(errors: list[float], fewest: int = 1) -> str | None:
 
 
 def scales(record: Record) -> dict[float, str]:
-    """Return the factors on a loss or gradient that have a common cause, with that cause."""
+    """Return a dict from factors on a loss or gradient to the common mistakes that cause them."""
     dp, sharing, accumulation = record["dp_size"], record["context_size"], record["accumulation"]
     out = {
         1 / sharing: f"averaged over the {sharing} context-parallel ranks, of which each has a part of the sum",
@@ -52,9 +52,9 @@ def scales(record: Record) -> dict[float, str]:
 
 
 def weightings(record: Record, micro_batches: list[list[int]]) -> dict[str, np.ndarray]:
-    """Return the weights of the micro batches under each common mistake, by cause; 1 is the right weight.
+    """Return a dict from each common mistake to the weights that it gives the micro batches; 1 is correct.
 
-    `micro_batches`: [first sample, number of targets] of each.
+    `micro_batches`: [first sample, number of targets] of each micro batch.
     """
     samples, targets = (np.array(column) for column in zip(*micro_batches, strict=True))
     number, total, dp = np.arange(len(samples)), targets.sum(), record["dp_size"]
@@ -76,10 +76,10 @@ def weightings(record: Record, micro_batches: list[list[int]]) -> dict[str, np.n
 
 
 def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: dict[str, float]) -> Any:
-    """Fit `gradients` as a weighted sum of `columns`; return the weights and the relative residual.
+    """Fit `gradients` as a weighted sum of `columns`, and return the weights and the relative residual.
 
-    All arguments are by parameter: projections of gradients, and the gradients' norms. With fewer than two parameters
-    more than columns there is no fit, and the result is (None, inf).
+    All dicts have parameter names as keys. The values are projections of gradients; in `sizes`, norms of gradients.
+    A fit needs at least two more parameters than columns; otherwise return (None, inf).
     """
     names = [name for name, size in sizes.items() if size and all(name in column for column in columns)]
     if len(names) < len(columns) + 2:
@@ -104,7 +104,7 @@ def usual_scale(ratio: float, record: Record) -> str | None:
 
 
 def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
-    """Explain gradients that are `ratio` times the reference's, for the parameters `names`, or for all if None."""
+    """Explain why the gradients of the parameters `names` (None: all) are `ratio` times the reference's."""
     usual = usual_scale(ratio, record)
     if abs(ratio) < 1e-3:
         return "left out of the backward, or set to zero"
@@ -121,16 +121,16 @@ def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
     return "it is scaled by itself"
 
 
-# ---- numbers
+# ---- norms, learning rates and optimizer state
 
 
 def norm_cause(
     ratio: float, squares: dict[str, float], copies: dict[str, int], record: Record, most: float
 ) -> tuple[str, list[str]]:
-    """Explain a gradient norm of `ratio` times the reference's; return the cause and the parameters concerned.
+    """Explain a gradient norm that is `ratio` times the reference's; return the cause and the affected parameters.
 
-    squares: squared gradient norms, by parameter. copies: number of ranks that hold each parameter. most: largest
-    relative difference that is rounding.
+    squares: parameter -> squared gradient norm. copies: parameter -> number of ranks that hold it. most: largest
+    relative difference that counts as rounding error.
     """
     total = sum(squares.values())
     other = "gradient_norm counts parts twice or not on all ranks, or gradients change before it, as by clipping"
@@ -158,7 +158,7 @@ def norm_cause(
 
 
 def rate_cause(rates: list[float], number: int, record: Record, reference: Record) -> str:
-    """Explain wrong learning rates `rates` of the applied step `number`."""
+    """Explain the wrong learning rates `rates` of step `number`, counted without skipped steps."""
     if len(rates) > 1:
         return "the schedule does not reach all parameter groups, or some have a learning rate of their own"
     schedule, ranks, accumulation = reference["schedule"], record["world_size"], record["accumulation"]
@@ -178,7 +178,7 @@ def rate_cause(rates: list[float], number: int, record: Record, reference: Recor
 
 
 def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
-    """Explain wrong optimizer state after equal gradients."""
+    """Explain optimizer state that is wrong although the gradients are equal."""
     if kind == "step":
         return "the optimizer's count of steps, and with it its bias correction"
     clip, norm = reference["clip"], reference["rows"][0]["grad_norm"]

@@ -27,8 +27,8 @@ from .exported_files import strange_files
 from .tolerance import Record, Tolerance, difference, largest, number_difference
 from .worker import Job, Role, compare_worker
 
-Contestant = tuple[str, int, Config]  # label, number of workers
-RESUMED = 2  # steps after a resume
+Contestant = tuple[str, int, Config]  # label, number of workers, configuration
+RESUMED = 2  # number of steps to train after a resume
 APART = "its ranks make steps apart, so losses and updates are not compared; all else is alike"
 
 
@@ -51,8 +51,9 @@ def compare(
 ) -> Comparison:
     """Train `steps` steps under each of `runners`, such as zero2@4, and print how they differ from the first one.
 
-    A runner without a number of workers gets `nproc_per_node`, or one. `deep`: each also evaluates, saves and resumes.
-    `scratch`: folder for the reference's tensors. Raises UserError if the first runner cannot train the project.
+    A runner without a number of workers uses `nproc_per_node` (default: 1). `deep`: each runner also evaluates, saves
+    and resumes. `scratch`: parent folder for the reference's tensors. Raises UserError if the first runner cannot train
+    the project.
     """
     if len(runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
@@ -75,13 +76,13 @@ def make_contestants(
 ) -> list[Contestant]:
     """Load a configuration for each runner; all have the same global and micro batch size.
 
-    A runner that is listed twice gets a number in its label. A runner without a number of workers gets `nproc`.
+    If a runner is listed twice, its second label ends with (2). A runner without a number of workers uses `nproc`.
     """
     sized = [_sized(text, nproc) for text in runners]
 
     def load(runner: str, more: Mapping[str, Any]) -> Config:
         ((key, value),) = pairs([f"run.runner={runner}"])
-        whole = isinstance(value, Mapping) and "name" in value  # a name keeps the project's runner options
+        whole = isinstance(value, Mapping) and "name" in value  # a plain name keeps the project's runner options
         without = ("run", "runner") if whole else ()
         return load_config(project, [*pairs(options), (key, value), *more.items()], without)
 
@@ -120,10 +121,10 @@ class Race:
     scratch: Path
     steps: int
     deep: bool
-    results: dict[str, Any] = field(default_factory=dict)  # by label
+    results: dict[str, Any] = field(default_factory=dict)  # label -> measurements
 
     def begin(self, label: str, size: int, config: Config) -> tuple[Record, Tolerance]:
-        """Record the reference and its noise. Raises UserError if it cannot train."""
+        """Record the reference and its noise. Raises UserError if the reference cannot train."""
         try:
             reference = self.record(label, size, config, "reference")
         except UserError as error:
@@ -164,7 +165,7 @@ class Race:
         return failures
 
     def _judge(self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance) -> Finding | None:
-        """Train, and with `deep` also resume if training agrees; return the first difference."""
+        """Train a contestant (with `deep`, also resume it if training agrees), and return its first difference."""
         record = self.record(label, size, config, "contestant")
         self._show(label, reference)
         finding = diagnose(record, reference, tolerance)
@@ -185,7 +186,7 @@ class Race:
         save = self.deep and role != "noise" and not resumed
         job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
         result = self.scratch / "result.json"
-        # The fork server imports the slow modules once, so that workers start in less time.
+        # The fork server imports the slow modules once, so that workers start faster.
         models = [name for name in sys.modules if name.startswith("transformers.models.")]
         multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
         if launch(compare_worker, (plain, job, result), Launch(size, True, False, True, start_method="forkserver")):

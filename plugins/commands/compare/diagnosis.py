@@ -15,9 +15,9 @@ Phase = Literal[
     "resume",
 ]  # fmt: skip
 
-_SMALL = 1e-7  # fraction of the global gradient norm; smaller gradients are only rounding
+_SMALL = 1e-7  # gradients below this fraction of the global gradient norm are only rounding error
 _EPSILON = 2.0**-22  # relative rounding error of fp32 weights over a few steps
-_MOST = 0.8  # fraction of the tensors that counts as nearly all
+_MOST = 0.8  # at least this fraction of the tensors counts as nearly all
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Finding:
 
     phase: Phase
     sentence: str
-    parameters: list[str] = field(default_factory=list)  # the most telling one first
-    ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to some ranks
+    parameters: list[str] = field(default_factory=list)  # most informative first
+    ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to certain ranks
     cause: str = ""
 
 
@@ -47,7 +47,7 @@ class _Judge:
         self.random = tolerance.random(reference)
 
     def _norm(self, row: Record, theirs: Record, step: Record, expected: Record) -> Finding:
-        """A gradient norm that differs over equal gradients."""
+        """Report a gradient norm that differs although the gradients are equal."""
         mine, right = row["grad_norm"], theirs["grad_norm"]
         squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
         ratio = (mine or math.inf) / (right or math.inf)
@@ -113,7 +113,7 @@ class _Judge:
     def _finding(
         self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), off: Any = None
     ) -> Finding:
-        """Make a finding. `off`: the only ranks that differ, or a mapping of parameters to such ranks."""
+        """Make a finding. `off`: the only ranks that differ, or a dict from each parameter to those ranks."""
         names, ranks = list(parameters), off or []
         if isinstance(ranks, dict):
             ranks = sorted(set.intersection(*(set(ranks.get(name, ())) for name in names)))
@@ -214,7 +214,7 @@ class _Judge:
         yield self._finding("forward", said, cause or place, () if cause else names)
 
     def _routing(self, number: int, step: Record, expected: Record) -> str | None:
-        """Explain a difference by flipped near ties, or by router losses that differ over equal module outputs."""
+        """Explain a difference by flipped near ties, or by router losses that differ for equal module outputs."""
         mine, theirs = step["routing"], expected["routing"]
         if flipped := routing.flipped(mine["near"], theirs["near"]):
             return flipped
@@ -235,7 +235,7 @@ class _Judge:
             yield self._finding("state", said, "look at held.shards, held.gradients and held.state", (), idle)
 
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
-        """Return the parameters with a wrong gradient in a step, the most telling one first."""
+        """Return the parameters with a wrong gradient in a step, most informative first."""
         limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
         floor = _SMALL * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
@@ -311,7 +311,7 @@ class _Judge:
         yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
     def _mixture(self, number: int, step: Record, expected: Record) -> str | None:
-        """Explain gradients that mix micro batches, or this step and the previous one, with wrong weights."""
+        """Explain gradients that weight micro batches wrongly, or that contain gradients of the previous step."""
         sizes = {name: Gap(*products).rr ** 0.5 for name, products in expected["gradients"]["products"].items()}
         if number == 1 and (parts := self.reference.get("parts")):
             weights, rest = causes.solve(parts, step["projections"], sizes)
@@ -364,7 +364,7 @@ class _Judge:
                 wrong,
                 off,
             )
-        along = [weights[name] for name in wrong]  # products of difference d, update m and weight w
+        along = [weights[name] for name in wrong]  # dot products of difference d, update m and weight w
         decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in along]
         askew = all(4 * dm**2 < dd * mm and 4 * dw**2 < dd * ww for dd, dm, dw, mm, _, ww in along)
         ratio = causes.multiple([gaps[name] for name in wrong])
@@ -385,15 +385,15 @@ class _Judge:
         yield self._finding("update", said, cause, wrong, off)
 
     def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:
-        """True if the weights' error is large enough to change the next step's gradients, but they agree."""
+        """True if the weights' error is large enough to change the next step's gradients, but those gradients agree."""
         if number not in self.mine or math.sqrt(error / sum(p[5] for p in weights.values())) < self.tolerance.shows:
             return False
         return not self._wrong(number, self.mine[number], self.steps[number])
 
     def _still(self, number: int) -> set[str]:
-        """Return the parameters that only rounding moves, such as the bias of attention's keys.
+        """Return the parameters whose updates are only rounding error, such as the bias of attention keys.
 
-        Their updates may differ between any two runs.
+        These updates may differ between any two runs.
         """
         steps = [step["gradients"]["products"] for step_number, step in self.steps.items() if step_number <= number]
         floors = [_SMALL * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps]
@@ -456,7 +456,7 @@ class _Judge:
 
 
 def _apart(measured: Record, most: float) -> list[str]:
-    """Return the parameters with copies that differ between ranks by more than `most`, the largest difference first."""
+    """Return the parameters with copies that differ between ranks by more than `most`, largest difference first."""
     apart = measured["apart"]
     return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
 

@@ -1,4 +1,4 @@
-"""Compare the files that an export copies from a checkpoint with those of a process that has not trained."""
+"""Compare the files that an export copies from a checkpoint with those that a process without training writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstrain.utils.assets import GENERATION_CONFIG
 
 
 def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
-    """Return the differences in a checkpoint's non-tensor files, such as a model configuration, by file name."""
+    """Return a dict from file names to differences, for a checkpoint's non-tensor files, such as config.json."""
     reader, model = Reader.open(checkpoint), outline(config, checkpoint)
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)

@@ -23,17 +23,17 @@ from .activations import Activations
 from .routing import Routing
 from .tolerance import Record
 
-Products = list[float]  # dot products of a few vectors with each other: [aa, ab, ac, bb, bc, cc] of a, b and c
-Held = dict[tuple[str, Box], tuple[float, Products]]  # a rank's boxes: squared norm of the data, products
+Products = list[float]  # pairwise dot products of vectors: [aa, ab, ac, bb, bc, cc] for a, b and c
+Held = dict[tuple[str, Box], tuple[float, Products]]  # (name, box) -> (squared norm, dot products), on one rank
 
-_EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative size of a rounding
+_EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative rounding error
 
 
 class Probe(Callback):
     """Measures each step of a run after the backward and after the update.
 
-    The reference (`write`) saves gradients and state in `folder`, as boxes; the others compare theirs box by box.
-    `disturb` perturbs the weights in each forward, to measure the reference's noise.
+    With `write`, the run is the reference and saves gradients and state in `folder`, as boxes; other runs compare
+    theirs box by box. `disturb` perturbs the weights in each forward, to measure the reference's noise.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, *, write: bool, disturb: bool) -> None:
@@ -80,7 +80,7 @@ class Probe(Callback):
             self._round_otherwise(_EPSILONS[optimizer.dtype])
 
     def after_update(self, moments: bool) -> None:
-        """Record weights and, if asked, the optimizer's state. Collective."""
+        """Record the weights and, with `moments`, the optimizer state. Collective."""
         shards = self.runner.held.shards()
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
@@ -98,7 +98,7 @@ class Probe(Callback):
             self.steps[-1] |= self.against(now, shards)
 
     def against(self, there: Reader, shards: list[Shard]) -> Record:
-        """Compare state in memory with a checkpoint: missing and surplus tensors, measurements by kind. Collective."""
+        """Compare state in memory with a checkpoint's: missing tensors, extra tensors, measurements. Collective."""
         here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
         missing = [f"{kind} of {name}" for kind, name in there.tensors.keys() - here]
         by_kind = {}
@@ -124,13 +124,14 @@ class Probe(Callback):
     ) -> Record:
         """Measure tensors against the readers' tensors. Collective.
 
-        `vectors` gets a piece's data and the data of the same box from every reader. A reader without tensors of the
-        piece's kind supplies gradients, or zeros if it has none. The first vector returned is the difference.
+        `vectors` gets a piece's data and the data of the same box from every reader. A reader without a tensor of the
+        piece's kind supplies the gradient, or zeros if it has none. The first vector that `vectors` returns must be
+        the difference.
 
-        products: dot products of the vectors, by parameter; each element is counted once.
-        off: ranks with a difference more than four times that of the best rank, by parameter.
-        apart: largest distance between copies, relative to the tensor.
-        copies: number of ranks that hold the parameter.
+        products: parameter -> dot products of the vectors; each element is counted once.
+        off: parameter -> ranks with a difference more than four times that of the best rank.
+        apart: parameter -> largest distance between copies, relative to their norm.
+        copies: parameter -> number of ranks that hold it.
         partial: parameters with elements that no rank holds.
         idle: ranks that hold no elements.
         """
@@ -150,15 +151,15 @@ class Probe(Callback):
         return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
-        """Project each tensor on random signs; sharding does not change the result. Collective."""
+        """Project each tensor onto random signs; sharding does not change the result. Collective."""
         mine = {(s.name, p.box): _dot(p.data, _signs(s, p.box)) for s in shards for p in s.pieces}
         boxes = {key: value for held in self.group.all_gather(mine) for key, value in held.items()}
         return {name: sum(value for (n, _), value in boxes.items() if n == name) for name, _ in boxes}
 
-    # ---- only for the reference
+    # ---- for the reference and its noise
 
     def parts(self, step: list[MicroBatch], num_targets: int) -> list[dict[str, float]]:
-        """Project the gradient of each single micro batch, weighted as in the step. For one rank only."""
+        """Project the gradient of each micro batch separately, weighted as in the step. For one rank only."""
         out = []
         for micro_batch in step:
             self.runner.forward_backward([micro_batch], num_targets)
@@ -168,16 +169,16 @@ class Probe(Callback):
         return out
 
     def _round_otherwise(self, epsilon: float) -> None:
-        """Change gradients just enough that rounding by `epsilon` gives a different result for a few elements of each.
+        """Change gradients just enough that rounding to precision `epsilon` changes a few elements of each tensor.
 
-        A change of the last bits would be enough for large matrices, but would rarely show in small ones.
+        Changing only the last bits would be enough for large matrices, but would rarely have an effect in small ones.
         """
         for shard, piece in ((s, p) for s in self.runner.held.gradients() for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
-        """Perturb the weights by up to one rounding of the compute type; return a function that restores them."""
+        """Perturb weights by up to one rounding error of the compute dtype; return a function that restores them."""
         epsilon = _EPSILONS[self.runner.precision.dtype]
         pieces = [(s, p, p.data.clone()) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
         for shard, piece, kept in pieces:
@@ -194,12 +195,12 @@ class Probe(Callback):
 
 
 def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
-    """Merge the boxes of all ranks into the result of `measure`; `sizes`: elements by parameter, for each rank."""
+    """Merge the boxes of all ranks into the result of `measure`; `sizes`: each rank's (parameter -> elements)."""
     left = {name: size for own in sizes for name, size in own.items()}
-    few = sum(left.values()) < 64 * len(gathered)  # too few for every rank to hold some
+    few = sum(left.values()) < 64 * len(gathered)  # too few elements for every rank to hold some
     idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
     total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
-    own: dict[str, dict[int, float]] = {}  # squared difference, by parameter and rank
+    own: dict[str, dict[int, float]] = {}  # parameter -> rank -> squared difference
     for name, box in {key: None for held in gathered for key in held}:
         ranks = {rank: held[name, box] for rank, held in enumerate(gathered) if (name, box) in held}
         (square, first), parts = next(iter(ranks.values())), own.setdefault(name, {})
@@ -225,7 +226,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _signs(shard: Shard, box: Box) -> Tensor:
-    """Random signs of a box, the same for every sharding of the tensor."""
+    """Return random signs for a box; they do not depend on how the tensor is sharded."""
     return _drawn(partial(torch.randint, 0, 2, dtype=torch.int8), shard, box) * 2 - 1
 
 
@@ -236,7 +237,7 @@ def _drawn(draw: Callable[..., Tensor], shard: Shard, box: Box, seed: int = 0) -
 
 
 def digests(batch: Batch) -> dict[str, str]:
-    """Short hashes of a batch's tensors, by field."""
+    """Return a dict from the tensor fields of a batch to short hashes."""
     return {
         key: hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
         for key, value in batch.items()

@@ -1,4 +1,4 @@
-"""Near ties in the choice of experts, to tell a choice that rounding flips from a wrong gradient."""
+"""Find near ties in expert routing, to distinguish choices flipped by rounding from wrong gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from crosstrain import MicroBatch, Runner
 from crosstrain.engine.runner import recorded_means
 from crosstrain.modeling.routers import Choices
 
-Near = dict[str, Any]  # "layer sample token" -> [margin, choices]; sample: the micro batch's first; token: its position
+Near = dict[str, Any]  # "layer sample token" -> [margin, experts]; sample: the micro batch's first; token: position
 
-_NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # margin between logits that is a near tie
-_DEFAULT = 1e-3  # margin for fp32; far above rounding, because weights differ in later steps
+_NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # smaller margins between logits are near ties
+_DEFAULT = 1e-3  # the same for fp32; far above rounding error, because weights differ in later steps
 
 
 class Routing:
@@ -24,9 +24,9 @@ class Routing:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._near = _NEAR.get(runner.precision.dtype, _DEFAULT)
-        self._seen: list[dict[tuple[int, int], list[Any]]] = []  # by micro batch
+        self._seen: list[dict[tuple[int, int], list[Any]]] = []  # one dict per micro batch
         for routers in runner.model.structure.routers():
-            if routers.parts is None and runner.context.size == 1:  # else a rank has only parts of sequences
+            if routers.parts is None and runner.context.size == 1:  # otherwise a rank has only parts of sequences
                 routers.observe = self._add
 
     def clear(self) -> None:
@@ -50,7 +50,7 @@ class Routing:
 
 
 def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
-    """Return [margin, choices] by (layer, token), for tokens with a margin between -`near` and `near`.
+    """Return a dict from (layer, token) to [margin, experts], for tokens with a margin between -`near` and `near`.
 
     The margin is the smallest logit of the chosen experts minus the largest logit of the others.
     """
@@ -65,7 +65,7 @@ def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
 
 
 def flipped(mine: Near, theirs: Near) -> str | None:
-    """Describe the first choice, by layer, that differs between two steps on a near tie; None if all agree."""
+    """Describe the near tie in the first layer where two runs choose different experts; None if all choices agree."""
     keys = [key for key, (_, chosen) in theirs.items() if key in mine and mine[key][1] != chosen]
     if not keys:
         return None

@@ -1,4 +1,4 @@
-"""Differences between recorded runs, and the limits below which they are rounding."""
+"""Differences between recorded runs, and the limits below which they count as rounding error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 Record = dict[str, Any]  # measurements of a contestant, written by its rank 0; see worker.py
 
 _FACTOR = 16.0  # differences below 16 times the reference's noise are ignored
-_FIRST_FACTOR = 8.0  # the factor of step 1: no earlier step has amplified a difference
+_FIRST_FACTOR = 8.0  # the same factor for step 1, where no earlier step has amplified differences
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Dot products of d and r: r is the reference's tensor, and d the difference of the measured tensor from it."""
+    """Dot products of d and r: r is the reference's tensor, and d is the measured tensor minus r."""
 
     dd: float
     dr: float
@@ -33,7 +33,7 @@ class Gap:
 
     @property
     def ratio(self) -> float:
-        """The factor on r that comes closest to the measured tensor."""
+        """The factor k for which k * r is closest to the measured tensor."""
         return 1.0 + self.dr / self.rr if self.rr else math.inf
 
     @property
@@ -43,48 +43,48 @@ class Gap:
 
 
 def difference(a: float | None, b: float | None) -> float:
-    """Difference relative to `b`; None stands for a number that is not finite, and equals only None."""
+    """Return the difference relative to `b`; None stands for a non-finite number, and equals only None."""
     if a is None or b is None:
         return 0.0 if a is b else math.inf
     return abs(a - b) / max(abs(b), 1e-30)
 
 
 def number_difference(record: Record, reference: Record, key: str) -> float:
-    """The largest relative difference of a number over the recorded steps."""
+    """Return the largest relative difference in the metric `key` over the recorded steps."""
     theirs = {row["step"]: row for row in reference["rows"]}
     return max(difference(row[key], theirs[row["step"]][key]) for row in record["rows"])
 
 
 def largest(step: Record) -> tuple[float, str]:
-    """The largest gradient difference of a step, and its parameter."""
+    """Return the largest gradient difference in a step, and the parameter that has it."""
     gradients = step["gradients"]["products"]
     return max(((Gap(*products).relative, name) for name, products in gradients.items()), default=(0.0, ""))
 
 
 def steps_of(record: Record) -> dict[int, dict[str, Any]]:
-    """The records of the steps, by step number."""
+    """Return a dict from each step to its record."""
     return {row["step"]: step for row, step in zip(record["rows"], record["steps"], strict=True)}
 
 
 def relative(products: list[float]) -> float:
-    """Size of a difference d relative to the reference r, [dd, dr, rr], or to a weight's update m.
+    """Return |d| / |r| for difference d and reference r, or |d| / |m| for a weight with update m.
 
-    For a weight the products are [dd, dm, dw, mm, mw, ww]; w is the weight before the update.
+    `products` is [dd, dr, rr], or [dd, dm, dw, mm, mw, ww] for a weight; w is the weight before the update.
     """
     return Gap(products[0], products[1], products[-1] if len(products) == 3 else products[3]).relative
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest differences that are rounding: multiples of the reference's noise, with a floor for each precision.
+    """Largest differences that count as rounding error: multiples of the reference's noise, with a floor per precision.
 
     The noise is the difference between the reference and a repetition of it, with the micro batches in reverse order
-    and the weights perturbed by a rounding in each forward. docs/compare.md has measurements.
+    and the weights perturbed by up to one rounding error in each forward. docs/compare.md has measurements.
     """
 
-    numbers: float  # limit of losses and gradient norms, relative
-    floor: float  # smallest limit of a tensor, relative to the norm of its gradient or update
-    shows: float  # relative error of all weights that is large enough to change gradients
+    numbers: float  # relative limit for losses and gradient norms
+    floor: float  # minimum of a tensor's limit, relative to the norm of its gradient or update
+    shows: float  # a relative error of the weights that is large enough to change gradients
     noise: Record | None = None  # None: only the floors apply
 
     @staticmethod
@@ -94,14 +94,15 @@ class Tolerance:
         return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)
 
     def random(self, reference: Record) -> bool:
-        """True if training and evaluation losses differ by more than the routers' losses, for example by dropout."""
+        """True if training and evaluation losses differ by more than router losses, for example because of dropout."""
         loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
         return difference(None if loss is None else loss - added, reference["plain_loss"]) > self.numbers
 
     def limits(self, step: int, group: str, kind: str | None = None) -> Callable[[str], float]:
-        """Return a function of a tensor's name: the largest relative difference that is rounding, in or after a step.
+        """Return a function from a tensor's name to its limit in a step: the largest relative difference allowed.
 
-        The limit is a multiple of the tensor's own noise or of the group's median, whichever is larger.
+        The limit is a multiple of the tensor's own noise or of the group's median, whichever is larger, and at least
+        `floor`.
         """
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(group, {})
         measured = (recorded.get(kind, {}) if kind else recorded).get("products", {})

@@ -1,4 +1,4 @@
-"""Record the steps of one contestant on a rank: losses, norms, and tensors compared with the reference's."""
+"""Record the steps of one contestant on one rank: losses, norms, and differences from the reference's tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Role = Literal["reference", "noise", "contestant"]
 
 # A contestant does not log, validate or save.
 _HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
-_MOST_PARTS = 16  # largest number of micro batches in a step for which gradients are measured one by one
+_MOST_PARTS = 16  # with at most this many micro batches in a step, the gradient of each is measured separately
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Job:
     """The part of a comparison that one launch records."""
 
     role: Role
-    folder: Path  # the reference's tensors
+    folder: Path  # folder of the reference's tensors
     steps: int
     evaluate_after: int  # step after which to measure the loss in evaluation mode again; 0: never
-    save: bool = False  # save a checkpoint after that step
-    resumed: bool = False  # continue from that checkpoint
+    save: bool = False  # save a checkpoint after step `evaluate_after`
+    resumed: bool = False  # resume from that checkpoint
     uneven: bool = False  # ignore some targets, so that micro batches differ in their number of targets
 
 
 def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
-    """Train a contestant on this rank; return 0, or a signal's number. Rank 0 writes the record to `result`."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server had a different value
+    """Train a contestant on this rank; return 0, or the number of the signal received. Rank 0 writes `result`."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server started with a different value
     config, stop = Config.from_plain(plain), StopRequest(True)
     runner = make_runner(config)
     runner.setup()
@@ -132,9 +132,9 @@ def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]
 
 
 def _uneven(runner: Runner, step: Step) -> Step:
-    """Ignore the first targets of each micro batch; how many depends on its first sample.
+    """Ignore the first targets of every row of a micro batch; their number depends on the micro batch's first sample.
 
-    Without padding all micro batches have the same number of targets, and a wrong weighting of them would not show.
+    Without padding, all micro batches have the same number of targets, and wrong weights would go unnoticed.
     """
     for micro_batch in step:
         labels = micro_batch.data.get("labels")
@@ -147,7 +147,7 @@ def _uneven(runner: Runner, step: Step) -> Step:
 
 
 def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, str]]:
-    """Return hashes of the step's micro batches, by the number of their first sample. Collective."""
+    """Return a dict from the first sample of each micro batch of a step to hashes of its fields. Collective."""
     mine = {str(micro_batch.first_sample): digests(micro_batch.data) for micro_batch in step}
     found = {sample: fields for rank in runner.world.all_gather(mine) for sample, fields in rank.items()}
     return {sample: found[sample] for sample in sorted(found, key=int)}

@@ -56,7 +56,7 @@ class ExportCommand(Command):
         part: Part = (("",), None)
         described = arguments.cfg_path or arguments.part or isinstance(load_state(checkpoint).get("config"), dict)
         if described or Reader.open(checkpoint).frozen:
-            # A model without weights, for the sources of frozen parameters and the list of merged parameters.
+            # Build the model without weights, to find the sources of frozen parameters and the merged parameters.
             config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
             model = outline(config, checkpoint)
             if arguments.part == "adapter":

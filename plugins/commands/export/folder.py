@@ -67,9 +67,9 @@ def export(
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` is called with a line for each file.
     `pretrained` provides the frozen parameters, which the checkpoint does not hold. `merges` lists the parameters to
-    merge into others. With a `part`, one of `Export.parts`, only its tensors are written. `weights` is as for
-    `Reader.open`. Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a malformed
-    checkpoint.
+    merge into others. With a `part`, one of `Export.parts`, only its tensors are written. `weights` is passed
+    to `Reader.open`. Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a
+    malformed checkpoint.
     """
     reader = Reader.open(checkpoint, weights)
     with _folder(output) as folder:
@@ -151,7 +151,7 @@ class _Parameters:
             raise CheckpointError(f"{self.reader.folder}: {name} was frozen and its source is not known")
 
     def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Dtypes and shapes of all exported parameters, as tensors on the meta device."""
+        """Return the dtypes and shapes of all exported parameters, as tensors on the meta device."""
         found = {n: (t.shape, _DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"}
         found |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
         merged = {other for merge in self.merges.values() for other in merge.others}
@@ -195,7 +195,8 @@ def _write(
 ) -> Exported:
     tensors = source.outlines(dtype)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
-    memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)  # for each tensor
+    # One buffer is reused for each tensor.
+    memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)
     for file, names in split.filename_to_tensors.items():
         outlines = {name: tensors[name] for name in names}
         entry = write_safetensors(
@@ -213,7 +214,7 @@ def _write(
         part.export.save_config(folder)
         config = read_json(folder / "config.json")
     if dtype is not None and isinstance(config, dict):
-        config.pop("torch_dtype", None)  # the key before transformers 4.56
+        config.pop("torch_dtype", None)  # the name of this key before transformers 4.56
         config["dtype"] = str(dtype).removeprefix("torch.")
         write_json(folder / "config.json", config)
     sizes = sum(t.numel() for t in tensors.values()), sum(t.nbytes for t in tensors.values())
@@ -221,7 +222,7 @@ def _write(
 
 
 def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
-    """Copy a file if its contents match its name; return a configuration's contents without redirections."""
+    """Copy a file if its contents match its name; if it is a configuration, return it without redirections."""
     if misnamed(path):
         progress(f"{path.name}: left out, because it does not hold what its name says")
         return None

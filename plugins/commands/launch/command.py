@@ -109,5 +109,5 @@ def _pair(name: str, word: str) -> tuple[str, str]:
 
 
 def _known() -> dict[str, Any]:
-    """Read the file of `targets`, by name, and the memory of `gpus`, by name."""
+    """Read configs/launch/targets.yaml: the `targets` by name, and the memory of the `gpus` by name."""
     return yaml.safe_load((paths.home() / "configs" / "launch" / "targets.yaml").read_text(encoding="utf-8"))

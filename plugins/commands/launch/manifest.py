@@ -16,7 +16,7 @@ from ..plan.fit import USABLE, needs
 
 _HOST = 8  # GiB of host memory per rank, for libraries, the device's context and samples in flight
 _SHARED = 16  # GiB of shared memory, for NCCL and data loading
-_SAVED = 5e8  # bytes that a machine saves per second, at least
+_SAVED = 5e8  # minimum number of bytes that a machine saves per second
 _RESTARTS = 20
 _VOLUME = "/crosstrain"  # mount path of the volume in the pods' templates
 _GIB = 2**30
@@ -28,7 +28,7 @@ def manifest(
 ) -> str:  # fmt: skip
     """Return the manifest that starts a project on `nodes` machines of the target `to`.
 
-    gpus: GiB of device memory, by name. made_by: the command, shown in the manifest. given: values of the flags `name`,
+    gpus: name -> GiB of device memory. made_by: the command, shown in the manifest. given: values of the flags `name`,
     `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and the mappings `env`,
     `node_selector`, `pod` (with YAML values) and `sbatch`; None: not given.
 

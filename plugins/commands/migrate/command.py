@@ -13,7 +13,7 @@ from .foreign_files import UNKNOWN, read_foreign
 from .foreign_keys import origins
 from .migration import UNHEARD, looks_like, migrate
 
-_SECONDS = 15.0  # processor time of a whole migration
+_SECONDS = 15.0  # CPU time limit of a whole migration
 
 
 @registry.register_command("migrate")

@@ -23,7 +23,7 @@ _LARGEST_FILE = 2**18  # bytes
 
 
 def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read a configuration in the format of its file suffix; with any other suffix it is a command or a shell script.
+    """Read a configuration in the format of its file suffix; with an unknown suffix, it is read as a shell script.
 
     The settings of a Python script are the arguments of `calls`, or its assignments if `calls` is empty. Raises
     ConfigError if the file cannot be read.
@@ -47,7 +47,7 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
 
 
 def _measure(value: Any, depth: int = 0) -> int:
-    """Return the number of values; a text adds one per 100 characters. Raises Unreadable for a large tree."""
+    """Return the number of values, plus one per 100 characters of text. Raises Unreadable for a large tree."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     size = 1 + (len(value) // 100 if isinstance(value, str) else 0)
     for part in parts:
@@ -69,8 +69,8 @@ def _assignments(text: str) -> dict[str, Any]:
 def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
     """Read the arguments of `calls` in a Python script; a computed argument is UNKNOWN.
 
-    The names of the calls found are in the setting "calls". A subclass of a class in `calls` counts as that class, and
-    its public methods are settings, too.
+    The setting "calls" has the names of the calls that were found. A subclass of a class in `calls` counts as that
+    class, and its public methods are settings, too.
     """
     found, known, tree = dict[str, Any](), _assignments(text), ast.parse(text)
     made = {name: name for name in calls}
@@ -90,12 +90,12 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _words(call: ast.Call, first: str) -> dict[str, ast.expr]:
-    """Return the arguments of a call by name; `first` names its first positional argument."""
+    """Return a dict of the arguments of a call; `first` names its first positional argument."""
     return dict(zip([first], call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
 
 
 def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files of the datasets passed to a trainer; UNKNOWN if they cannot be followed."""
+    """Return the files of the datasets passed to a trainer; UNKNOWN if they cannot be determined."""
     variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
     for node in ast.walk(tree):
         match node:
@@ -124,9 +124,9 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
 def _loaded(
     node: ast.expr | None, variables: list[tuple[int, str, ast.expr]], known: Mapping[str, Any], splits: list[ast.Call]
 ) -> Any:
-    """Follow an expression to the file of its load_dataset, through variables, methods, parts and first arguments.
+    """Trace an expression to the file of its load_dataset call, through variables, methods, subscripts and arguments.
 
-    splits: the function appends calls of `train_test_split` that it passes.
+    splits: calls of `train_test_split` on the way are appended to this list.
     """
     part: Any = None
     for _ in range(99):

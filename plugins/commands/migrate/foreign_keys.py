@@ -11,7 +11,7 @@ import yaml
 
 from crosstrain.utils import paths
 
-# Prefixes of answers for keys without a counterpart, followed by the reason, and the texts of hints for them.
+# Prefixes of answers for keys without a counterpart (the reason follows the prefix), and templates of hints for them.
 NONE, UNNEEDED = "none: ", "unneeded: "
 _SAID = {NONE: "{} has it, and there is none here: {}", UNNEEDED: "{} has it, and it is not needed here: {}"}
 
@@ -23,14 +23,14 @@ class Origin:
     name: str
     file: Path
     aliases: tuple[str, ...]
-    answers: ChainMap[str, str]  # by key: its own answers, then those of the programs that it includes
-    neutral: ChainMap[str, list[object]]  # by key: values without an effect
+    answers: ChainMap[str, str]  # key -> answer: its own, then those of the programs that it includes
+    neutral: ChainMap[str, list[object]]  # key -> values without an effect
     calls: dict[str, str]  # Python functions with settings as arguments -> key of the first argument
 
 
 @lru_cache
 def origins() -> dict[str, Origin]:
-    """Return the programs by the stems of their file names."""
+    """Return a dict from file stems in configs/foreign_keys to programs."""
     folder = paths.home() / "configs" / "foreign_keys"
     found = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
     programs = {}

@@ -5,8 +5,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-UNKNOWN = "???"  # a value known only at run time; OmegaConf's mark of a value that the user must give
-LONGEST = 2**16  # characters of a text, items of a list
+UNKNOWN = "???"  # a value known only at run time; OmegaConf's marker for a value that the user must give
+LONGEST = 2**16  # maximum number of characters in a text, or of items in a list
 _LARGEST = 2**63
 _TYPES = ("bfloat16", "float16", "float32")  # torch dtypes
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -14,9 +14,9 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.MatMult: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # stands for a shell's division
+    ast.MatMult: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # represents a shell's division
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: lambda a, b: a - a // b * b,  # only for numbers: % with a text may have a huge width
+    ast.Mod: lambda a, b: a - a // b * b,  # only for numbers: % on a text could ask for a huge width
     ast.Pow: lambda a, b: a**b if abs(b) <= 64 else None,
 }
 

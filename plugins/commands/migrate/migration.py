@@ -1,4 +1,4 @@
-"""Make projects from configurations of other programs, with the key lists and templates in configs/foreign_keys."""
+"""Make projects from configurations of other programs, using the key lists and templates in configs/foreign_keys."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .foreign_keys import NONE, UNNEEDED, Origin, origins
 _NO_NEED, _CARRIED, _LOST, _TO_GIVE = _TITLES = "not needed here", "carried over", "not carried over", "to be given"
 _NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")
 _RIVALS = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]  # pairs of keys of `run` that exclude each other
-_MOST = 2000  # limit on settings in a file; published files have fewer than 700
+_MOST = 2000  # maximum number of settings in a file; published files have fewer than 700
 _SECTIONS = {"model", "datasets", "runner"}  # project sections that use option names of other programs
 UNHEARD = "not known, and nothing here is called so"
-# Answers for a project's own keys, in the order of the docs.
+# Counterparts of keys that a project also has, in the order of the documentation.
 _OWN = {f.name: f"run.{f.name}" for f in fields(RunOptions)} | {
     "plugins": f"{NONE}a file brings no code; name plugins that you trust in the project"
 }
@@ -44,7 +44,7 @@ class _Tree(dict[str, Any]):
     """A mapping that records its values and each read of them; `changes` replaces some values."""
 
     def __init__(self, tree: dict[Any, Any], changes: dict[Key, Any], at: Key, account: dict[Key, list[Any]]) -> None:
-        # The settings of a disabled section do not count.
+        # The settings of a disabled section are not recorded.
         self._at, self._account = at, {} if False in (tree.get("enabled"), tree.get("enable")) else account
         for name, value in tree.items():
             key = (*at, str(name))
@@ -73,14 +73,15 @@ def _templates(folder: Path) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
-        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; undefined is null
+        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is valid YAML; undefined becomes null
     )
 
 
 def looks_like(path: Path) -> Origin | None:
-    """Return the program of a file's settings, or None.
+    """Return the program that a file's settings belong to, or None.
 
-    The file must call functions of the program, or have at least four of its settings that are not project keys.
+    The file must call functions of the program, or have at least four of the program's settings that are not project
+    keys.
     """
     found = dict[int, Origin]()
     for origin in origins().values():
@@ -119,7 +120,7 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
 
 
 class _Migration:
-    """Settings of a foreign program, the project that the program's template makes of them, and notes on the rest."""
+    """Settings of a foreign program, the project that its template renders from them, and notes on the rest."""
 
     def __init__(self, path: Path, origin: Origin, count: Count) -> None:
         self._path, self._origin, self._count = path, origin, count
@@ -131,11 +132,11 @@ class _Migration:
             self._project = _without_gaps(parse(self._made[0])[0], (), self.notes)
 
     def _rendered(self, changes: dict[Key, Any]) -> tuple[tuple[str, list[Note]], dict[Key, list[Any]]]:
-        """Return the template's text and notes, and [value, whether the template read it] by setting."""
+        """Return (text, notes) and a dict from each setting to [value, whether the template used it]."""
         notes, account = list[Note](), dict[Key, list[Any]]()
 
         def beside(name: Any, counted: bool = True) -> _Tree:
-            """Read a file that the configuration names; it is empty if it does not exist."""
+            """Read a file that the configuration names; a missing file counts as empty."""
             found = read_foreign(Path(file)) if (file := self._located(name)) else {}
             return _Tree(found, changes, (str(name),), account if counted else {})
 
@@ -153,7 +154,7 @@ class _Migration:
         return (text, notes), account
 
     def _located(self, name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
-        """Find a file that the configuration names, in its folder or in the working directory."""
+        """Find a file that the configuration names, in the configuration's folder or the working directory."""
         return next((str(file) for file in (self._path.parent / str(name), Path(str(name))) if there(file)), None)
 
     def _vocabulary(self, *names: Any) -> int | None:
@@ -161,7 +162,7 @@ class _Migration:
         return None if None in found else self._count(*found)
 
     def settled(self) -> Any:
-        """Return the project; every setting is in it or in a note. Raises ConfigError for a file of other programs."""
+        """Return the project; every setting is in it or in a note. Raises ConfigError for another program's file."""
         if len(self._account) > _MOST:
             raise ConfigError(f"{self._path}: expected at most {_MOST} settings, got {len(self._account)}")
         settings = {part.lower() for key in self._account for part in key}
@@ -171,7 +172,7 @@ class _Migration:
                 raise ConfigError(f"{self._path}: these are settings of {each.name}: give --from {each.file.stem}")
         for key, (value, read) in self._account.items():
             name, near = key[-1].lower(), range(len(key), 0, -1)
-            # End of the innermost name with an answer: the setting, or a section of it.
+            # Number of leading parts of the key up to the innermost part with an answer: the setting or its section.
             end = next((n for n in near if key[n - 1].lower() in self._origin.answers), len(key))
             answer = self._origin.answers.get(key[end - 1].lower(), _OWN.get(name, f"{NONE}{UNHEARD}"))
             one = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -180,12 +181,12 @@ class _Migration:
                 self.notes.append(
                     (_LOST, ".".join(key), "a command, or a reference ${...}, is not carried over; give the value")
                 )
-            elif one not in quiet and (value is not False or ": " not in answer):  # else it has no effect
+            elif one not in quiet and (value is not False or ": " not in answer):  # other settings have no effect
                 self._settle(key, end, value, read, answer)
         return self._project
 
     def _settle(self, key: Key, end: int, value: Any, read: bool, answer: str) -> None:
-        """Put a setting into the project or into a note; `answer` is that of the first `end` names of `key`."""
+        """Put a setting into the project or into a note; `answer` belongs to the first `end` parts of `key`."""
         kind, _, reason = answer.partition(": ")
         parts = [next(iter(self._project["datasets"])) if part == "NAME" else part for part in kind.split(".")]
         there = reduce(lambda tree, part: tree.get(part) if isinstance(tree, dict) else None, parts, self._project)
@@ -212,7 +213,7 @@ class _Migration:
             self._carry(key, parts, value)
 
     def _ignores(self, key: Key, value: Any) -> bool:
-        """True if the template has the same result for a different value."""
+        """True if the template gives the same result for a changed value."""
         with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
             changes = {key: f"?{value}" if isinstance(value, str) else value is not True and value + value}
             return bool(self._rendered(changes)[0] == self._made)
@@ -238,7 +239,7 @@ def _names(runner: str) -> list[str]:
 
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
-    """Leave out zero and negative numbers that `run` does not accept; in other programs they mostly mean off."""
+    """Leave out zero and negative numbers that `run` does not accept; in other programs, they usually mean "off"."""
     not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number, in JSON
     for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:
@@ -257,13 +258,13 @@ def _lines(notes: list[Note]) -> list[str]:
     together = dict[tuple[str, str], dict[str, None]]()
     for title, names, why in sorted(notes, key=lambda note: _TITLES.index(note[0])):
         together.setdefault((title, why), {})[names] = None
-    return [  # a name may hold line breaks
+    return [  # a name may contain line breaks
         printable(" ".join(f"{title}: {', '.join(names)}: {why}".split())) for (title, why), names in together.items()
     ]
 
 
 def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
-    """Leave out values that a template left empty, and note the values that the user must give."""
+    """Remove the values that a template left empty, and add notes for the values that the user must give."""
     match value:
         case dict():
             each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())

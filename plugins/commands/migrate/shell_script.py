@@ -11,15 +11,15 @@ from crosstrain.config.yaml_text import Unreadable, parse
 
 from .literals import UNKNOWN, value_of
 
-_MOST = 2**21  # limit on characters of all texts, with variables expanded
-_GAP, _QUOTED = "\x1e", "\x1f"  # the gap separates fields and elements of arrays; quoted fields may be empty
+_MOST = 2**21  # limit on the total number of characters, with variables expanded
+_GAP, _QUOTED = "\x1e", "\x1f"  # separator of fields and array elements; mark of quoted fields, which may be empty
 _FIRST, _DOUBT = 0xF0000, re.compile("[\U000f0000-\U0010ffff]")
 _OWN = re.compile(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}")
 _WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
 _OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"\s*\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
 _FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # one word may become several
-# Kind of statement -> number of its first parts that always execute.
+# Kind of statement -> number of its leading parts that always execute.
 _ALL, _LOOP = 10**6, 0
 _CERTAIN = {
     "program": _ALL, "compound_statement": _ALL, "redirected_statement": _ALL, "variable_assignments": _ALL,
@@ -36,10 +36,11 @@ _COUNTS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes",
 
 
 def read_script(text: str) -> dict[str, Any]:
-    """Return the options of a script's training command by name, with `-` as `_`. Options without a value are true.
+    """Return a dict of the options of a script's training command.
 
-    A value known only at run time is UNKNOWN. The item UNKNOWN has the reasons by option, and notes on other text that
-    is not read. Raises Unreadable if the text is not a script, or is too long with its variables expanded.
+    Names have `_` in place of `-`, and options without a value are true. A value known only at run time is UNKNOWN. The
+    key UNKNOWN holds the reasons for such values, by option, and notes on other text that was not read. Raises
+    Unreadable if the text is not a script, or is too long with its variables expanded.
     """
     shell = _Shell()
     shell.follow(_OWN.sub("\ufffd", text), sure=True)
@@ -49,19 +50,20 @@ def read_script(text: str) -> dict[str, Any]:
 class _Shell:
     """Follows a script without executing it, to find the fields that its commands would receive.
 
-    A text has a doubt, one character of a private plane, for each part known only at run time: the environment, the
-    script's arguments, output of commands. A doubt has a reason and the options that may be in its place. After a
-    branch or a loop assigns a variable, its value is the words present in any case and then a doubt.
+    A doubt is one character of a private-use plane. It stands for a part of a text that is known only at run time, such
+    as the environment, the script's arguments or the output of commands. A doubt has a reason and the options that may
+    be in its place. After a branch or a loop assigns a variable, its value is the leading words that all cases share,
+    followed by a doubt.
     """
 
     def __init__(self) -> None:
         library, language = (require(f"tree_sitter{part}", "crosstrain migrate of a script") for part in ("", "_bash"))
         self._parser = library.Parser(library.Language(language.language()))
-        self._variables = ChainMap[str, str | None]()  # called functions first, then the script
+        self._variables = ChainMap[str, str | None]()  # scopes: called functions first, then the script
         self._functions, self._sure = dict[str, Any](), True
         # For each doubt: reason, options that it may hold, whether it may begin with a word that is not an option.
         self._doubts, self._length = list[tuple[str, set[str], bool]](), 0
-        # For each command: rank, program, line, words by option, reasons why other words belong to no option.
+        # For each command: priority, program, line, option -> words, reasons why other words belong to no option.
         self._runs = list[tuple[tuple[bool, int], str, int, dict[str, list[str]], list[str]]]()
 
     def follow(self, text: str, sure: bool) -> None:
@@ -96,7 +98,7 @@ class _Shell:
                     self._run(child, sure and i < certain)
                     if certain == _ALL and re.match(rb"(exit|return|break|continue)(\s|$)", child.text):
                         break
-        self._variables = before  # restored after a subprocess or a function
+        self._variables = before  # restored after a subshell, pipeline or function
 
     def _command(self, node: Any, sure: bool) -> None:
         parts = [child for child in node.named_children if not child.type.endswith(("_redirect", "_assignment"))]
@@ -129,7 +131,7 @@ class _Shell:
         text = self._text(value, quoted=True).replace(_QUOTED, "") if value else ""
         first, gap, others = (self._variables.get(name) or "").partition(_GAP)
         adds = any(child.type == "+=" for child in node.children)
-        if "[" in name:  # an element
+        if "[" in name:  # an array element
             self._forget(node, name, text)
         elif value is None or value.type != "array":
             self._set(name, f"{first if adds else ''}{text.replace(_GAP, ' ')}{gap}{others}", node, sure)
@@ -138,7 +140,7 @@ class _Shell:
             self._set(name, f"{old}{_GAP}{text}" if old and text else f"{old}{text}", node, sure)
 
     def _set(self, name: str, text: str, node: Any, sure: bool) -> None:
-        """Assign to a variable. Unless `sure`, keep the first words that both values share, and then a doubt."""
+        """Assign to a variable. Unless `sure`, assign only the leading words that both values share, and a doubt."""
         old = self._variables.get(name)
         if not sure and text != old:
             both = zip(_WORD.findall(old or ""), _WORD.findall(text), strict=False)
@@ -167,7 +169,7 @@ class _Shell:
         return [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(text)]
 
     def _unread(self, node: Any) -> str:
-        """Return a doubt for an expansion not followed here. It may hold its variables, or words of echo or cat."""
+        """Return a doubt for an unsupported expansion; it may stand for variables, or for words of echo or cat."""
         source = node.text.decode()
         names = self._variables if "${!" in source else re.findall(r"\w+", source)
         bodies = [self._functions[name].text.decode() for name in names if name in self._functions]
@@ -182,7 +184,7 @@ class _Shell:
         return [field.replace(_QUOTED, "") for field in self._text(node, quoted=False).split(_GAP) if field]
 
     def _text(self, node: Any, quoted: bool) -> str:
-        """Return a word with its variables expanded. Outside of quotes, gaps separate its fields."""
+        """Return a word with its variables expanded. Outside quotes, `_GAP` separates its fields."""
         kind, source = node.type, node.text.decode()
         self._length += 16 + len(source)  # each word also has a fixed cost
         if self._length + 32 * len(self._doubts) > _MOST:
@@ -209,7 +211,7 @@ class _Shell:
                 return self._unread(node)
         within, end, parts = quoted or kind not in ("concatenation", "command_name"), node.start_byte, list[str]()
         for child in node.named_children:
-            # In quotes, the parser makes blanks before $ a part of the expansion.
+            # Inside quotes, the parser includes blanks before $ in the expansion.
             blanks = b"".join(re.findall(rb"^\s*(?=[$`])", child.text))
             between = node.text[end - node.start_byte : child.start_byte - node.start_byte] + blanks
             parts += [between.decode().replace("\\\n", ""), self._text(child, within)]
@@ -315,7 +317,7 @@ def _named(option: str) -> str:
 
 
 def _parsed(words: list[str]) -> Any:
-    """Return an option's value: numbers, booleans, JSON and lists are parsed as YAML, all else is text."""
+    """Return an option's value: numbers, booleans, JSON and lists are parsed as YAML; everything else is text."""
     values: list[Any] = [word.strip("'\"") for word in words]
     for i, word in enumerate(values):
         with suppress(Unreadable):

@@ -28,7 +28,7 @@ def plan(
     """Estimate memory, FLOPs and traffic of a project on `world_size` ranks, without starting any rank.
 
     The ranks do not have to exist. budget: device_memory, throughput, tokens_per_second and tokens, as on the command
-    line ("24GiB"). `print` shows the plan, and `as_json` returns its numbers. Raises UserError.
+    line ("24GiB"). `print` shows the plan, and `as_json` returns it as JSON values. Raises UserError.
     """
     config = load_config(project, options)
     size = world_size or Launch.detect(None, config.run.device).world_size
@@ -58,7 +58,7 @@ def plan_of(
 
 
 def _tokens_per_second(given: str) -> float:
-    """Return the number, or the median of a run if the argument is a run's folder."""
+    """Return the given speed, or the median speed of a run if `given` is a run folder."""
     if not Path(given).is_dir():
         return read_number(given, "--tokens-per-second")
     curve = read_runs([given])[0].curves.get("tokens_per_second")

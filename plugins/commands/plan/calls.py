@@ -21,7 +21,7 @@ class Call:
 
     kind: str
     ranks: int  # size of the group
-    dtype: str  # of the largest tensor
+    dtype: str  # dtype of the largest tensor
     sent: int  # bytes that this rank sends, with ring algorithms
 
 
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # torch then dispatches its operations on plain tensors here
+            return NotImplemented  # torch then dispatches the DTensor's operations on plain tensors here
         out = func(*args, **(kwargs or {}))
         if (call := call_of(func, args, out)) is not None:
             self.calls.append(call)

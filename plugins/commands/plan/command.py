@@ -1,4 +1,4 @@
-"""`crosstrain plan`: estimate costs of a project, and whether it fits, before it starts."""
+"""`crosstrain plan`: estimate the costs of a project, and check whether it fits, before it starts."""
 
 import argparse
 

@@ -50,7 +50,7 @@ class Memory:
 
     kind: str  # kind of rank, such as a pipeline stage
     parameters_held: int  # elements of parameters that this rank keeps between steps
-    parameters: int | None  # elements of all ranks' parameters, with this layout's padding; None: as on a single rank
+    parameters: int | None  # elements of all ranks' parameters, including this layout's padding; None: as on one rank
     device: dict[str, int]
     host: dict[str, int]
 
@@ -71,17 +71,17 @@ class Estimate:
     world_size: int
     batch: BatchPlan
     mode: Mode
-    memory: Memory  # the rank that needs most
-    others: list[Memory]  # other kinds of rank
-    sent: int  # most bytes that a rank sends
-    bubble: float  # fraction of the step in which pipeline ranks wait
+    memory: Memory  # memory of the rank that needs the most
+    others: list[Memory]  # memory of other kinds of ranks
+    sent: int  # maximum number of bytes that a rank sends
+    bubble: float  # fraction of the step that pipeline ranks spend waiting
 
 
 class Project:
     """A configuration and its model, for estimates under any number of runners; traces are cached.
 
-    model: on the meta device. inputs: one sample as a batch on the meta device; None if its shape is unknown, and then
-    estimates have no activations. absent: folders of weights that are not on this machine.
+    model: the model on the meta device. inputs: one sample as a batch on the meta device; None: its shape is unknown,
+    and estimates exclude activations. absent: weight folders that are missing on this machine.
     """
 
     def __init__(self, config: Config, model: Model, inputs: Batch | None, absent: list[str] | None = None) -> None:
@@ -95,7 +95,7 @@ class Project:
         self._state_bytes: dict[tuple[bool, int], float] = {}
 
     def estimate(self, config: Config, world_size: int) -> Estimate:
-        """Estimate under the runner of `config`, a variant of the project. Raises ConfigError if it cannot train."""
+        """Estimate one step of `config`, a variant of the project. Raises ConfigError if its runner cannot train it."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = registry.get("runner", config.run.runner.name)
         check_held(self.model, runner, config)
@@ -110,7 +110,7 @@ class Project:
         return Estimate(world_size, batch, mode, memories[0], memories[1:], sent, bubble)
 
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
-        """Raise ConfigError if the whole model can compute, but not as the runner shards it."""
+        """Raise ConfigError if the whole model's forward works, but the sharded model's forward fails."""
         with explained("the model cannot be spread over ranks by this runner"), fake_world(world_size):
             for layout in self.layouts(self.config, world_size, batch):
                 if layout.model is not None:
@@ -133,13 +133,13 @@ class Project:
         return found
 
     def batch_of(self, rows: int) -> Batch:
-        """A batch of `rows` samples on the meta device."""
+        """Return a batch of `rows` samples on the meta device."""
         return {k: v.repeat(rows, *[1] * (v.ndim - 1)) for k, v in (self.inputs or {}).items()}
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
-        """Return the trace of a micro batch; it is empty if the forward cannot be traced; `problem` has the reason.
+        """Return the trace of a micro batch; if the forward cannot be traced, it is empty, and `problem` says why.
 
-        Raises ConfigError if the layout's model cannot compute although the whole model can.
+        Raises ConfigError if the forward of the layout's model fails although the whole model's forward works.
         """
         key = layout.computes, rows, "full" if mode == "offload" else mode  # offload only moves the inputs
         if self.inputs is None:
@@ -150,7 +150,7 @@ class Project:
                 dtype = self.dtype if layout.autocast else torch.float32
                 batch, how = self.batch_of(rows), (layout.head, self.objective)
                 self._traces[key] = trace(model, batch, dtype, mode, self.device, *how)
-            except Exception as error:  # any error of a model that reads values
+            except Exception as error:  # a model that reads tensor values can raise any error
                 reason = first_line(error)[:120]
                 if layout.model is not None:
                     self.trace_of(Layout(0, 0, 0), rows, mode)
@@ -168,7 +168,7 @@ class Project:
         compute, made, exchanged = traced.peak(retained, outside, layout.gradient_buffers)
         all_kept = int(traced.kept * layout.in_flight)
         compute += all_kept - traced.kept
-        # At the peak the backward may have freed some of the activations.
+        # At the peak, the backward may already have freed some of the activations.
         kept = min(all_kept, compute - made - exchanged)
         inputs = int(traced.inputs * layout.in_flight) if mode == "offload" else 0
         update = int(layout.updated * self.state_bytes(layout.model or self.model))
@@ -197,7 +197,7 @@ class Project:
     # ---- independent of the runner
 
     def state_bytes(self, model: Model) -> float:
-        """Bytes of optimizer state for each trained element of `model`, measured on trial parameters."""
+        """Return the mean bytes of optimizer state per trained element of `model`, measured on trial parameters."""
         make, hidden, total = optimizer_factory(self.config, model), model.weights.matrices(), 0.0
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, p in trained:
@@ -214,7 +214,7 @@ class Project:
         return total / max(1, sum(p.numel() for _, p in trained))
 
     def flops(self, batch: BatchPlan, mode: Mode) -> int:
-        """FLOPs of a step on all ranks, recomputation included: matrix products and attention, by torch's formulas."""
+        """Return the FLOPs of a step on all ranks, including recomputation: matmuls and attention, as torch counts."""
         layout = Layout(0, 0, 0)
         return self.trace_of(layout, batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
 
@@ -226,7 +226,7 @@ class Project:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of parameters and optimizer state, without frozen parameters from pretrained folders."""
+        """Bytes of parameters and optimizer state, excluding frozen parameters from pretrained folders."""
         sources, state = self.model.weights.sources(), self.state_bytes(self.model)
         size = 0
         for name, p in self.model.weights.parameters().items():
@@ -240,7 +240,7 @@ class Project:
 def with_options(
     config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
 ) -> Config:
-    """Return the configuration with a different micro batch, balanced by accumulation, or checkpointing mode."""
+    """Return the configuration with new batch sizes or checkpointing mode; accumulation follows from the sizes."""
     run = config.run
     if micro_batch is not None:
         total = global_batch or run.global_batch_size
@@ -251,15 +251,15 @@ def with_options(
 
 
 def with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
-    """Return the configuration with the global batch of `batch`, or unchanged if its runner's ranks do not divide it.
+    """Return the configuration with the global batch size of `batch`, or unchanged if ranks cannot share it equally.
 
-    The micro batch is the largest possible one, up to that of `batch`.
+    The micro batch size is the largest possible one, up to that of `batch`.
     """
     runner = registry.get("runner", config.run.runner.name)
     try:
         each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.run.runner.options, world_size))
     except UserError:
-        return config  # `estimate` raises it again
+        return config  # `estimate` raises the same error
     if rest or not each:
         return config
     micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)

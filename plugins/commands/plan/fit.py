@@ -24,7 +24,7 @@ from .estimate import HOST_COPY, Estimate, Project, with_options, with_same_samp
 
 _MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # fastest first
 USABLE = 0.9  # fraction of a device's memory; fragmentation, the context and workspaces take some of the rest
-_Change = tuple[list[str], Config]  # settings as --options takes them, and the resulting configuration
+_Change = tuple[list[str], Config]  # settings in the syntax of --options, and the resulting configuration
 _BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", "gradient_checkpointing")
 
 
@@ -32,19 +32,19 @@ _BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", 
 class Alternatives:
     """Other ways to train a project."""
 
-    runners: Mapping[str, Config | str]  # by runner: the project under it, or why it is impossible
-    rebuild: Callable[[list[str]], Project]  # the project with settings as --options takes them; raises UserError
+    runners: Mapping[str, Config | str]  # runner -> the project under it, or why it is impossible
+    rebuild: Callable[[list[str]], Project]  # rebuilds the project with --options settings; raises UserError
 
 
 def gpu_memory(config: Config) -> int | None:
-    """Return the memory of this machine's GPU in bytes; None for a CPU, because other programs use its memory, too."""
+    """Return the bytes of memory of this machine's GPU; None on a CPU, where other programs use memory, too."""
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
 
 
 def check_memory(project: Project, world_size: int, limit: int, others: Callable[[], Alternatives]) -> None:
-    """Raise UserError, with the best change that fits, if a rank needs more than `limit` bytes."""
+    """Raise UserError if a rank needs more than `limit` bytes; the message suggests the best change."""
     needed = needs(project.estimate(project.config, world_size), project.device)
     if needed > limit:
         advice = nearest(project, others(), world_size, limit)
@@ -55,7 +55,7 @@ def check_memory(project: Project, world_size: int, limit: int, others: Callable
 
 
 def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
-    """Describe the lack of disk space for the checkpoints to come in `run.output_dir`; None if there is enough.
+    """Describe how much disk space `run.output_dir` lacks for the remaining checkpoints; None if there is enough.
 
     fresh: the run starts over, and the checkpoints of the earlier run stay.
     """
@@ -66,11 +66,11 @@ def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
     there = [] if fresh else steps(folder.checkpoints)
     left = max_iters - max(there, default=0)
     best = run.eval_interval if run.save_best else None
-    most = run.max_epoch or left  # upper bound of the number of epochs
+    most = run.max_epoch or left  # upper bound on the number of epochs
     times = (most if every == "epoch" else left // every for every in (run.save_interval, best) if every)
     more = sum(times) + (left > 0)
     if run.keep_last is not None:
-        kept = run.keep_last + 1 + (best is not None)  # a new one is written before the oldest is deleted
+        kept = run.keep_last + 1 + (best is not None)  # a new checkpoint is written before the oldest is deleted
         if run.keep_every is not None and isinstance(run.save_interval, int):
             kept += max_iters // math.lcm(run.keep_every, run.save_interval)
         more = min(more, kept - len(there))
@@ -86,7 +86,7 @@ def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
 
 
 def needs(estimate: Estimate, device: str) -> int:
-    """Return the bytes that the fullest rank needs on its device; on a CPU, host memory included."""
+    """Return the bytes that the fullest rank needs on its device; on a CPU, this includes host memory."""
     return estimate.memory.total + (estimate.memory.on_host if device == "cpu" else 0)
 
 
@@ -94,9 +94,9 @@ def needs(estimate: Estimate, device: str) -> int:
 class Advice:
     """The change that fits at the least cost, or the one that comes closest."""
 
-    settings: list[str]  # key=value, as --options takes them
+    settings: list[str]  # key=value, in the syntax of --options
     needs: int  # bytes
-    fits: bool  # with a tenth of the memory left free
+    fits: bool  # it fits and leaves a tenth of the memory free
 
     def __str__(self) -> str:
         change = f"{' '.join(self.settings)} ({show_bytes(self.needs)})"
@@ -110,12 +110,13 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
     Frozen weights in half precision cost no speed, so every candidate has them. The candidates in order are smaller
     micro batches, selective checkpointing, the other runner that sends the least, and full checkpointing. Changes that
-    use host memory come after these. Adapters for pretrained models come last, because they train something else.
+    use host memory come after these. Adapters for pretrained models come last, because they change which parameters are
+    trained.
 
     If nothing fits, return the change that comes closest; None if no change is possible.
     """
     tried: list[Advice] = []
-    fitting: list[tuple[bool, int, int, int, Advice]] = []  # offloads, order, bytes sent, minus bytes on host
+    fitting: list[tuple[bool, int, int, int, Advice]] = []  # uses host memory, order, bytes sent, negative host bytes
     best: Advice | None = None
     for settings, variant in _variants(project, others):
         for group in _groups(settings, variant, others, world_size):
@@ -151,7 +152,7 @@ def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str
 
 
 def _groups(settings: list[str], project: Project, others: Alternatives, size: int) -> Iterator[list[_Change]]:
-    """Yield groups of changes with about equal cost, the cheapest first; `project` already has `settings`."""
+    """Yield groups of changes with about equal cost, cheapest first; `project` was built with `settings`."""
     run, batch = project.config.run, batch_plan(project.config, size)
 
     def change(mode: Mode | None = None, micro: int | None = None, runner: str = "") -> _Change:

@@ -25,7 +25,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def budget(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `plan_of` from the flags."""
+    """Convert the flags to arguments of `plan_of`."""
     names = ("device_memory", "throughput", "tokens_per_second", "tokens")
     return {name: given[name] for name in names} | {"presets": not (given["no_presets"] or given["parameters"])}
 

@@ -1,4 +1,4 @@
-"""Trace the memory of a forward and a backward with fake tensors: they have shapes, but no values.
+"""Trace the memory of a forward and a backward with fake tensors, which have shapes but no values.
 
 Every tensor is counted from its allocation to its release by torch's autograd, autocast and checkpointing, so the
 trace works for any model. Operations are those of torch's CPU backend. For a GPU, the trace assumes the fused attention
@@ -38,7 +38,7 @@ from ...models.hugging_face import dropped_attention
 from .calls import call_of
 from .fake_world import grouped_mm
 
-# torch has no formulas for the CPU's attention and for addmm_, the in-place sum of the head's gradient.
+# torch has no FLOP formulas for CPU attention or for addmm_, which accumulates the head's gradient in place.
 _FLOPS = flop_registry | {
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
@@ -52,22 +52,22 @@ _FLOPS = flop_registry | {
 
 @dataclass
 class Trace:
-    """Memory of one micro batch in bytes, without parameters and their gradients."""
+    """Bytes and FLOPs of one micro batch; memory excludes parameters and their gradients."""
 
     forward_peak: int = 0
     kept: int = 0  # held between forward and backward
-    # (gradients of parameters in blocks made so far, those of all parameters) -> peak memory at that point
+    # (gradient bytes so far of parameters in blocks, of all parameters) -> peak memory
     backward: dict[tuple[int, int], int] = field(default_factory=dict)
     logits: int = 0  # peak while the head computes
     inputs: int = 0  # inputs of checkpointed blocks; `offload` moves them to host memory
     flops: int = 0
-    exchanged: int = 0  # sent by this rank in collectives of the forward and the backward
+    exchanged: int = 0  # bytes that this rank sends in collectives of the forward and the backward
 
     def peak(self, retained: float, outside: float, exchanged: int) -> tuple[int, int, int]:
         """Return the peak memory, and its parts for retained gradients and for communication buffers.
 
-        `retained` is the fraction of gradients in blocks that stays in memory, and `outside` that of all other
-        gradients. From the first gradient on, `exchanged` bytes of buffers are added.
+        retained: fraction of the gradients in blocks that stays in memory. outside: the same for all other gradients.
+        exchanged: bytes of communication buffers, counted from the first gradient on.
         """
         moments = [(self.forward_peak, 0, 0)]
         for (inside, made), most in self.backward.items():
@@ -87,8 +87,8 @@ def trace(
 ) -> Trace:
     """Trace a forward and a backward of `model`, which is on the meta device, with autocast to `dtype`.
 
-    batch: tensors of a micro batch; only their shapes and types matter. head: this rank's head; None: the plain head.
-    objective: None: the model's own loss. Raises the model's own error if its forward reads values.
+    batch: tensors of a micro batch; only their shapes and dtypes matter. head: this rank's head; None: the plain head.
+    objective: the loss; None: the model's own. If the forward reads tensor values, the model's error is raised.
     """
     groups = {n: alike for n, chain in enumerate(model.structure.chains()) if len(alike := _alike(chain)) > 2}
     middles = {n: alike[1:-1] for n, alike in groups.items()}
@@ -117,7 +117,7 @@ def _alike(chain: list[nn.Module]) -> list[nn.Module]:
 
 
 def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) -> Trace:
-    """Return `out` with `more` blocks in the middle of a chain; each costs the difference of `ends` and `one`."""
+    """Return `out` with `more` blocks in the middle of a chain; each costs the difference between `ends` and `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
     gradients = max(a.backward)[1] - max(b.backward)[1]
@@ -159,7 +159,7 @@ def _measure(
         here = [block for block in blocks if id(block) not in skipped]
         activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:
-            # A block without parameters is a placeholder for a block on a different pipeline stage.
+            # A block without parameters is a placeholder for a block on another pipeline stage.
             if how in ("full", "offload") and next(block.parameters(), None) is not None:
                 block.register_forward_pre_hook(tracker.sees_input)
     with ExitStack() as stack:
@@ -171,7 +171,7 @@ def _measure(
             attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
             stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
             stack.enter_context(patch.object(dropped_attention, "has_no_kernel", lambda _: False))
-        for chain, blocks in left_out.items():  # shared by the copy and the model
+        for chain, blocks in left_out.items():  # the copy shares these blocks with the model
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
@@ -202,12 +202,12 @@ def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwar
 
 
 def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-    """Compute attention without separate dropout: a GPU's kernel includes it, and the CPU's kernel has none."""
+    """Compute attention without dropout: GPU kernels fuse dropout, and the CPU kernel does not support it."""
     return attention(*args, **kwargs)
 
 
 def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
-    """Replace parameters and buffers by tensors of the current fake mode, except in the blocks of `left_out`."""
+    """Replace parameters and buffers with tensors of the current fake mode, except in the blocks of `left_out`."""
     skipped = {id(module) for block in left_out for module in block.modules()}
     made: dict[Tensor, Any] = {}  # a tied parameter is replaced once
     for module in (module for module in model.modules() if id(module) not in skipped):
@@ -226,10 +226,10 @@ class _Tracker(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.live = 0
-        self.forward_end = 0  # live bytes at the end of the forward, autocast's copies of weights included
-        # chain -> gradients made when the backward reaches its left-out blocks
+        self.forward_end = 0  # live bytes at the end of the forward, including autocast's copies of weights
+        # chain -> value of `_made` when the backward reaches the chain's left-out blocks
         self.boundaries: dict[int, tuple[int, int]] = {}
-        self._made = (0, 0)  # bytes of gradients made so far, of parameters in blocks and of all
+        self._made = (0, 0)  # gradient bytes so far: of parameters in blocks, of all parameters
         self._known: set[int] = set()  # IDs of the counted storages
         self._ignored: list[Any] = []
         self._in_head: int | None = None  # live bytes when the head began
@@ -245,7 +245,7 @@ class _Tracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return out
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # its local tensor is counted
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # the local tensor is counted instead
                 self._count(tensor)
         if formula := _FLOPS.get(func._overloadpacket):
             self.trace.flops += formula(*args, **kwargs, out_val=out)

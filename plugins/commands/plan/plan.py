@@ -22,12 +22,12 @@ _DAY = 86400.0
 
 @dataclass
 class Budget:
-    """The user's numbers for devices and length; None: not given."""
+    """Device memory, speed and length of the run, as given by the user; None: not given."""
 
     device_memory: int | None = None  # bytes
-    throughput: float | None = None  # FLOP/s of one device, recomputation included
+    throughput: float | None = None  # FLOP/s of one device, including recomputation
     tokens_per_second: float | None = None  # all ranks together
-    tokens: float | None = None  # length of the training; None: run.max_iters sets it
+    tokens: float | None = None  # length of the run; None: run.max_iters sets it
 
 
 @dataclass(repr=False)
@@ -38,8 +38,8 @@ class Plan:
     budget: Budget
     steps: int | None  # run.max_iters, or enough for the budget's tokens
     chosen: Estimate
-    modes: dict[str, Estimate | str]  # the project's runner under each checkpointing mode, or why it is impossible
-    presets: dict[str, Estimate | str]  # other runners, or why they are impossible
+    modes: dict[str, Estimate | str]  # checkpointing mode -> estimate, or why it is impossible
+    presets: dict[str, Estimate | str]  # other runner -> estimate, or why it is impossible
     advice: Advice | None = None
 
     def fits(self, estimate: Estimate) -> bool | None:
@@ -53,7 +53,7 @@ class Plan:
         return None if each is None else each * self.chosen.batch.global_batch
 
     def days(self) -> float | None:
-        """Return the days of the whole training at the given or measured speed; None if either is unknown."""
+        """Return the duration of the whole run in days; None if its length or the speed is unknown."""
         if self.steps is None:
             return None
         if self.budget.tokens_per_second and self.tokens_per_step:
@@ -64,7 +64,7 @@ class Plan:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """Return bytes, counts and days; unknown values are null."""
+        """Return the plan as JSON values: bytes, counts and days; unknown values are null."""
         sizes, chosen = self.project.sizes, self.chosen
         return {
             "runner": self.project.config.run.runner.name,
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def unpadded(self) -> int:
-        """Elements of all parameters in their logical shapes."""
+        """Number of elements of all parameters in their logical shapes."""
         model = self.project.model
         return sum(model.weights.logical_shape(n, p.shape).numel() for n, p in model.weights.parameters().items())
 
@@ -170,7 +170,10 @@ class Plan:
         return out
 
     def parameters(self) -> list[str]:
-        """Return the model's parameters by name pattern, one line each; the patterns work in freezing and in plans."""
+        """Return the model's parameters grouped by name pattern, one line for each group.
+
+        The same patterns can be used to freeze parameters and in parallelization plans.
+        """
         groups = Counter[tuple[str, tuple[int, ...], bool]]()
         for name, parameter in self.project.model.weights.parameters().items():
             shape = self.project.model.weights.logical_shape(name, parameter.shape)

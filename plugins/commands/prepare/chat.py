@@ -1,9 +1,9 @@
-"""Render and tokenize conversations once, into a folder of the cache.
+"""Render and tokenize conversations once, into a cache folder.
 
 tokens.bin, tokens.idx  Megatron's format, one document per conversation, int32; a target token is stored as ~id
 places.txt              file and line of each conversation
-answers.bin             one byte per conversation: 1 if the answer is good, plus 2 if it is not half of a pair
-report.json             numbers of kept and dropped rows, with reasons, and unread keys
+answers.bin             one byte per conversation: 1 if the answer is good, plus 2 if it is not part of a pair
+report.json             counts of kept and dropped rows, with reasons, and unread keys
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from .download import download
 from .pool import CorpusStage, WorkerPool, cores
 from .prepare import new_folder, output_lock
 
-_FORMAT = 4  # version of the folder's files; a new number makes all folders again
-_AT_ONCE = 256  # rows in a work item
+_FORMAT = 4  # version of the folder's files; changing it rebuilds all folders
+_AT_ONCE = 256  # rows per work item
 _WORTH_WORKERS = 1 << 22  # bytes of conversations; with fewer, starting workers takes longer than the work
 
 
@@ -44,20 +44,20 @@ class ChatSource:
     paths: tuple[str, ...]  # files and folders
     tokenizer: Path  # a folder with a chat template
     train_on: TrainOn
-    max_tokens: int  # longest conversation that is usable
+    max_tokens: int  # maximum length of a usable conversation
     drop_unusable: bool  # drop rows that cannot be used; False: the first one is an error
-    preferences: bool = False  # rows have good and bad answers; the two answers of a pair follow each other
+    preferences: bool = False  # rows have good and bad answers; the two answers of a pair are adjacent
 
 
 _Tokens = tuple[list[int], bool]  # tokens of a conversation, targets as ~id, and whether its answer is good
 _Result = tuple[
     list[_Tokens] | str, set[str]
-]  # for a row: its conversations, or the reason why it is unusable, and its unread keys
+]  # (conversations of a row, or the reason why the row is unusable; unread keys of the row)
 
 
 @dataclass(frozen=True)
 class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Result]]]):
-    """Render and tokenize rows; return each row's place with its conversations or a reason."""
+    """Render and tokenize rows; return the place of each row with its result."""
 
     source: ChatSource
 
@@ -110,9 +110,9 @@ def check_inputs(paths: Iterable[str]) -> None:
 
 
 def prepare_chat(source: ChatSource) -> Path:
-    """Return the folder of a source; make it if it is not in the cache.
+    """Return the prepared folder of a source; create it if it is not in the cache.
 
-    Raises DataError if no conversation can be used, or for the first unusable one unless these are dropped.
+    Raises DataError if no conversation can be used, or for the first unusable one unless unusable ones are dropped.
     """
     state = [
         _FORMAT, source.tokenizer.name, source.train_on, source.max_tokens, source.drop_unusable, source.preferences,
@@ -157,14 +157,14 @@ def _write(folder: Path, source: ChatSource) -> None:
 
 
 def row_audit(folder: Path, ignore_columns: Sequence[str]) -> RowAudit:
-    """Return the counts of rows of a prepared folder."""
+    """Return the row counts of a prepared folder."""
     audit = RowAudit(ignore_columns)
     audit.add(json.loads((folder / "report.json").read_text(encoding="utf-8")))
     return audit
 
 
 def _state(path: str) -> list[list[Any]]:
-    """Return names, sizes and times of the files at a path; for `docstrings`, Python's version."""
+    """Return names, sizes and modification times of the files at a path; for `docstrings`, the Python version."""
     if path == "docstrings":
         return [[sys.version, 0, 0]]
     if storage.is_url(path):

@@ -22,7 +22,7 @@ _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separa
 
 @dataclass(kw_only=True)
 class Recipe(PrepareOptions):
-    """Options of a recipe: how to prepare, and the output folder."""
+    """Options of a recipe: those of `PrepareOptions`, and the output folder."""
 
     output: FilePath  # the folder to make
 
@@ -131,7 +131,7 @@ def _existing(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
-    """Let a registered dataset make its files in `output`, as a project file with these options would."""
+    """Make a registered dataset create its files in `output`, as for a project file with these options."""
     dataset = registry.get("dataset", name)
     cls = options_class("dataset", dataset)
     if not {"path", "prepare"} & {f.name for f in fields(cls)}:

@@ -1,4 +1,4 @@
-"""Rows of conversations from JSON files, Parquet files and folders of `datasets.save_to_disk`."""
+"""Rows of conversations from JSON files, Parquet files and folders written by `datasets.save_to_disk`."""
 
 import ast
 import re
@@ -17,11 +17,12 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # sta
 
 
 def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
-    """Yield the rows of files and folders, and of `docstrings` (ranked: with a rejected answer), with their places.
+    """Yield (row, place) for the rows of files, folders and `docstrings` (with a rejected answer if `ranked`).
 
-    A line that is not a JSON object yields a reason instead of a row. Objects in the same place of different rows have
-    their keys in the same order, by first appearance. Tables have a fixed order, so this makes a file of lines and a
-    table with the same rows agree. Raises DataError if a file is missing, damaged as a whole, or of an unknown kind.
+    For a line that is not a JSON object, a reason is yielded instead of a row. Objects in the same place of different
+    rows have their keys in the same order, by first appearance. Tables have a fixed order, so this makes a file of
+    lines and a table with the same rows agree. Raises DataError if a file is missing, damaged as a whole, or of an
+    unknown kind.
     """
     order: dict[str, Any] = {}
     for row, place in chain.from_iterable(rows_as_given(path, ranked) for path in paths):
@@ -50,7 +51,7 @@ def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, 
 
 
 def _in_order(value: Any, order: dict[str, Any]) -> Any:
-    """Return a JSON value with keys sorted by first appearance; `order`: key -> (its number, order of keys below)."""
+    """Return a JSON value with keys sorted by first appearance; `order`: key -> (position, order of the keys below)."""
     if isinstance(value, list):
         return [_in_order(inner, order) for inner in value]
     if not isinstance(value, dict):

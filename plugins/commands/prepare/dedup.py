@@ -19,13 +19,13 @@ from .pool import CorpusStage, WorkerPool
 from .shards import CorpusShard, DocumentStore, key_of
 from .stats import Counts
 
-_PAIRS = 2048  # pairs that a worker compares at once
-SORTED_BYTES = 64 << 20  # bytes of rows that are sorted at once in memory
+_PAIRS = 2048  # pairs in one work item
+SORTED_BYTES = 64 << 20  # bytes of rows that are sorted in memory at once
 
 
 @dataclass
 class Duplicates:
-    """Marks, one byte per document, 1 to drop it (None: all stay), and a report: counts by kind, with examples."""
+    """Marks of one byte per document, 1 to drop it (None: all stay), and a report with counts and examples per kind."""
 
     marks: np.ndarray | None
     report: dict[str, Any]
@@ -36,7 +36,7 @@ class Duplicates:
         return "" if self.marks is None else hashlib.blake2b(self.marks.data, digest_size=16).hexdigest()
 
     def left(self, shards: list[CorpusShard]) -> Iterator[tuple[CorpusShard, np.ndarray | None]]:
-        """Yield each shard with a mask of its documents that stay; a mask of None: all stay."""
+        """Yield each shard with a mask of the documents to keep; None: keep all of them."""
         start = 0
         for shard in shards:
             stop = start if self.marks is None else start + len(shard.rows())
@@ -70,7 +70,7 @@ class _Search:
         self.counts = Counts()
 
     def mark_equal(self) -> None:
-        """Mark documents with equal 128-bit hashes: no two different documents with the same hash are known."""
+        """Mark documents with equal 128-bit hashes; no collision of these hashes is known."""
         with ExternalSort(self.folder / "equal", 3, len(self.marks)) as sorter:
             for start, shard in zip(self.starts, self.shards, strict=False):
                 hashes = shard.rows()["hash"]
@@ -119,7 +119,7 @@ class _Search:
 class BandStage(CorpusStage[int, Path]):
     """Write the pairs of unmarked documents that share a band's key: int64 [pairs, 2], one file per band."""
 
-    folder: Path  # has the keys
+    folder: Path  # holds the files of band keys
     shards: list[CorpusShard]
     starts: np.ndarray
     marks: Path
@@ -142,14 +142,14 @@ class BandStage(CorpusStage[int, Path]):
 
 
 class ExternalSort:
-    """Sorts rows of two or three uint64 on disk; the first number is the key.
+    """Sorts rows of two or three uint64 on disk; the first column is the key.
 
-    The keys decide the file of each row, and each file is small enough to sort in memory. As a context manager, it
-    removes the files at the end of the block.
+    Rows are assigned to files by key, and each file is small enough to sort in memory. As a context manager, it removes
+    the files at the end of the block.
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, highest: int = 1 << 64) -> None:
-        """Make the folder. rows: expected number of rows. highest: bound of the keys, assumed evenly spread."""
+        """Create the folder. rows: expected number of rows. highest: upper bound on the keys (assumed uniform)."""
         self.folder, self.columns, self.highest = folder, columns, highest
         self.parts = max(1, -(-rows * columns * 8 // SORTED_BYTES))
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,8 +17,8 @@ class Dropped:
 class Filter:
     """A filter of documents, one at a time. Override `text`, `tokens` or both.
 
-    Filters are registered as processors. They run in worker processes, in the order of the recipe. The result must
-    depend only on the options and the document, so that neither a restart nor the number of workers changes it.
+    Filters are registered as processors. They run in worker processes, in the order of the recipe. A result must depend
+    only on the options and the document, so that neither a restart nor the number of workers can change it.
     """
 
     def __init__(self, options: Any) -> None:
@@ -29,12 +29,12 @@ class Filter:
         return text
 
     def tokens(self, count: int) -> Dropped | None:
-        """Return `Dropped` for a document of `count` tokens (end-of-text not counted), or None to keep it."""
+        """Return `Dropped` to drop a document of `count` tokens (excluding the end-of-text token), else None."""
         return None
 
 
 class TokenLimits(Filter):
-    """Keep documents of `least` to `most` tokens; `most` None: no upper limit."""
+    """Keep documents with `least` to `most` tokens; if `most` is None, there is no upper limit."""
 
     def __init__(self, options: Any, least: int = 0, most: int | None = None) -> None:
         super().__init__(options)
@@ -47,7 +47,7 @@ class TokenLimits(Filter):
 
 
 def make_filters(given: list[dict[str, Any]]) -> list[tuple[str, Filter]]:
-    """Make (name, filter) from components as plain data. Raises ConfigError if a processor is not a filter."""
+    """Create (name, filter) pairs from components as plain data. Raises ConfigError if a processor is not a filter."""
     made = []
     for item in given:
         component = Checker(lambda key: "clean." + ".".join(key)).component("processor", item, ())

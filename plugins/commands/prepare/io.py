@@ -1,4 +1,4 @@
-"""Open files, compressed or not, and tables; raise a clear error if one cannot be read."""
+"""Open files (compressed or not) and tables, with a clear error if one cannot be read."""
 
 import bz2
 import gzip
@@ -22,30 +22,30 @@ from crosstrain.utils.files import open_regular
 from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
 
-_MAX_RATIO, _SMALL = 250, 64 << 20  # limits of decompressed bytes: per byte of the file, and the least limit
-MOST = 1 << 28  # limit in bytes of a line, of a separated document, and of a compressed file held as a whole
-_MEMORY, _SECONDS = 3 << 28, 15  # limits of a step of reading: some rows of a table, or a JSON document
-_HELD = 128  # rows of a table held in memory
-_VALUE = 16  # bytes that each value of a table adds to its size
-_WINDOW = 31  # log2 of zstd's window in bytes: the maximum of the format, as in `zstd --long=31`
+_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: per byte of the file, and its minimum
+MOST = 1 << 28  # limit in bytes on a line, a separated document, and a compressed file that is read as a whole
+_MEMORY, _SECONDS = 3 << 28, 15  # limits on one step of reading: some rows of a table, or a JSON document
+_HELD = 128  # rows of a table held in memory at once
+_VALUE = 16  # bytes of overhead counted for each value of a table
+_WINDOW = 31  # log2 of zstd's window in bytes: the format's maximum, as in `zstd --long=31`
 HEAD = 4096  # bytes of a file's content that are enough to recognize its kind
 _PACKED = {
     ".gz": rb"\x1f\x8b", ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", ".xz": rb"\xfd7zXZ\0|\]\0\0[\0-\x80]",
     ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     ".utf-16": rb"\xff\xfe|\xfe\xff", ".utf-16-le": rb"[\[{]\0[^\0]\0", ".utf-16-be": rb"\0[\[{]\0[^\0]",
 }  # fmt: skip
-# Suffixes of compression and of parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
+# Suffixes of compressed files and parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
 _PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file is compressed, or UTF-16 or UTF-32, and can be read only from its beginning."""
+    """Return whether a file can only be read from its beginning, because it is compressed, UTF-16 or UTF-32."""
     with os_errors_as(DataError, f"{path} cannot be read"):
         return _packing(path) in _OPENERS
 
 
 def _packing(path: Path) -> str:
-    """Return the suffix of the compression or encoding found in a file's first bytes, else its name's suffix."""
+    """Return the suffix for the compression or encoding that a file's first bytes show, else the file's suffix."""
     with open_regular(path) as file:
         head = file.read(16)
     return next((suffix for suffix, sign in _PACKED.items() if re.match(sign, head, re.DOTALL)), path.suffix.lower())
@@ -63,7 +63,7 @@ _OPENERS: dict[str, Any] = {
 
 
 def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file's name ends with one of `suffixes`, apart from suffixes of compression and of parts."""
+    """Return whether a file's name ends with one of `suffixes`, ignoring suffixes of compression and parts."""
     return bool(suffixes) and _PART.sub("", path.name.lower()).endswith(suffixes)
 
 
@@ -95,7 +95,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Decompressed:
-    """Decompressed content of limited size. Raises ValueError if the file is damaged or its content too large."""
+    """Decompressed content with a size limit. Raises ValueError if the file is damaged or its content too large."""
 
     def __init__(self, stream: Any, path: Path, damage: type[Exception]) -> None:
         self._stream, self._damage = stream, damage
@@ -117,9 +117,9 @@ class _Decompressed:
 
 
 def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[bytes]:
-    """Yield the content in pieces of at least `least` bytes that end with a separator; the last may not.
+    """Yield the content in pieces that end with a separator and have at least `least` bytes, except perhaps the last.
 
-    Reads only a little ahead. Raises ValueError if there is no separator for more than `MOST` bytes.
+    Only a little is read ahead. Raises ValueError if there is no separator for more than `MOST` bytes.
     """
     held, start = bytearray(), least
     while block := stream.read(max(least, 1 << 20)):
@@ -128,7 +128,7 @@ def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[byte
             yield bytes(memoryview(held)[:stop])
             del held[:stop]
             start = least
-        start = max(least, len(held) + 1)  # the rest is searched already
+        start = max(least, len(held) + 1)  # everything before this has already been searched
         if len(held) > MOST:
             raise ValueError(f"it has no {separator!r} for more than {MOST >> 20} MiB; separate its documents")
     if held:
@@ -149,7 +149,7 @@ def _boundary(data: bytearray, separator: bytes, least: int) -> int:
 
 @contextmanager
 def bounded(path: Path, more: int = 0) -> Iterator[None]:
-    """Limit memory and processor time of one step of reading. `more`: bytes to add to the usual limit.
+    """Limit the memory and CPU time of one step of reading. `more`: bytes to add to the usual memory limit.
 
     Raises DataError if a limit is reached.
     """
@@ -163,7 +163,7 @@ def bounded(path: Path, more: int = 0) -> Iterator[None]:
 
 
 def _allowed(size: int) -> int:
-    """Return the limit of the decompressed bytes of a file of `size` bytes."""
+    """Return the limit on decompressed bytes for a file of `size` bytes."""
     return max(_SMALL, _MAX_RATIO * size)
 
 
@@ -172,7 +172,7 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
     while left >= 0:
         with bounded(path):
             batch = next(batches, None)
-            left -= len(pickle.dumps(batch))  # a value that is stored once may be in many rows
+            left -= len(pickle.dumps(batch))  # a value that is stored once may occur in many rows
         if batch is None:
             return
         yield from batch if left >= 0 else ()
@@ -181,7 +181,7 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
 
 @contextmanager
 def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file with pyarrow: its metadata, the names of its columns, and `rows` with iter_batches' options.
+    """Open a Parquet file with pyarrow; yield its metadata, column names, and `rows`, a function like iter_batches.
 
     A few bytes of the file can expand to gigabytes. Raises DataError if the file, or a row read from it in the block,
     is damaged or too large.
@@ -208,7 +208,7 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
 
 
 def saved_dataset(folder: Path) -> Any:
-    """Open a folder that `datasets.save_to_disk` wrote. Raises DataError if it is damaged or compressed."""
+    """Open a folder written by `datasets.save_to_disk`. Raises DataError if it is damaged or compressed."""
     library, size = require("datasets", f"reading {folder}"), _arrow_bytes(folder)
     with explained(f"{folder} cannot be read as a Hugging Face dataset", DataError), bounded(folder, size):
         dataset = library.load_from_disk(str(folder))
@@ -218,7 +218,7 @@ def saved_dataset(folder: Path) -> Any:
 
 
 def saved_rows(folder: Path, dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a dataset from a folder. Raises DataError if they are not UTF-8 text, or too large."""
+    """Yield the rows of a saved dataset. Raises DataError if they are not UTF-8 text, or too large."""
     tables = dataset.with_format("arrow").iter(_HELD)
     try:
         yield from _rows(folder, _allowed(_arrow_bytes(folder)), (table.to_pylist() for table in tables))
@@ -242,10 +242,10 @@ def existing(item: str) -> Path:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """List the files at any depth below a folder, sorted by path, without hidden ones.
+    """List the files at any depth below a folder, sorted by path, excluding hidden ones.
 
     Raises DataError for an entry that may hold text but cannot be read: a folder without permission, a broken link, a
-    link to a folder, a pipe, a socket, a device.
+    link to a folder, a pipe, a socket or a device.
     """
 
     def fail(error: OSError) -> None:

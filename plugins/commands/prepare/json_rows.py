@@ -12,9 +12,9 @@ from crosstrain.utils.files import unique_keys
 from . import io
 
 Row = dict[str, Any]
-# A list of objects, an object over several lines, or perhaps one around a list of objects.
+# A list of objects, an object over several lines, or perhaps an object that contains a list of objects.
 _DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*((?P<list>\[\s*[{\]])|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
-_EXPANSION = 4  # limit of memory in bytes, per byte of a document
+_EXPANSION = 4  # bytes of memory allowed per byte of a document
 
 
 def parsed(text: bytes) -> Any:

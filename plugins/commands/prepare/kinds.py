@@ -7,7 +7,7 @@ from . import io
 
 _UNPACK = "unpack it, and name the files inside"
 _CONVERT = "extract its text into .txt, .jsonl or .parquet files first"
-# Name: (regular expression at the beginning, advice if the reader does not accept this kind). The first match counts.
+# Name -> (regular expression for the beginning, advice if the reader does not accept this kind). First match wins.
 _KINDS = {
     "Git LFS pointer": (rb"version https://git-lfs", "fetch the content with `git lfs pull`"),
     "PDF": (rb"%PDF-", _CONVERT),

@@ -13,7 +13,7 @@ from crosstrain.config.schema import to_plain
 class NearOptions:
     """Options for finding near-duplicates: MinHash signatures propose pairs, and their Jaccard similarity decides."""
 
-    # least Jaccard similarity of two documents' shingles at which the later document is dropped
+    # minimum Jaccard similarity of two documents' shingles at which the later document is dropped
     threshold: Annotated[float, Interval(gt=0, le=1)] = 0.8
     shingle: Annotated[int, Interval(ge=1, le=1000)] = 5  # consecutive units in a shingle
     unit: Literal["words", "characters"] = "words"  # use characters for scripts without spaces between words

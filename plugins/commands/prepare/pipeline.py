@@ -1,6 +1,6 @@
 """The stages from input to tokens: read and filter, find duplicates, train a tokenizer, tokenize, write.
 
-Each stage works on shards in a folder that outlives the process. The name of a shard depends on its content and its
+Each stage works on shards in a folder that outlives the process. The name of a shard depends on its input and its
 options, so a later run finds finished work by name even if the earlier run was killed.
 """
 
@@ -33,7 +33,7 @@ from .sources import sources
 from .stages import FilterStage, TokenizeStage
 from .stats import BINS, Counts, histogram, write_report
 
-_SMALL = 16 << 20  # bytes of input; up to this, starting processes takes longer than the work
+_SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ class _Pipeline:
     def __init__(self, options: PrepareOptions, folder: Path, progress: bool, pool: WorkerPool) -> None:
         self.options, self.folder, self.progress, self.pool = options, folder, progress, pool
         self.filters = [to_plain(component) for component in options.clean]
-        make_filters(self.filters)  # raises for a mistake before any work
+        make_filters(self.filters)  # report mistakes before any work is done
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
         warn_if_rebuilt(options.tokenizer or "")
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
@@ -97,7 +97,7 @@ class _Pipeline:
         return summary
 
     def _filter(self) -> dict[str, dict[str, Any]]:
-        """Fill `shards`, and return the counts of each input, by label."""
+        """Fill `shards`, and return a dict from the label of each input to its counts."""
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
         # The workers do not need the lists of files, and these may be long.

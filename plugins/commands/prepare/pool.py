@@ -1,4 +1,4 @@
-"""Run a function over many items in worker processes: ordered results, bounded memory, one error if a worker dies."""
+"""Run a function on many items in worker processes: ordered results, bounded memory, one error if a worker dies."""
 
 import multiprocessing
 import os
@@ -22,34 +22,34 @@ Result = TypeVar("Result")
 
 
 class CorpusStage(ABC, Generic[Item, Result]):
-    """A function of one item. It is pickled to the workers; `open` creates the objects that cannot be pickled."""
+    """A function of one item. Workers receive it pickled; `open` creates the objects that cannot be pickled."""
 
     def open(self) -> None:
         """Prepare this process; called once per process, before the first item."""
 
     @abstractmethod
     def __call__(self, item: Item) -> Result:
-        """Return the result for an item, and keep nothing of it in memory."""
+        """Return the result for an item, and keep no part of the item in memory."""
 
 
 def cores() -> int:
-    """Return the number of processors that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerPool:
-    """Processes that run one stage after another. With one worker everything runs in this process.
+    """Processes that run stages one after the other. With one worker, everything runs in this process.
 
-    As a context manager, it ends the processes with the block. They start with the first work.
+    The processes start with the first work. As a context manager, the pool ends them with the block.
     """
 
     def __init__(self, workers: int | None) -> None:
-        """workers: number of processes; None: 1 until `size_for` chooses a number."""
+        """`workers`: number of processes; None: 1 until `size_for` chooses a number."""
         self.given, self.workers = workers, workers or 1
         self._executor: ProcessPoolExecutor | None = None
 
     def size_for(self, little: bool) -> None:
-        """Choose the number of workers, unless one was given: 1 for little work, else one per core."""
+        """Choose the number of workers if none was given: 1 for little work, else one per core."""
         self.workers = self.given or (1 if little else cores())
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class WorkerPool:
                 ) from None
 
     def results(self, submit: Callable[[Item], Future[Result]], items: Iterable[Item]) -> Iterator[Result]:
-        """Submit items, some of them ahead, and yield results in order. An error cancels items that have not begun."""
+        """Submit items, a few ahead, and yield results in order. An error cancels the items that have not started."""
         running: deque[Future[Result]] = deque()
         try:
             for item in items:

@@ -25,12 +25,12 @@ from .shards import key_of
 def prepare(
     options: PrepareOptions, output: str | Path, progress: bool = True, *, overwrite: bool = False, wait: bool = False
 ) -> Summary:
-    """Make folder `output`, complete or not at all, and return its summary. For a URL, make it locally and upload it.
+    """Create folder `output` completely or not at all, and return its summary. For a URL, create it locally and upload.
 
     If the process is killed or fails, finished shards stay in `<output>.partial`. The next call continues from there,
     with the same result as an uninterrupted call.
 
-    Raises DataError if `output` exists (`overwrite` replaces a dataset, but nothing else), if a different process is
+    Raises DataError if `output` exists (`overwrite` replaces a dataset, but nothing else), if another process is
     making it (with `wait`: wait, and return the summary of that dataset), if an input is missing, damaged or has no
     document, or if a disk is full.
     """
@@ -55,7 +55,7 @@ def prepare(
             ) from None
         finally:
             if partial.exists() and not (partial / "out").exists() and not any(partial.rglob("*.json")):
-                shutil.rmtree(partial, ignore_errors=True)  # no finished shard is in it
+                shutil.rmtree(partial, ignore_errors=True)  # it has no finished shard
         _replace(partial / "out", output)
         shutil.rmtree(partial, ignore_errors=True)
         return summary
@@ -76,7 +76,7 @@ def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite
 def put(folder: Path, url: str) -> None:
     """Copy a prepared folder to a bucket."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # last: it marks a prepared folder
+    for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # last: this file marks a prepared folder
         storage.upload(path, storage.join(url, path.relative_to(folder).as_posix()))
     locate_remote.cache_clear()
 
@@ -113,7 +113,7 @@ def check_output(output: str | Path, overwrite: bool) -> None:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `output` at the end of the block; after an error it is removed."""
+    """Yield an empty folder that replaces `output` at the end of the block, or is removed after an error."""
     made = output.with_name(f".{output.name}.new")
     shutil.rmtree(made, ignore_errors=True)  # left by a killed process
     made.mkdir(parents=True)

@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [start, stop) of the content of a file; `data` holds them if the file cannot be sought.
+    """Bytes [start, stop) of the content of a file; `data` holds them if the file is not seekable.
 
     A chunk of a compressed file without `data` is the whole content; start and stop then count compressed bytes.
     """
@@ -84,12 +84,12 @@ def check_column(table: object, names: list[str], column: str) -> None:
 
 
 def row_document(value: Any, source: str, names: Iterable[str], key: str) -> Document:
-    """Return the document of a row with its text under `key`, one of `names`; null is an empty text."""
+    """Return the document of a row with its text under `key`, one of `names`; null becomes an empty text."""
     return Document("" if value is None else value, source, tuple(name for name in names if name != key))
 
 
 def flaw(text: object) -> str:
-    """Return the reason why a value is not text for a tokenizer; an empty string if it is."""
+    """Return the reason why a tokenizer cannot encode a value; an empty string if it can."""
     if not isinstance(text, str):
         return f"holds {type(text).__name__}, not text"
     if (place := text.find("\0")) >= 0:
@@ -103,20 +103,20 @@ def flaw(text: object) -> str:
 
 
 class Reader(ABC):
-    """A reader of one kind of input. Every process that reads makes its own from the options.
+    """A reader of one kind of input. Every process that reads creates its own instance from the options.
 
-    `tasks` runs once, in the main process. Its tasks may carry raw records if workers cannot find them, as in a
+    `tasks` runs once, in the main process. Its tasks may carry raw records if workers cannot seek to them, as in a
     compressed file. `read` runs in the workers and does the slow part.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
     shared_options: ClassVar[tuple[str, ...]] = ()  # options that a recipe sets for all its readers
-    contents: ClassVar[tuple[str, ...] | None] = None  # kinds of `kinds.py` that it reads; None: any kind
+    contents: ClassVar[tuple[str, ...] | None] = None  # kinds from `kinds.py` that it reads; None: any kind
 
-    fetch_counts: dict[str, int]  # counts by name that `fetch` adds to the report
-    fetched: dict[str, Path]  # downloads by URL
+    fetch_counts: dict[str, int]  # name -> count; `fetch` adds these to the report
+    fetched: dict[str, Path]  # URL -> downloaded file
     drops: RowAudit | None = None  # counts unusable records; None: the first one is an error
-    chosen_by_ending = False  # True: chosen by file suffix, so `contents` are checked
+    chosen_by_ending = False  # True: chosen by file suffix, so files are checked for `contents`
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -131,7 +131,7 @@ class Reader(ABC):
         """Download missing input into `folder` before `tasks` is called; the folder outlives the process."""
 
     def size(self) -> int | None:
-        """Return the bytes of all tasks; None if they are unknown before reading."""
+        """Return the total size of all tasks in bytes; None if it is unknown before reading."""
         return None
 
     @abstractmethod
@@ -140,7 +140,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, task: Task) -> Iterator[Document]:
-        """Yield the documents of a task in order. Raises DataError, with the place, for damaged input."""
+        """Yield the documents of a task in order. Raises DataError, with the location, if the input is damaged."""
 
     def usable(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yield the documents that are text, and pass the others to `unusable`."""
@@ -151,7 +151,7 @@ class Reader(ABC):
                 yield document
 
     def unusable(self, source: str, reason: str) -> None:
-        """Count an unusable record if the recipe drops such records. Raises DataError if it does not."""
+        """Count an unusable record if the recipe drops such records; otherwise raise DataError."""
         if self.drops is None:
             if place := re.fullmatch(r"(.+) at byte (\d+)", source, re.DOTALL):
                 source = f"{place[1]}:{line_number(Path(place[1]), int(place[2]))}"
@@ -191,7 +191,7 @@ class FileReader(Reader):
         return found
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        """Cut a file into chunks; by default it stays whole."""
+        """Cut a file into chunks; by default, the whole file is one chunk."""
         yield Chunk(file, 0, file.stat().st_size)
 
     @abstractmethod
@@ -203,7 +203,7 @@ class FileReader(Reader):
         return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
     def tasks(self) -> Iterator[Task]:
-        """Yield tasks of chunks, about `TASK_BYTES` each; small files share a task."""
+        """Yield tasks with about `TASK_BYTES` of chunks each; small files share a task."""
         batch: list[Chunk] = []
         size = 0
         for file in self.files():
@@ -255,7 +255,7 @@ def _task(chunks: list[Chunk], size: int) -> Task:
 
 
 def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:
-    """Yield chunks of at least `size` bytes (default: a task's; the last may be shorter) that end with a separator.
+    """Yield chunks that end with a separator and have at least `size` bytes (default: `TASK_BYTES`), except the last.
 
     A chunk of a compressed file has its bytes in `data`, because such a file can only be read from the beginning. Only
     one chunk is held at a time.
@@ -268,7 +268,7 @@ def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterato
 
 
 def line_number(file: Path, offset: int) -> int:
-    """Return the line number, from 1, at a byte offset of a file's content; reads the file up to there."""
+    """Read a file up to a byte offset of its content, and return the line number there (counted from 1)."""
     starts = range(0, offset, 1 << 22)
     with io.opened(file) as stream:
         return 1 + sum(stream.read(min(starts.step, offset - start)).count(b"\n") for start in starts)

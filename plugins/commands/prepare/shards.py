@@ -1,6 +1,6 @@
 """Shards of documents on disk, one per task; each is complete or absent, even if several workers write the same one.
 
-NAME.text     the documents' UTF-8, end to end     NAME.npy  a row per document: its length in bytes, its hash
+NAME.text     the documents in UTF-8, concatenated    NAME.npy  a row per document: its length in bytes, its hash
 NAME.sources  source of each document, as a JSON list
 NAME.json     counts of documents read, kept and dropped; written last, so a shard with this file is finished
 
@@ -20,7 +20,7 @@ import numpy as np
 from crosstrain import DataError
 from crosstrain.utils.files import replacing, write_atomically, write_json
 
-_MAX_INDEXES = 64  # indexes of shards held in memory
+_MAX_INDEXES = 64  # maximum number of shard indexes held in memory
 ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # number of UTF-8 bytes; their 128-bit BLAKE2b hash
 
 
@@ -30,7 +30,7 @@ def key_of(*parts: Any) -> str:
 
 
 class CorpusShard:
-    """A shard by its name, finished or not yet written."""
+    """A shard with a given name; its files may not exist yet."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
@@ -48,7 +48,7 @@ class CorpusShard:
         return report if whole else None
 
     def write(self, documents: Iterable[tuple[bytes, str]], report: dict[str, Any]) -> dict[str, Any]:
-        """Write each (text, source), then `report`; iterating may still fill it. Return it as `finished` does."""
+        """Write each (text, source), then `report`, which the iteration may fill; return what `finished` returns."""
         rows, sources = [], []
         with replacing(self.path("text")) as file:
             for text, source in documents:
@@ -62,7 +62,7 @@ class CorpusShard:
         return self.finish(report, "text", "npy", "sources")
 
     def finish(self, report: dict[str, Any], *endings: str) -> dict[str, Any]:
-        """Write the report after all other files, with the sizes of the files with these endings; return it."""
+        """Add the sizes of the files with these endings to the report, write it last, and return it."""
         report = report | {"sizes": {ending: self.path(ending).stat().st_size for ending in endings}}
         write_json(self.path("json"), report, indent=None)
         return report
@@ -102,7 +102,7 @@ def batches(texts: Iterator[str], characters: int = 1 << 20) -> Iterator[list[st
 
 
 class DocumentStore:
-    """All documents of some shards by number. `starts` [shards + 1]: the number of each shard's first document."""
+    """Documents of several shards, by index. `starts`: index of each shard's first document, then the total number."""
 
     def __init__(self, shards: list[CorpusShard], starts: np.ndarray) -> None:
         self.shards, self.starts = shards, starts
@@ -123,6 +123,6 @@ class DocumentStore:
         return self.shards[number].sources()[place]
 
     def _find(self, document: int) -> tuple[int, int]:
-        """Return (number of the shard, place in it)."""
+        """Return (index of the shard, index of the document in the shard)."""
         number = int(np.searchsorted(self.starts, document, side="right")) - 1
         return number, document - int(self.starts[number])

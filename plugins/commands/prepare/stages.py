@@ -23,7 +23,7 @@ from .stats import Counts, size_of
 
 @dataclass
 class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
-    """Read a task of a source, given by its number; filter its documents, and write the remaining ones to a shard."""
+    """Read a task of the source with a given index, filter its documents, and write those that stay to a shard."""
 
     folder: Path
     sources: list[InputSource]
@@ -75,14 +75,14 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
 
 @dataclass
 class TokenizeStage(CorpusStage[tuple[CorpusShard, np.ndarray | None], dict[str, Any]]):
-    """Tokenize the documents of a shard that a mask keeps (None: all), and apply the filters of token counts."""
+    """Tokenize the documents of a shard that a mask keeps (None: all), and filter them by their token counts."""
 
     folder: Path
     tokenizer: Path
     dtype: np.dtype
     clean: list[dict[str, Any]]  # the filters as plain data
     min_tokens: int
-    alone: bool  # no other process works, so this one may use all cores
+    alone: bool  # this is the only working process, so it may use all cores
 
     def open(self) -> None:
         if not self.alone:

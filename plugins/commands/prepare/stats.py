@@ -13,19 +13,19 @@ from crosstrain.utils.files import write_json
 
 from ...datasets.row_audit import RowAudit
 
-EXAMPLES = 3  # examples kept of each kind: the first ones in input order
-_SNIPPET = 200  # characters of an example
+EXAMPLES = 3  # number of examples kept of each kind: the first ones in input order
+_SNIPPET = 200  # maximum number of characters of an example
 BINS = 40  # number of bins for lengths; bin k holds lengths with k binary digits
 _log = logging.getLogger(__name__)
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of a text in UTF-8."""
+    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 class Counts:
-    """Counts of one shard, or the sum of several. `plain` is the JSON form; "documents" excludes blank ones.
+    """Counts of one shard, or sums over several shards. `plain` is the JSON form; "documents" excludes blank ones.
 
     `rows` counts records that a reader cannot use, and parts of records that it does not read.
     """
@@ -59,7 +59,7 @@ class Counts:
         self._add("changed", step, {"documents": 1, "examples": [example]})
 
     def add(self, other: dict[str, Any]) -> None:
-        """Add the `plain` of other counts; call it in input order."""
+        """Merge `plain` from another instance. Call this in input order."""
         self.rows.add(other["rows"])
         for name in ("blank", "documents", "bytes"):
             self.plain[name] += other[name]
@@ -74,7 +74,7 @@ class Counts:
 
     @property
     def kept(self) -> int:
-        """Documents that were not dropped."""
+        """Number of documents that were not dropped."""
         return self.plain["documents"] - sum(found["documents"] for found in self.plain["dropped"].values())
 
     def all_dropped(self) -> str:
@@ -101,9 +101,9 @@ def bins(counts: np.ndarray) -> list[dict[str, int]]:
 def write_report(
     folder: Path, inputs: dict[str, Any], repeated: dict[str, Any], tokenized: dict[str, Any], **lengths: np.ndarray
 ) -> None:
-    """Write `report.json` and `lengths.svg`: counts of each input, of duplicates and of tokenizing, and lengths.
+    """Write `report.json` and `lengths.svg`: counts for each input, for duplicates and for tokenization, and lengths.
 
-    lengths: histograms by unit: `tokens` of the kept documents, and `bytes` of the documents after filtering.
+    lengths: unit -> histogram: `tokens` for the kept documents, `bytes` for the documents after filtering.
     """
     rows = {unit: bins(counts) for unit, counts in lengths.items()}
     content = {"inputs": inputs, "repeated": repeated, "tokenized": tokenized, "lengths": rows}

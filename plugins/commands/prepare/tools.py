@@ -17,7 +17,7 @@ from ...datasets.prepared import Summary, locate
 from .prepare import check_output, new_folder, output_lock, put
 from .stats import BINS, bins, histogram
 
-_SHOWN = 200  # tokens shown of a document
+_SHOWN = 200  # number of tokens shown of a document
 _CHUNK = 1 << 20
 
 
@@ -62,7 +62,7 @@ def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
 
 
 def merge(given: list[str], output: str | Path, *, overwrite: bool = False) -> Summary:
-    """Concatenate the documents of several prepared folders into a new folder, complete or not at all.
+    """Concatenate the documents of several prepared folders into a new folder, completely or not at all.
 
     Raises DataError if they have different tokenizers, or `output` cannot be made.
     """

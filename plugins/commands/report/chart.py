@@ -1,6 +1,6 @@
-"""Charts for plotly.js: the curves of several runs over the steps, downsampled without a visible difference.
+"""Charts for plotly.js: the curves of several runs, downsampled without a visible difference.
 
-A page with 5 curves of 1,000,000 steps takes 5 MB, nearly all of it plotly.js, instead of 126 MB.
+A page with 5 curves of 1,000,000 steps takes 5 MB (nearly all of it plotly.js) instead of 126 MB.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from crosstrain.utils.units import finite
 from .read_run import ReadRun
 
 COLOURS = ("#3b82c4", "#e07b39", "#3fa66b", "#c65b9b", "#8b72d8", "#b8962e", "#3fa9b5", "#d1605e")  # one per run
-_BUCKETS = 240  # ranges of steps in a curve: about one for two columns of the picture
+_BUCKETS = 240  # ranges of steps in a curve: about one per two columns of pixels
 _DOTS = 40  # curves with up to this number of points show each point
 
 Chart = dict[str, Any]  # title, remarks on the unit and the axis, and the figure: plotly's `data` and `layout`
@@ -23,7 +23,7 @@ Chart = dict[str, Any]  # title, remarks on the unit and the axis, and the figur
 def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothed: bool = False) -> Chart:
     """Draw the curves named `key` of all runs that have one; at least one run must.
 
-    `smoothed`: draw a moving average in front of the faint values.
+    `smoothed`: draw a moving average over the faint values.
     """
     traces: list[dict[str, Any]] = []
     heights: list[float] = []
@@ -53,7 +53,7 @@ def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
 
 
 def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
-    """Return an axis and a remark on it: logarithmic for values over decades, else without a few high outliers."""
+    """Return an axis and a remark on it: logarithmic for values that span decades, else without high outliers."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
@@ -70,7 +70,7 @@ def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int = _BUCKETS) -> list[tuple[int, float]]:
     """Return (step, value) of the lowest and the highest value in each of `buckets` ranges of steps, and of both ends.
 
-    This keeps even the shortest spikes. `steps` must ascend; they may be any other positions of the values.
+    This keeps even the shortest spikes. `steps` must ascend, but need not be training steps.
     """
     if len(steps) <= 2 * buckets:
         return list(zip(steps, values, strict=True))

@@ -16,7 +16,7 @@ from .chart import COLOURS, Chart, chart
 from .read_run import ReadRun
 
 _NATS = "nats per target token"  # for language models
-# Key of metrics.jsonl: title, unit, and whether to draw a moving average over the values.
+# Key of metrics.jsonl -> title, unit, and whether to draw a moving average over the values.
 _CURVES = {
     "loss": ("Training loss", _NATS, True),
     "val_loss": ("Validation loss", _NATS, False),
@@ -42,7 +42,7 @@ _EVENTS = 200
 _NONE = "–"  # noqa: RUF001 - a dash where there is no value
 
 _last = itemgetter(-1)
-_Table = dict[str, list[str]]  # by title: one cell for each run
+_Table = dict[str, list[str]]  # title -> one cell for each run
 _Texts = tuple[int, list[tuple[str, str]]]  # step, (prompt, generated text) pairs
 
 
@@ -59,7 +59,7 @@ def page(runs: Sequence[ReadRun]) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # Markup is not touched
+        finalize=lambda value: printable(value) if type(value) is str else value,  # Markup stays unchanged
     )
     return environment.get_template("page.html.j2").render(
         version=__version__,
@@ -112,7 +112,7 @@ def _used(table: _Table) -> _Table:
 
 
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
-    """Chart the known numbers in the order of `_CURVES`, then all others in the order of the rows."""
+    """Chart the known metrics in the order of `_CURVES`, then all others in the order of the rows."""
     hidden = _NO_CURVE | {
         key
         for key in _ONLY_IF_THEY_CHANGE
@@ -128,7 +128,7 @@ def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
 
 
 def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]]]]:
-    """Return for each timed phase a chart and, for each run, the median as text and as percent of the longest one."""
+    """Return, for each timed phase, a chart and each run's median as text and as a percentage of the longest median."""
     phases = [key for key in _keys(runs) if key.startswith("timers/")]
     medians = {key: [median(run.curves[key].values) if key in run.curves else None for run in runs] for key in phases}
     longest = max((ms for found in medians.values() for ms in found if ms is not None), default=0) or 1

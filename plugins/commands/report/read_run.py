@@ -19,17 +19,17 @@ from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_end
 from crosstrain.utils.units import is_number
 
-_MOST_BYTES = 1 << 27  # read from metrics.jsonl
+_MOST_BYTES = 1 << 27  # maximum number of bytes read from metrics.jsonl
 _LONGEST_LINE = 1 << 20  # bytes of a row; longer rows are skipped
 _MOST_CURVES = 200
 _MOST_EVENTS = 500
-_MOST_SAMPLES = 200  # evaluations with generated text
-_LOG_LINES, _LOG_BYTES = 200, 1 << 16  # read from the end of log.txt
+_MOST_SAMPLES = 200  # maximum number of evaluations with generated text
+_LOG_LINES, _LOG_BYTES = 200, 1 << 16  # limits on the part read from the end of log.txt
 
 
 @dataclass
 class Curve:
-    """Values by step; after `put_in_order`, each step occurs once, in ascending order."""
+    """Steps and their values; after `put_in_order`, each step occurs once, in ascending order."""
 
     steps: array = field(default_factory=lambda: array("q"))
     values: array = field(default_factory=lambda: array("d"))
@@ -39,7 +39,7 @@ class Curve:
         self.values.append(value)
 
     def put_in_order(self) -> bool:
-        """Sort by step, and keep the later of two values; return True if that was necessary."""
+        """Sort by step, keep only the last value of a repeated step, and return True if anything changed."""
         if all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False)):
             return False
         ordered = sorted(dict(zip(self.steps, self.values, strict=True)).items())
@@ -53,7 +53,7 @@ class ReadRun:
 
     folder: Path
     name: str = ""
-    curves: dict[str, Curve] = field(default_factory=dict)  # by key of metrics.jsonl; timers are timers/<phase>, in ms
+    curves: dict[str, Curve] = field(default_factory=dict)  # key -> curve; keys of timers are timers/<phase>, in ms
     events: list[tuple[int, str]] = field(default_factory=list)  # (step, what happened)
     generated: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)  # (step, [(prompt, text)])
     config: dict[str, str] = field(default_factory=dict)  # such as {"run.seed": "1234"}
@@ -88,7 +88,7 @@ def _read_anywhere(folder: str) -> ReadRun:
     if not storage.is_url(folder):
         return _read(Path(folder).expanduser())
     with tempfile.TemporaryDirectory() as place:
-        copy = Path(place, *storage.local(folder).parts[1:])  # its end is the run's name
+        copy = Path(place, *storage.local(folder).parts[1:])  # the last part is the run's name
         paths = RunFolder(copy)
         copy.mkdir(parents=True)
         limits = {paths.metrics: _MOST_BYTES + _LONGEST_LINE, paths.config: _LONGEST_LINE + 1, paths.log: _LOG_BYTES}
@@ -99,13 +99,13 @@ def _read_anywhere(folder: str) -> ReadRun:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Return the shortest distinct ends of the paths."""
+    """Return the shortest ends of the paths that are all distinct."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]) for p in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{p[-1]} ({number})" for number, p in enumerate(parts, 1)]  # the same folder, named twice
+    return [f"{p[-1]} ({number})" for number, p in enumerate(parts, 1)]  # the same folder was named twice
 
 
 def _read(folder: Path) -> ReadRun:

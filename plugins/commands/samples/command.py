@@ -8,12 +8,12 @@ from crosstrain.cli.flags import add_config, new_file, positive
 from crosstrain.utils.drawing import contact_sheet
 from crosstrain.utils.errors import printable
 
-_ASKED = 40  # characters below a picture from the end of text that is not learned: the question
+_ASKED = 40  # characters shown below a picture from the end of a text that is not trained on: the question
 
 
 @registry.register_command("samples")
 class SamplesCommand(Command):
-    """Show the samples of a project, with the learned tokens marked."""
+    """Show the samples of a project, with the trained tokens marked."""
 
     function = "samples:samples"
 

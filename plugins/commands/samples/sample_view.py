@@ -14,7 +14,7 @@ from crosstrain.utils.errors import printable
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
-_SHOWN = 16  # most numbers to show of other arrays
+_SHOWN = 16  # maximum number of values to show of other arrays
 
 _Token = tuple[int, bool, str]  # ID, trained, and a heading if a new document or conversation begins here
 
@@ -23,10 +23,10 @@ _Token = tuple[int, bool, str]  # ID, trained, and a heading if a new document o
 class SampleView:
     """A sample as the model receives it. `print` shows it, with trained tokens in «»."""
 
-    title: str  # its number, index and origin
+    title: str  # number, index and origin of the sample
     data: Mapping[str, Any]  # arrays, as from `Dataset.get`; for a shortened sample, from a batch with only this sample
     tokenizer: TextTokenizer | None
-    normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of pixels, by channel
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and std of each channel
 
     @property
     def rows(self) -> list[Sample]:
@@ -38,7 +38,7 @@ class SampleView:
         return [{key: arrays[key][row] for key in keys} for row in range(len(arrays["input_ids"]))]
 
     def text(self, *, ids: bool = False, colour: bool = False) -> str:
-        """The tokens of each row as text, or as `ids`, with trained ones in «» or green; then the other arrays."""
+        """Return the tokens of each row as text or IDs, with trained ones in «» or green, and then the other arrays."""
         decode = self.tokenizer.decode if self.tokenizer and not ids else None
         lines = []
         for number, row in enumerate(self.rows):
@@ -52,7 +52,7 @@ class SampleView:
 
     @property
     def pictures(self) -> list[Any]:
-        """PIL images of the vision encoder's input. Without a known normalization, stretched to the full range."""
+        """PIL images of the vision encoder's input; without a known normalization, values fill the full range."""
         made, image = [], require("PIL.Image", "showing pictures")
         given = np.asarray(self.data.get("pixel_values", np.empty((0, 3, 1, 1))))
         for pixels in given.reshape(-1, *given.shape[-3:]):
@@ -66,7 +66,7 @@ class SampleView:
 
     @property
     def turns(self) -> list[tuple[str, bool]]:
-        """The text without special tokens and placeholders, in stretches, each with whether it is trained."""
+        """Stretches of text, each with True if it is trained on; special tokens and placeholders are left out."""
         said = []
         for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
             ids = [token for token, _, _ in group if token != IMAGE_ID]
@@ -79,7 +79,7 @@ class SampleView:
 
 
 def _tokens(row: Sample) -> Iterator[_Token]:
-    """Yield the tokens of a row, and the targets that are not in the input. A label is the next token."""
+    """Yield the tokens of a row, and the targets that are not in the input. A label is the token that comes next."""
     ids, labels = (np.asarray(row[key]).tolist() if key in row else [] for key in ("input_ids", "labels"))
     labels = labels or [IGNORE_INDEX] * len(ids)
     begins = _beginnings(row, len(ids))

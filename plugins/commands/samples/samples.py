@@ -23,7 +23,7 @@ def samples(
     rank: int = 0,
     nproc_per_node: int = 1,
 ) -> list[SampleView]:
-    """Return samples of a split by their numbers: in training order for `train`, in file order for `val` and `test`.
+    """Return samples of a split; `numbers` are positions in training order (`train`) or file order (`val`, `test`).
 
     With `step` (1, 2, ...), return instead the samples of data-parallel rank `rank` of `nproc_per_node` workers at that
     step, in the order of its micro batches. Missing data is prepared. Raises UserError for invalid arguments.
@@ -61,7 +61,7 @@ def samples(
 def _of_step(
     config: Config, dataset: Dataset, step: int, rank: int, world_size: int
 ) -> tuple[int | None, ReadContext, list[tuple[str, int]]]:
-    """Return the length to shorten samples to (None: keep it), the reader, and (place in the step, number) of each."""
+    """Return the length of shortened samples (None: keep it), the context, and (place, number) of each sample."""
     run, plan = config.run, batch_plan(config, world_size)
     if not 0 <= rank < plan.dp_size:
         raise UserError(f"--rank: {rank} is none of the {plan.dp_size} data-parallel ranks, from 0 on")

@@ -33,7 +33,7 @@ _KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "
 
 
 def project_schema() -> Schema:
-    """Return the schema of a project file with every registered component; imports all of them."""
+    """Import every registered component, and return the schema of project files with these components."""
     found = _Definitions()
     sections = {
         "model": found.choice("model", "arch"),

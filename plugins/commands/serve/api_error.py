@@ -26,5 +26,5 @@ class ApiError(Exception):
 
 
 def wrong(param: str, problem: str, code: str | None = "invalid_value") -> ApiError:
-    """Return the error 400 for a parameter."""
+    """Return an ApiError 400 about a parameter."""
     return ApiError(400, f"{param}: {problem}", param, code)

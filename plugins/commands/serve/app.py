@@ -31,7 +31,7 @@ from .service import RequestPlan, Service
 
 Events = asyncio.Queue[Event | ClientDisconnect]
 
-_BODIES = 8  # limit of request bodies held at once, in bodies of the largest size
+_BODIES = 8  # limit on the request bytes held at once, as a multiple of the largest body
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
     # The page loads nothing else, and shows only text and the images that its user chose.
@@ -59,7 +59,7 @@ class Web:
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
         self._since = int(time.time())
-        # Separate threads, so that slow chats do not delay completions. Only 2 read images, because these need memory.
+        # Separate threads, so that slow chats do not delay completions. Only 2 read images, because images need memory.
         threads = dict.fromkeys((CompletionRequest, MegatronRequest, ChatRequest), service.limits.encoders)
         if service.chat_format.takes_images:
             threads[ChatRequest] = 2
@@ -143,7 +143,7 @@ class Web:
         loop, events = asyncio.get_running_loop(), Events()
 
         def deliver(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended before the computation
+            with suppress(RuntimeError):  # the event loop may end before the computation
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         with ExitStack() as end:
@@ -180,7 +180,7 @@ class Web:
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """Yield the body; its bytes count until the end of the block. Raises ApiError 415, 413, 408 or 503."""
+        """Yield the body; it counts as held until the end of the block. Raises ApiError 415, 413, 408 or 503."""
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")

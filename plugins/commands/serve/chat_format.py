@@ -64,7 +64,7 @@ def _prompts_of(session: ChatSession, strip: bool = False) -> Callable[[Conversa
 
 
 def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -> tuple[Conversation, list[Any]]:
-    """Return a request's messages, with placeholders for images, and the images. Raises ApiError 400 for wrong ones."""
+    """Return a request's messages, with placeholders for images, and the images. Raises ApiError 400 for bad images."""
     count = sum(isinstance(part, ImagePart) for message in given for part in message.parts)
     if count and not takes_images:
         raise wrong("messages", "this model takes no images")

@@ -84,6 +84,6 @@ class ServeCommand(Command):
 
 
 def _name(checkpoint: Path) -> str:
-    """Return the name of the run folder for a checkpoint of a run, else the checkpoint's own name."""
+    """Return the run folder's name for a checkpoint in a run, else the checkpoint's own name."""
     folder = checkpoint.resolve()
     return (folder.parents[1] if folder.parent.name == "checkpoints" else folder).name or "model"

@@ -1,4 +1,4 @@
-"""Connections of uvicorn (checked with 0.54) with time limits, and with errors in OpenAI's format."""
+"""uvicorn connections (tested with 0.54) with time limits, and with errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHUNK = re.compile(rb"[0-9A-Fa-f]{1,16}")
 
 
 class StrictHttp(h11.Connection):
-    """HTTP (checked with h11 0.16) that refuses requests if a proxy may interpret them differently."""
+    """An h11 connection (tested with 0.16) that refuses requests if a proxy may interpret them differently."""
 
     def next_event(self) -> Any:
         """Return the next event. Raises RemoteProtocolError if the request is not HTTP, or is ambiguous."""
@@ -54,12 +54,12 @@ class StrictHttp(h11.Connection):
 class Connection(H11Protocol):
     """A connection that is closed if its request does not arrive in time.
 
-    Connections with incomplete requests have a separate limit. Beyond it the oldest one is closed, so that clients that
-    send nothing cannot keep others out.
+    Connections with incomplete requests have a separate limit. Beyond it, the oldest one is closed, so that clients
+    that send nothing cannot keep others out.
     """
 
     def __init__(self, limits: Limits, arriving: dict[Connection, None], **given: Any) -> None:
-        """`arriving`: connections of this server with incomplete requests, the oldest first."""
+        """`arriving`: connections of this server with incomplete requests, oldest first."""
         super().__init__(**given)
         self.conn = StrictHttp(h11.SERVER)
         self._limits, self._arriving = limits, arriving
@@ -107,7 +107,7 @@ class Connection(H11Protocol):
         self._phase, self._timer, self._since = phase, None, self.loop.time()
         if phase is not None:
             self._arriving[self] = None
-            # The application limits the time of bodies, unless it answers without reading one. uvicorn limits idling.
+            # The application limits the time for a body, unless it answers without reading one. uvicorn limits idling.
             seconds = {"headers": self._limits.header_seconds, "body": self._limits.body_seconds + 5}.get(phase)
             self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 

@@ -31,7 +31,7 @@ class Score:
 
 @dataclass
 class Piece:
-    """A part of a choice's text. The last piece is empty; it has the finish reason and the number of tokens."""
+    """A part of a choice's text. The last piece is empty and carries the finish reason and number of tokens."""
 
     choice: int
     text: str = ""
@@ -53,7 +53,7 @@ class Job:
     stops: tuple[str, ...]
     logprobs: int | None  # number of likeliest tokens in the response; None: no log-probabilities
     score_prompt: bool
-    completions: dict[int, int]  # number of the completion (selects its random numbers) -> index of its choice
+    completions: dict[int, int]  # index of the completion (selects its random numbers) -> index of its choice
     deliver: Callable[[Event], None]
     deadline: float  # value of time.monotonic() at which the job fails
     cancelled: bool = False  # the client no longer waits for it
@@ -73,7 +73,7 @@ class Job:
 
 
 class JobSequence(Sequence):
-    """One completion of a job. With `score_prompt` it first scores the prompt's tokens one by one."""
+    """One completion of a job. With `score_prompt`, it first scores the prompt's tokens one by one."""
 
     def __init__(self, job: Job, number: int, tokenizer: object) -> None:
         text = TextStream(tokenizer, job.stops, job.prompt.strip)
@@ -100,7 +100,7 @@ class JobSequence(Sequence):
             if self.finish_reason is None:
                 return token
         self._tell(self.text.finish(), [])
-        # The text that was held back until now may end in a stop string.
+        # The text that was held back until now may contain a stop string.
         reason = "stop" if self.text.stopped else self.finish_reason or "length"
         self.job.deliver(Piece(self.choice, reason=reason, tokens=self.tokens))
         return None

@@ -59,7 +59,7 @@ class TextRequest(_Strict):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # without effect
+    user: str | None = None  # has no effect
 
     @property
     def stops(self) -> list[str]:
@@ -148,7 +148,7 @@ class ChatRequest(TextRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=_FAR)
     logprobs: bool | None = None
     top_logprobs: _Likeliest | None = None
-    # Labels of the client, without effect.
+    # Labels set by the client; they have no effect.
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -157,7 +157,7 @@ Request = TypeVar("Request", CompletionRequest, ChatRequest)
 
 
 def parse(body: bytearray, kind: type[Request]) -> Request:
-    """Check a request's body. Raises ApiError 400 with the name of the wrong parameter."""
+    """Parse and check a request's body. Raises ApiError 400 with the name of the wrong parameter."""
     try:
         document = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -174,7 +174,7 @@ def parse(body: bytearray, kind: type[Request]) -> Request:
 
 
 def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
-    # A value may match several alternatives in part. Report an error that is not only of the type, else the deepest.
+    # A value may partly match several alternatives. Prefer an error other than a wrong type, then the deepest error.
     found = [(_steps(e["loc"], document), e) for e in error.errors(include_url=False, include_input=False)]
     steps, worst = max(found, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
     param = "".join(f"[{s}]" if isinstance(s, int) else f".{s[:64]}" for s in steps).removeprefix(".")
@@ -187,14 +187,14 @@ def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
 
 
 def _steps(where: Sequence[str | int], document: Any) -> list[str | int]:
-    """Return the keys and indices in pydantic's location, without its names of alternatives."""
+    """Return the keys and indices in pydantic's location, without the names of alternatives in it."""
     steps: list[str | int] = []
     for number, part in enumerate(where):
         inside = isinstance(document, dict) and part in document
         inside = inside or (isinstance(document, list) and isinstance(part, int) and part < len(document))
         if inside:
             document = document[part]
-        elif not (isinstance(document, dict) and number == len(where) - 1):  # a key that is missing
+        elif not (isinstance(document, dict) and number == len(where) - 1):  # a missing key is kept
             continue
         steps.append(part)
     return steps

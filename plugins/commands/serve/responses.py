@@ -15,13 +15,13 @@ class ResponseBuilder(ABC):
     """Builds the response documents of one request from the pieces of its choices, in order."""
 
     prefix: str  # prefix of the ID
-    kind: str  # `object` of a whole document
-    chunk_kind: str  # `object` of a streamed document
+    kind: str  # value of `object` in a whole document
+    chunk_kind: str  # value of `object` in a streamed document
 
     def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
         self._tokenizer, self._prompt_tokens = tokenizer, plan.prompt_tokens
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._choices = [Piece(i, echo) for i, echo in enumerate(plan.echoes)]  # so far
+        self._choices = [Piece(i, echo) for i, echo in enumerate(plan.echoes)]  # choices so far
         self.unfinished = len(self._choices)
 
     def add(self, piece: Piece) -> None:
@@ -37,7 +37,7 @@ class ResponseBuilder(ABC):
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Document], **usage: Any) -> Document:
-        """Return a part of a streamed response; `usage`: if the client asks for it, and None before the last part."""
+        """Return a part of a streamed response; `usage`: only if the client wants it; None before the last part."""
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def usage(self) -> Document:
@@ -115,5 +115,5 @@ class ChatResponse(ResponseBuilder):
 
     def _entry(self, token: int, logprob: float | None) -> Document:
         word = self._decode(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in word  # else the token is only a part of a character
+        whole = "\N{REPLACEMENT CHARACTER}" not in word  # otherwise the token is only a part of a character
         return {"token": word, "logprob": logprob, "bytes": list(word.encode()) if whole else None}

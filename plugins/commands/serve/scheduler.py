@@ -32,7 +32,7 @@ class StepPlan:
 
 
 def run_follower(decoder: Decoder, group: Group) -> None:
-    """Compute the steps that rank 0 plans, until it stops. Collective."""
+    """Compute the steps that rank 0 plans, until rank 0 stops. Collective."""
     while not (plan := group.broadcast(StepPlan())).stop:
         for slot in plan.freed:
             decoder.free(slot)
@@ -52,11 +52,11 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closed = False
         self._free = list(range(limits.batch))[::-1]
-        self._running: dict[int, JobSequence] = {}  # by slot
+        self._running: dict[int, JobSequence] = {}  # slot -> sequence
         self._plan = StepPlan()  # the next step, as far as it is known
 
     def submit(self, jobs: list[Job]) -> None:
-        """Take all of these jobs, or none. Raises ApiError 429 if too many wait already, 503 if the server stops."""
+        """Accept all of these jobs or none. Raises ApiError 429 if too many wait, or 503 if the server is stopping."""
         with self._changed:
             if self._closed:
                 raise _stopping()
@@ -76,13 +76,13 @@ class Scheduler:
 
     @property
     def busy(self) -> tuple[int, int]:
-        """Numbers of running and of waiting completions."""
+        """Number of running completions, and number of waiting ones."""
         return len(self._running), sum(job.slots for job in list(self._waiting))
 
     # ---- the computing thread
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until `stopping`; then refuse new jobs, and finish the others within `finish_seconds`."""
+        """Serve until `stopping` returns True; then refuse new jobs, and finish the others within `finish_seconds`."""
         while not stopping():
             self._step()
         with self._changed:
@@ -157,9 +157,9 @@ class Scheduler:
             self._plan.tokens[slot] = token
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
-        """Drop the jobs of a failed forward, for example out of memory. With several ranks, raise the error.
+        """Drop the jobs of a failed forward (out of memory, for example); with several ranks, raise the error.
 
-        The forward may not have failed on the other ranks.
+        On the other ranks, the forward may have succeeded.
         """
         if self._group.size > 1:
             raise error

@@ -125,13 +125,13 @@ def listen(options: ServerOptions) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
-    # Connections inherit this option, and asyncio does not set it. Without it, the beginning of a text waits 40 ms.
+    # Connections inherit this option, and asyncio does not set it. Without it, the first token is delayed by 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def allow_open_files(wanted: int) -> None:
-    """Raise the limit of open files and connections to `wanted`, or as far as allowed."""
+    """Raise the limit on open files and connections to `wanted`, or as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)

@@ -21,7 +21,7 @@ from .requests import ChatRequest, CompletionRequest, TextPart, TextRequest
 
 _TOO_LONG = "context_length_exceeded"
 _LIMITS: dict[type, str] = {TooLate: "encoding_timeout", LimitError: "encoding_failed"}
-_USUAL_TOKENS = 16  # limit of a completion without max_tokens; OpenAI's default
+_USUAL_TOKENS = 16  # token limit of a completion without max_tokens; OpenAI's default
 
 Deliver = Callable[[Event], None]
 
@@ -32,7 +32,7 @@ class RequestPlan:
 
     jobs: list[Job] = field(default_factory=list)
     prompt_tokens: int = 0
-    echoes: list[str] = field(default_factory=list)  # by choice: the text before the completion
+    echoes: list[str] = field(default_factory=list)  # for each choice, the text before the completion
 
 
 class Service:
@@ -43,7 +43,7 @@ class Service:
     ) -> None:
         self.name, self.model, self.limits, self.chat_format = name, model, limits, chat_format
         self._tokenizer, self.encoders = tokenizer, encoders
-        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound of a token's characters
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound on the characters of a token
 
     def completion(self, request: CompletionRequest, deliver: Deliver) -> RequestPlan:
         """Return the jobs of a completion request."""

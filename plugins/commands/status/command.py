@@ -1,4 +1,4 @@
-"""`crosstrain status`: print one line for each run below some folders."""
+"""`crosstrain status`: print one line for each run below the given folders."""
 
 import argparse
 import json

@@ -16,9 +16,9 @@ from crosstrain.utils.files import last_checkpoint, read_end
 
 _END = 1 << 16  # bytes read from the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
-# Beginnings of lines that add nothing to a run's state: the numbers of a step, and the list of commands at the end.
+# Beginnings of lines that say nothing about a run's state: step metrics, and the list of commands at the end.
 _ADDS_NOTHING = re.compile(r"(step +\d+/\d+ |iteration +\d|time \(ms\) |memory \(MB\) |open next:)")
-# Beginning of a log line -> state of the run; the last such line counts. Only a start of training logs the third one.
+# Beginning of a log line -> state of the run; the last such line counts. The third is logged when training starts.
 _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": "died"}
 
 
@@ -30,10 +30,10 @@ class Status:
     state: str  # running, finished, stopped (by a signal), or died
     step: int | None  # last logged step
     max_iters: int | None
-    loss: float | None  # of that step
+    loss: float | None  # loss of that step
     checkpoint: int | None  # step of the last checkpoint; its files are not read
-    silent_seconds: float  # since the last line of the log
-    last_line: str  # last line of the log, except for the numbers of a step
+    silent_seconds: float  # seconds since the last line of the log
+    last_line: str  # last line of the log other than step metrics
 
 
 def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:

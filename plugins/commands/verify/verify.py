@@ -1,4 +1,4 @@
-"""Accept a runner: compare it with plain torch in every part of a run, and write a page of the results."""
+"""Accept a runner: compare it with plain torch in every part of a run, and write a page with the results."""
 
 import json
 import tempfile
@@ -30,14 +30,14 @@ from ..export.folder import export
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
 _REST = "the rest"  # name of the check that lists what was not tried
 
-Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the finding, or the reason not to try
+Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the finding, or why it was not tried
 
 
 def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
     """Return the checks of each runner in Markdown, and the command that made them."""
     lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
     untried = {row for rows in checks.values() for row in rows if row[0] == _REST}
-    if len(untried) == 1:  # the same for all: said once
+    if len(untried) == 1:  # the same for all runners, so say it once
         lines += ["", f"Not tried: {next(iter(untried))[2]}."]
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
@@ -54,7 +54,7 @@ def verify(
 ) -> Iterator[tuple[str, Check]]:
     """Compare runners such as zero2@4 with plain torch in one process; yield labels and findings.
 
-    The checks cover every part of a run. A runner without a number of workers gets `nproc_per_node`. If `runners` is
+    The checks cover every part of a run. A runner without a number of workers uses `nproc_per_node`. If `runners` is
     empty, the project's own runner is verified. Raises UserError if one process cannot train the project.
     """
     own = load_config(project, options).run.runner
@@ -144,7 +144,7 @@ class _Acceptance:
         return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
 
     def _export(self) -> tuple[str, str]:
-        """Export the checkpoint, and let plain torch open it like any published model, in a new process."""
+        """Export the checkpoint, and open it with plain torch like any published model, in a new process."""
         folder, model = tempfile.mkdtemp(dir=self.race.scratch), model_on_meta(self.config)
         checkpoint, sources = find_checkpoint(Path(self.config.run.output_dir)), PretrainedWeights.of(model)
         export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.export.merges())
