@@ -1,4 +1,4 @@
-"""Memory in use, utilisation and peak throughput of a device."""
+"""Memory in use, utilization and peak throughput of a device."""
 
 import resource
 import sys
@@ -8,7 +8,7 @@ import torch
 
 MIB = 1 << 20
 
-# Dense bf16/fp16 FLOP/s from the vendors' data sheets, by a part of the device's name.
+# Part of the device's name -> dense bf16/fp16 FLOP/s from the vendor's data sheet.
 _PEAK_HALF = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "H800": 989e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,

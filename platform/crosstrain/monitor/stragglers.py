@@ -11,11 +11,11 @@ from statistics import median
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 
-SLOWER = 1.5  # a straggler takes at least this many times the median of the other ranks,
-SLOWER_MS = 10.0  # and at least this many milliseconds more,
-IN_A_ROW = 2  # in this many logged steps in a row
-WAITING = 0.25  # waiting for data is reported from this share of the time,
-WAITING_MS = 5.0  # if it is at least this many milliseconds per step
+SLOWER = 1.5  # a straggler takes at least this many times as long as the median of its peers,
+SLOWER_MS = 10.0  # and at least this many milliseconds longer,
+IN_A_ROW = 2  # in this many consecutive logged steps
+WAITING = 0.25  # data waits are reported if they take at least this fraction of the time,
+WAITING_MS = 5.0  # and at least this many milliseconds per step
 
 
 class StragglerDetector:
@@ -28,7 +28,7 @@ class StragglerDetector:
         self._times_told: dict[str, int] = {}
 
     def check(self, ranks: Group, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
-        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
+        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the previous one. Collective.
 
         `waited`: seconds that this rank waited for data in this interval. Returns the longest wait of any rank, and
         sentences about problems.
@@ -55,7 +55,7 @@ class StragglerDetector:
         return self._seldom(key, f"{key}: at step {step}, as at the logged one before, its {problem}")
 
     def _data_bound(self, step: int, steps: int, seconds: float, waited: list[float]) -> str | None:
-        if self._checks == 1:  # the loader's processes started in this interval
+        if self._checks == 1:  # the data-loading processes started in this interval
             return None
         bad = [r for r, w in enumerate(waited) if w >= WAITING * seconds and 1000 * w / steps >= WAITING_MS]
         if not bad:

@@ -43,7 +43,7 @@ def missing(what: str, package: str) -> UserError:
 
 
 def require(module: str, what: str) -> Any:
-    """Import a module of an extra. Raises UserError, with the extra's name, if it is not installed."""
+    """Import a module that belongs to an extra. Raises UserError, with the extra's name, if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -28,7 +28,7 @@ class Bond:
 
 
 def on_parents_death(number: signal.Signals, parent: int | None = None) -> None:
-    """Have the kernel signal this process when its parent ends (Linux). Ends it if `parent` has already ended."""
+    """Have the kernel signal this process when its parent ends (Linux). Exits if `parent` has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):

@@ -11,7 +11,7 @@ from crosstrain.utils.limited_process import address_space
 
 
 class OutOfTime(BaseException):
-    """The end of a time limit. It is not an Exception, because libraries could catch that."""
+    """A time limit was exceeded. This is not an Exception, because libraries could catch that."""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ of these may be used. Code that opens a source named by the configuration calls 
 
 A run signs its configuration with a key that only this user can read, so the user's own checkpoints need no flag. A
 valid signature shows that this user trained with exactly this configuration. It covers nothing else, in particular not
-the weights: those are only ever read as numbers.
+the weights, which are only ever read as tensors.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ def signature(config: Mapping[str, Any]) -> str | None:
     `run.runner`.
     """
     key = _key(create=True)
-    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # normalised as it will be read
+    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # normalized, as it will be read back
 
 
 def is_own(config: Mapping[str, Any], signed: Any) -> bool:
