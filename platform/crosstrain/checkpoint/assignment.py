@@ -36,7 +36,7 @@ def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
 
 
 def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
-    """Choose a writer for each distinct box, largest first: the holder with the least to write so far.
+    """Choose a writer for each distinct box: the holder with the least to write so far. Large boxes come first.
 
     The choice is deterministic, so every rank computes the same result from the same holdings. Raises CheckpointError
     if ranks disagree about a tensor's shape or dtype.

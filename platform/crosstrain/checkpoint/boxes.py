@@ -29,7 +29,7 @@ def own_kind(rank: int, kind: str) -> str:
 
 
 def shared_kind(kind: str) -> str:
-    """Return the kind without the rank, for one rank's separate copy of a tensor; return any other kind unchanged."""
+    """Return `kind` without the rank that `own_kind` added, if any."""
     prefix, _, name = kind.removeprefix(RUNNER).partition(":")
     return name if kind.startswith(RUNNER) and prefix.isdecimal() else kind
 

@@ -60,11 +60,12 @@ class _Save:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run under `root`. With `run`, the run's ID, other runs' checkpoints are kept.
+    """Writes the checkpoints of one run under `root`.
 
-    `group` must be a separate process group, so that background saves do not mix with training's collectives. On rank
-    0, `write_model_config(folder)` writes the Hugging Face configuration, and `write_parts(folder, reader)` writes
-    further files that are derived from the parameters.
+    If the run's ID is given as `run`, checkpoints of other runs are neither replaced nor deleted. `group` must be a
+    separate process group, so that background saves do not mix with training's collectives. On rank 0,
+    `write_model_config(folder)` writes the Hugging Face configuration, and `write_parts(folder, reader)` writes further
+    files that are derived from the parameters.
     """
 
     def __init__(
@@ -186,7 +187,8 @@ class Checkpointer:
         folders.remove(temporary)
         if (url := storage.origin(temporary)) is not None:
             if has_manifest(temporary):
-                folders.check_own(temporary, self.run)  # our own one is damaged: the run resumed from an earlier step
+                # If this checkpoint is our own, it is damaged: otherwise the run would have resumed from it.
+                folders.check_own(temporary, self.run)
                 storage.rename(url, f"{url}.damaged")
             storage.remove(url)
         else:
@@ -273,7 +275,8 @@ class Checkpointer:
                 raise CheckpointError(f"another process has put {storage.join(url, MANIFEST)} meanwhile")
         else:
             if os.path.lexists(final):
-                folders.check_own(final, self.run)  # our own one is damaged: the run resumed from an earlier step
+                # If this checkpoint is our own, it is damaged: otherwise the run would have resumed from it.
+                folders.check_own(final, self.run)
                 damaged = final.with_name(f"{final.name}.damaged")
                 folders.remove(damaged)
                 os.rename(final, damaged)

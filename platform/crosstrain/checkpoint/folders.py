@@ -245,7 +245,7 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return True for a Hugging Face model folder that is no checkpoint, partial checkpoint or run folder of ours."""
+    """Return True for a Hugging Face model folder that is not also a checkpoint, a partial one or a run's folder."""
     ours = (MANIFEST, STATE, "checkpoints")
     return (folder / "config.json").is_file() and not any(os.path.lexists(folder / own) for own in ours)
 

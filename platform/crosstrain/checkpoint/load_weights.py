@@ -46,7 +46,7 @@ class PretrainedWeights:
             reader.verify()
 
     def summary(self, names: Collection[str]) -> list[str]:
-        """Return lines that describe the source of each model parameter, and the unused tensors of the folders.
+        """Return lines for the log: how many parameters each folder provides, and how many others it has.
 
         Raises CheckpointError for a parameter that its folder lacks, and for a parameter of an earlier run that the
         model does not use.
@@ -217,7 +217,7 @@ def _check_used(reader: Reader, extra: set[str]) -> None:
 
 
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:
-    """Raise CheckpointError if parameters that share a scalar of optimizer state have different ones stored."""
+    """Raise CheckpointError if a shared scalar of the optimizer state differs between parameters in the checkpoint."""
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
     users = Counter(s.pieces[0].data.data_ptr() for s in scalars)
     scalars = [s for s in scalars if users[s.pieces[0].data.data_ptr()] > 1]

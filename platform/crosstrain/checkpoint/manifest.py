@@ -1,7 +1,7 @@
 """The manifest and other JSON files of a checkpoint. They may be untrusted: every value is checked before use.
 
 A manifest that passes the checks is small enough to process, refers only to files in its folder, and contains only
-printable names, and the boxes fit into their files.
+printable names. Its boxes fit into their files.
 """
 
 import hashlib
@@ -121,8 +121,8 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
 
     Raises CheckpointError if the manifest is missing, differs from the text that was written, is malformed or names a
     path outside the folder; if the boxes of a tensor do not tile it exactly once; and if the boxes in a file are
-    larger than the file. Raises IncompatibleCheckpointError if its sum is right but this release cannot read its
-    version.
+    larger than the file. Raises IncompatibleCheckpointError if its checksum is correct but this release cannot read
+    its version.
     """
     path = folder / MANIFEST
     text = _read(path, MOST_BYTES)

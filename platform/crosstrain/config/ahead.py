@@ -74,7 +74,7 @@ class AheadChecker(Checker):
 
 
 class _StandIn:
-    """Stand-in for anything in a library that is not imported. It serves in definitions; checks on it raise Unread."""
+    """Stand-in for anything in a library that is not imported. Definitions may use it; checks on it raise Unread."""
 
     defining: ClassVar = False  # True while modules are imported
 

@@ -286,7 +286,7 @@ class _Builder:
         return [sources.read_yaml(known[variant], ("model",))]
 
     def _presets(self, key: Key, name: str, files: dict[str, Path]) -> tuple[str, list[sources.Layer]]:
-        """Return the name of the component behind `name`, and the presets on the way to it, lowest first."""
+        """Return the name of the component behind `name`, and the presets that lead to it, lowest first."""
         found: list[sources.Layer] = []
         while file := files.pop(name, None):
             layer = sources.read_yaml(file, key)

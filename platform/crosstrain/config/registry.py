@@ -1,9 +1,9 @@
 """The registry of components: maps (kind, name) to a class or function, loaded on first use.
 
 The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
-parsed when components of a kind that its text mentions are requested, and imported when one of its components is
-requested. A broken plugin, or one with missing dependencies, therefore affects only itself, and listing the components
-imports nothing.
+parsed only when a kind that its text mentions is requested, and imported only when one of its components is requested.
+A broken plugin, or one with missing dependencies, therefore affects only itself, and listing the components imports
+nothing.
 """
 
 import ast

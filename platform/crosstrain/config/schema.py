@@ -17,7 +17,7 @@ Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
 
 class OptionError(ConfigError):
-    """An error for `__post_init__` of options dataclasses. The checker adds the file and line of field `key`."""
+    """An error to raise in an options dataclass's `__post_init__`. The checker adds file and line of field `key`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")

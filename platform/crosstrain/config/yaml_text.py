@@ -15,7 +15,7 @@ DEEPEST = 50
 
 
 class Unreadable(Exception):
-    """A text that is not YAML or exceeds the limits. `line` counts from 1; None if it is unknown."""
+    """A text is not valid YAML or exceeds the limits. `line` counts from 1; None if it is unknown."""
 
     def __init__(self, message: str, mark: yaml.Mark | None = None) -> None:
         super().__init__(message)

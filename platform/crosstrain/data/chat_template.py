@@ -22,7 +22,7 @@ TrainOn = Literal["assistant", "last", "all"]
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Text before a reply without reasoning. The prompt may already contain its beginning.
 _NO_THOUGHT = ("", "<think></think>", "</think>")
-_OPENING = 64  # maximum number of leading characters of an answer that may already be in the prompt
+_OPENING = 64  # maximum number of an answer's first characters that may already be in the prompt
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning; a template reads one of them
 
 
@@ -124,7 +124,7 @@ class ChatTemplate:
         """
         self._check(messages, tools)
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        weight = int(train_on != "all")  # weight of turns to find: 1, targets; with "all" 0, excluded turns
+        weight = int(train_on != "all")  # find turns of this weight: 1 for targets; with "all", 0 for excluded ones
         others = [n + 1 for n, m in enumerate(messages) if n not in own and m.get("weight") == weight]
         refuse_if(
             others, f"turns {others} have weight {weight}, which train_on: {train_on} takes of the assistant only"
@@ -183,7 +183,7 @@ class ChatTemplate:
     def _with_end(
         self, text: str, span: tuple[int, int], message: Message, number: int, strict: bool
     ) -> tuple[int, int]:
-        """Extend a span to the token that ends the turn. Raises ChatError if there is none or the turn was changed."""
+        """Extend a span to the token that ends the turn. Raises ChatError if there is none or the text was changed."""
         start, stop = span
         turn = text[start:stop]
         found = list(self._special_token.finditer(turn))

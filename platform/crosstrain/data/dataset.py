@@ -22,17 +22,17 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class ReadContext:
-    """The rank that reads a split in a run, and its first sample."""
+    """The rank that reads a split, and the first sample that the run reads."""
 
     seed: int
-    start: int  # sample number of the first sample to read; above 0 after a resume
+    start: int  # sample number of the first sample; above 0 after a resume
     rank: int  # data-parallel rank
     size: int
 
 
 @dataclass(kw_only=True)
 class SplitOptions:
-    """Splits as shares of the same files, or as separate files of which everything is used."""
+    """Splits as shares of the same files, or as separate files that are used entirely."""
 
     files: ClassVar[str] = "path"  # name of the option with the files to split
     # relative shares of train, val and test, in file order
@@ -80,7 +80,7 @@ class Dataset(ABC):
     documents: bool = False  # True: position_ids restart at each document, which keeps documents in a sample separate
     row_layout: str | None = None  # layout of the rows of a sample, for an objective; None: rows are independent
     digest: str = ""  # hash of the samples' contents, which identifies their cached reference values
-    reference: np.ndarray | None = None  # reference values [samples, rows]; `get` adds a sample's as "reference"
+    reference: np.ndarray | None = None  # reference values [samples, rows]; `get` returns a sample's as "reference"
     notice: str = ""  # a sentence to show at each start, for example about dropped rows
     far: bool = False  # True: samples are fetched remotely, so `announce` is called before `get`
     indexed: bool = True  # False: `get` ignores the index and returns the next sample of a stream
@@ -128,7 +128,7 @@ class Dataset(ABC):
     def shapes(cls, options: Any) -> Batch | None:
         """Return a batch of one sample of maximum length, on the meta device, without opening the data.
 
-        Used for the plan. None, the default, if the shapes are unknown until the data exists.
+        Used for planning. None, the default, if the shapes are unknown until the data exists.
         """
         return None
 
@@ -164,7 +164,7 @@ class Dataset(ABC):
         return None
 
     def shorten(self, batch: Batch, length: int) -> Batch:
-        """Return the first `length` tokens of every sample of a batch. By default, UserError is raised."""
+        """Return the first `length` tokens of every sample of a batch. Raises UserError by default."""
         raise UserError(f"samples of {type(self).__name__} cannot be shortened, as run.curriculum asks: leave it out")
 
     def collate(self, samples: list[Sample]) -> Batch:

@@ -183,7 +183,7 @@ def evaluation_batches(
     """
     dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    # First sample of each of this rank's micro batches. It is past the end if only other ranks have one more.
+    # First sample of each micro batch of this rank. It is past the end if only other ranks still have samples.
     starts = [first + dp_rank * micro_batch for first in range(0, total, micro_batch * dp_size)]
     mine = [range(start, min(start + micro_batch, total)) or range(min(micro_batch, total)) for start in starts]
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index

@@ -21,7 +21,7 @@ _ROUNDS = 12
 class Permutation:
     """A bijection of range(n) that looks random and depends on `key`: `Permutation(n, key)(i)`.
 
-    n: from 1 to 2**62; ValueError is raised for any other. key: any int; only its low 64 bits are used.
+    n: from 1 to 2**62; raises ValueError for any other. key: any int; only its low 64 bits are used.
     """
 
     def __init__(self, n: int, key: int) -> None:

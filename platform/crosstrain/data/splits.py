@@ -69,7 +69,7 @@ def is_prepared(config: Config) -> bool:
 
 
 def vocabulary_size(config: Config) -> int | None:
-    """Return the tokenizer's vocabulary size before data is prepared; None if the tokenizer is not a local one."""
+    """Return the tokenizer's vocabulary size before the data is prepared; None if the tokenizer is not a local path."""
     component = training_dataset(config)
     name = registry.get("dataset", component.name).tokenizer_of(component.options)
     if name is None or not Path(name).expanduser().exists():

@@ -220,7 +220,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
 
 
 def _in_parts(text: str) -> Iterator[str]:
-    """Yield the parts of a text in which words longer than `_LONG` characters are split."""
+    """Split a text inside words longer than `_LONG` characters, and yield the parts."""
     start = 0
     for found in _LONG_WORDS.finditer(text):
         for stop in range(found.start() + _LONG, found.end(), _LONG):

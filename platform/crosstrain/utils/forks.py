@@ -1,4 +1,4 @@
-"""Forked processes that start reliably even if this process has threads."""
+"""Forked processes that start reliably even if the parent process has threads."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class _CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """A multiprocessing context in which `start` returns once the process runs. Raises OSError if none does."""
+    """A multiprocessing context whose `start` returns once the process runs, and raises OSError if it never does."""
 
     Process = _CheckedProcess

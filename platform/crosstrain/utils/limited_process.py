@@ -1,4 +1,4 @@
-"""Run a function in a separate process, with limits on memory and computing time."""
+"""Run a function in a separate process, with limits on memory and CPU time."""
 
 import ctypes
 import gc
@@ -18,7 +18,7 @@ from crosstrain.utils.forks import CheckedForkContext
 _PER_SECOND = 20_000  # bytes of text for which a call gets one more second
 _PER_BYTE = 400  # additional bytes of memory per byte of text
 _PATIENCE = 0.5  # seconds after which an urgent call gets a lower priority
-_WAITING = 20  # maximum seconds of wall time per second of computing time, as the machine may be busy
+_WAITING = 20  # maximum wall time per unit of CPU time, as the machine may be busy
 _IDLE = 60.0  # seconds without a call after which the process ends
 
 
@@ -51,7 +51,7 @@ class LimitedProcess:
         urgent: bool = False,
         advice: str = "shorten the text, or use others",
     ) -> None:
-        """name: subject of error messages. memory: bytes beyond the caller's own. seconds: computing time per call.
+        """name: subject of error messages. memory: bytes beyond the caller's own. seconds: CPU time per call.
 
         urgent: somebody waits for the result, so `seconds` is wall time. advice: what to do when a limit is exceeded.
         """
@@ -140,7 +140,7 @@ class LimitedProcess:
 
 
 def _take_free_memory() -> None:
-    """Allocate the large blocks that malloc has free, so that each later large allocation grows the address space.
+    """Allocate the large free blocks that malloc keeps, so that each later large allocation grows the address space.
 
     Call this while the address space cannot grow. Nothing is written to the blocks, so no memory is used.
     """

@@ -38,7 +38,7 @@ def _as_typed(program: Path) -> Path:
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn a plugin's exception in the block into a TrainingError that starts with `what` and names the line."""
+    """Turn a plugin's exception in the block into a TrainingError that starts with `what` and ends with the line."""
     try:
         yield
     except Exception as error:

@@ -29,7 +29,7 @@ _KEY_BYTES = 32
 
 
 class Trust(IntEnum):
-    """Level of trust: the kinds of decisions that a configuration may make."""
+    """Level of trust: the kinds of sources that a configuration may name."""
 
     NOTHING = 0  # a checkpoint from others: open no data and no pretrained weights
     DATA = 1  # the user's own or a trusted checkpoint: read, prepare and fetch the data that it names
@@ -50,7 +50,7 @@ def limited_to(trust: Trust) -> Iterator[None]:
 
 
 def check_source(what: str) -> None:
-    """Raise ConfigError unless the configuration may name data and weights to open. `what` names them."""
+    """Raise ConfigError unless the configuration may name data and weights to open. `what` is the source."""
     if _current.get() < Trust.DATA:
         raise ConfigError(
             f"{what} is named by a checkpoint that was not trained under this account, so it is not opened; if you "

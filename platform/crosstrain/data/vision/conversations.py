@@ -93,7 +93,7 @@ class ConversationEncoder:
     def sample(self, conversations: Sequence[Conversation]) -> Sample:
         """Return input_ids and labels [length]. Several conversations about the same images share their common prefix.
 
-        In that case `segments` has the conversation of each token (`SHARED`, 1, 2, ...), and `position_ids` restart
+        In that case `segments` gives the conversation of each token (`SHARED`, 1, 2, ...), and `position_ids` restart
         after the prefix for each conversation. If tokens attend only to the shared ones and to their own segment, the
         model computes the same as for one conversation at a time. Raises SampleError if there are no targets.
         """

@@ -46,8 +46,8 @@ class TextProcessor(Protocol):
     """A processor of annotations into conversations about their images."""
 
     style: Style
-    # Keys of annotations that it reads: KEY, or KEY.NAME for a name within a list of objects. Other keys are reported
-    # as unused. Without `keys`, nothing is reported.
+    # Annotation keys that the processor reads: KEY, or KEY.NAME for a name within a list of objects. Other keys are
+    # reported as unused. Without `keys`, nothing is reported.
     keys: Collection[str]
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
@@ -126,7 +126,7 @@ class VqaDataset(Dataset):
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
         """Make the prompt builder for a model trained on such data. The data need not exist.
 
-        tokenizer: folder of a checkpoint's tokenizer. Raises UserError if the data is not conversations.
+        tokenizer: folder of a checkpoint's tokenizer. Raises UserError if such data has no conversations.
         """
 
 
@@ -236,7 +236,7 @@ class ImageDataset(VqaDataset):
             raise DataError(f"{self._name()}: a sample is too long: {reason}; raise max_length or set too_long")
         cut = {key: value[:limit] for key, value in sample.items()}
         if self.options.too_long == "skip" or (cut["labels"] < 0).all() or (sample["input_ids"][limit:] < 0).any():
-            raise SampleError(reason)  # also if no target would remain, or an image would be cut
+            raise SampleError(reason)  # also raised if no target would remain, or an image would be cut
         return cut
 
     def skip(self, index: int, reason: str) -> None:
