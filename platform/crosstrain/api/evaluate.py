@@ -27,7 +27,7 @@ from crosstrain.utils.optional_deps import require
 from crosstrain.utils.processes import main_hidden
 from crosstrain.utils.units import finite
 
-_MICRO_BATCH = 8  # samples per forward if the run has no micro_batch_size; does not affect the result
+_MICRO_BATCH = 8  # samples per forward pass if the run has no micro_batch_size; does not affect the result
 
 Talk = Callable[[OpenModel, dict[str, Any]], list[dict[str, Any]]]
 
@@ -127,7 +127,7 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | Non
             )
         if talk is not None:
             results["completions"] = talk(model, job)
-        if job["splits"]:  # last, because only this part needs the objective
+        if job["splits"]:  # do this last: only this part needs the objective
             runner.objective = make_objective(config, runner.model)
         for split in job["splits"]:
             dataset = _open_split(config, split, checkpoint)

@@ -122,7 +122,7 @@ def open(
     trust_data: bool = False,
     weights: str | None = None,
 ) -> OpenModel:
-    """Open a checkpoint, the newest of a run's folder, or a language model's Hugging Face folder, in this process.
+    """Open a checkpoint, a run's newest checkpoint, or a language model's Hugging Face folder, in this process.
 
     The configuration is the checkpoint's or `project`'s, overridden by `options`. Checkpoints never run code. Data and
     weights named by a checkpoint from others are opened only with `trust_data`. weights: name of a callback, such as

@@ -48,7 +48,7 @@ class Run:
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The folder of the checkpoint with the lowest validation loss. None without `run.save_best`."""
+        """The folder of the checkpoint with the lowest validation loss, or None without `run.save_best`."""
         return self._checkpoint("best")
 
     def _checkpoint(self, pointer: str) -> Path | None:
@@ -61,7 +61,7 @@ class Run:
         return model.open(self.folder, options, **more)
 
     def _repr_svg_(self) -> str | None:
-        """A plot of the losses over the steps, for IPython. None without losses or without matplotlib."""
+        """Return a plot of the losses over the steps, for IPython, or None without losses or matplotlib."""
         try:
             rows = self.metrics
             with tempfile.TemporaryDirectory() as folder:

@@ -206,7 +206,7 @@ class Reader:
         return Reader(folder, tensors)
 
     def choose(self, weights: str | None) -> None:
-        """Read a callback's weights in place of the parameters. None keeps the parameters.
+        """Read a callback's weights in place of the parameters, or with None keep the parameters.
 
         Raises CheckpointError if the checkpoint has no such weights.
         """

@@ -59,7 +59,7 @@ def remove_partial(root: Path) -> None:
 def run_of(folder: Path) -> str | None:
     """Return the ID of the run that wrote a checkpoint.
 
-    None for a damaged checkpoint, or for one from a release that stored no ID.
+    Returns None for a damaged checkpoint, or for one from a release that stored no ID.
     """
     path = folder / MANIFEST
     try:
@@ -83,7 +83,7 @@ def newest_run(root: Path) -> str | None:
 
 
 def check_own(folder: Path, run: str | None) -> None:
-    """Raise CheckpointError if a run other than `run` wrote the checkpoint. None accepts any run."""
+    """Raise CheckpointError if a run other than `run` wrote the checkpoint. With `run=None`, any run is accepted."""
     if run is not None and run_of(folder) not in (None, run):
         raise CheckpointError(
             f"{folder} is another run's checkpoint and is left alone; move it elsewhere, and name it there as "
@@ -188,7 +188,7 @@ def newest_valid(
     """Return the newest intact checkpoint, and a sentence for each newer, damaged one.
 
     `check` raises CheckpointError for a damaged checkpoint. Raises CheckpointError if a run other than `run` wrote the
-    checkpoint that is found. `run` None: any run.
+    checkpoint that is found. With `run=None`, any run is accepted.
     """
     damaged: list[str] = []
     for step in reversed(steps(root)):

@@ -164,7 +164,7 @@ class RunFolder:
         return read_regular(self.config, _LONGEST_CONFIG, follow=False).decode(errors="replace")
 
     def read_id(self) -> str | None:
-        """Read the ID of the run that owns the folder. None if the folder has no ID."""
+        """Return the ID of the run that owns the folder, or None if the folder has no ID."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             text = (self.path / ".run_id").read_text(encoding="ascii").strip()
             return text if _RUN_ID.fullmatch(text) else None

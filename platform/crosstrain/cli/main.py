@@ -114,7 +114,7 @@ def _unread() -> bool:
 
 
 def _setting(flag: str) -> str:
-    """Return a hint for a flag that is a project setting or a project file, or an empty text for any other flag."""
+    """Return a hint for a flag that is a project setting or a project file, or an empty string for any other flag."""
     from crosstrain.config.hints import hint_of_key
     from crosstrain.config.run_options import RunOptions
 

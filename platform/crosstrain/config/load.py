@@ -87,7 +87,7 @@ ProjectLike = str | os.PathLike[str] | Mapping[str, Any]  # a project file, or i
 def load_config(project: ProjectLike, options: sources.Overrides = (), without: Key = ()) -> Config:
     """Load a project's configuration, from a file or from a dict with the same sections.
 
-    `options` overrides its keys: `key=value` texts as on the command line, or a dict of values by dotted key. The
+    `options` overrides its keys: `key=value` strings as on the command line, or a dict of dotted key -> value. The
     project's own value at the key `without` is left out. Raises ConfigError, one sentence with file, line and key, for
     any mistake. Raises UserError if a component needs a package that is not installed.
     """

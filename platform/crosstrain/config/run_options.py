@@ -230,8 +230,8 @@ class RunOptions:
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the checkpoint with the lowest validation loss
     resume_from: FilePath | None = None  # path or URL of a checkpoint or a run; None: this run's own latest, if any
-    # False: reset the optimizer state once: with resume_from, or after a change of model, optimizer or freeze;
-    # restarts keep it
+    # False: reset the optimizer state once, with resume_from or after a change of model, optimizer or freeze; later
+    # restarts keep the state
     resume_optimizer: bool = True
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 

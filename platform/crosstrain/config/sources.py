@@ -89,7 +89,7 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     return Layer(label, tree, dict(_lines(root, at)))
 
 
-# texts `a.b=value` with YAML values, or dotted key -> value
+# strings `a.b=value` with YAML values, or dotted key -> value
 Overrides = Iterable[str | tuple[str, Any]] | Mapping[str, Any]
 
 

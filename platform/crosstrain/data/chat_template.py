@@ -52,9 +52,9 @@ class EncodedChat:
 class ChatTemplate:
     """A tokenizer with its chat template.
 
-    The targets are the assistant's text in its turns, including the token that ends the turn. Templates mark it with
-    `{% generation %}`. In templates without marks, it is the text after the template's generation prompt. That prompt
-    must therefore be a prefix of the rendered conversation.
+    The targets are the assistant's text in its turns, including the token that ends the turn. Templates mark this text
+    with `{% generation %}`. Without marks, the targets are the text after the template's generation prompt, so this
+    prompt must be a prefix of the rendered conversation.
     """
 
     def __init__(self, folder: Path, template: str | None = None) -> None:

@@ -101,7 +101,7 @@ class Dataset(ABC):
     def is_prepared(cls, options: Any) -> bool:
         """Return True if `prepare` has nothing to create, so that a dry run may open the data. Must not write anything.
 
-        By default True if `prepare` is not overridden. Raises DataError if an input of `prepare` is missing.
+        The default is True if `prepare` is not overridden. Raises DataError if an input of `prepare` is missing.
         """
         return cls.prepare.__func__ is Dataset.prepare.__func__  # type: ignore[attr-defined]
 
@@ -128,7 +128,7 @@ class Dataset(ABC):
     def shapes(cls, options: Any) -> Batch | None:
         """Return a batch of one sample of maximum length, on the meta device, without opening the data.
 
-        Used for planning. None, the default, if the shapes are unknown until the data exists.
+        Used for planning. Returns None, the default, if the shapes are unknown until the data exists.
         """
         return None
 
@@ -156,7 +156,7 @@ class Dataset(ABC):
         return place
 
     def location(self, index: int) -> str:
-        """Return a readable location of sample `index`, such as a file and line. Empty by default."""
+        """Return a readable location of sample `index`, such as a file and line. It is empty by default."""
         return ""
 
     def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:

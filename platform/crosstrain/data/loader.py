@@ -161,7 +161,7 @@ def training_steps(
 
 
 def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
-    """Return a batch with only the run's sample `number`, as in training. Not for a streamed dataset."""
+    """Return a batch with only the run's sample `number`, as in training. Streamed datasets do not support this."""
     return dataset.collate([dataset.get(dataset.training_index(seed, number), sample_rng(seed, number))])
 
 

@@ -252,7 +252,7 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
         try:
             os.rename(new, folder)
         except OSError:
-            if not folder.exists():  # otherwise the same content was saved before
+            if not folder.exists():  # if it exists, the same content was saved before
                 raise
         else:
             warn_if_rebuilt(spec)

@@ -34,7 +34,7 @@ def memory_mb(device: torch.device) -> dict[str, float]:
 
 
 def gpu_utilisation(device: torch.device) -> float | None:
-    """Return the percentage of recent time in which the GPU was busy. None without a GPU or nvidia-ml-py."""
+    """Return the percentage of recent time in which the GPU was busy, or None without a GPU or nvidia-ml-py."""
     try:
         return float(torch.cuda.utilization(device)) if device.type == "cuda" else None
     except Exception:  # nvidia-ml-py and each driver raise their own errors
@@ -42,7 +42,7 @@ def gpu_utilisation(device: torch.device) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of the device in this precision. None unless it is a known GPU in half precision."""
+    """Return the peak FLOP/s of the device in this precision, or None unless it is a known GPU in half precision."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)

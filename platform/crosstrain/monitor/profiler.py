@@ -11,7 +11,7 @@ from crosstrain.utils.logging import log
 
 
 class Profiler:
-    """Profiles this rank in the windows of `options`, and writes a folder below `folder` for each.
+    """Profiles this rank in the windows of `options`, and writes a folder for each window below `folder`.
 
     Does nothing without options, or if they do not include this rank. A run that resumes inside a window profiles the
     rest of it. A window is profiled only once, even if its steps are repeated after a rollback.

@@ -2,8 +2,8 @@
 
 Forward and backward times are compared between ranks that do the same work on different samples. This needs times
 without communication: if an engine communicates in both passes (FSDP, ZeRO 3), the other ranks wait there for a slow
-rank, all ranks take equally long, and none is reported. If it communicates only in the backward, the forward times
-still identify the rank.
+rank, all ranks take equally long, and none is reported. If it communicates only in the backward pass, the forward
+times still identify the rank.
 """
 
 from statistics import median

@@ -122,7 +122,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a question with the closest match for `name` in `known`, or `otherwise` if none is close."""
+    """Return "did you mean NAME?" with the closest match for `name` in `known`, or `otherwise` if none is close."""
     near = difflib.get_close_matches(name[:100], list(known), n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 

@@ -42,7 +42,7 @@ def missing(path: str | os.PathLike[str], candidates: Sequence[Path]) -> str:
 
 
 def near(*candidates: Path) -> str:
-    """Return a question with the closest existing name for one of `candidates`, or "" if none is close."""
+    """Return "did you mean NAME?" with an existing name close to one of `candidates`, or "" if none is close."""
     for candidate in candidates:
         with suppress(OSError, ValueError):
             for name in difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1):

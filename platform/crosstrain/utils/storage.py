@@ -202,7 +202,7 @@ def _tried(url: str, action: Callable[[Any, str], T]) -> T:
             if status in (401, 403) or any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
                 reason = "the credentials were refused, are missing or have expired"
             elif attempt < (_ATTEMPTS if time.monotonic() < began + _PATIENCE else 2):
-                time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # random, so that ranks do not retry at once
+                time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # ranks should not all retry at once
                 continue
             else:
                 reason = f"no success in {attempt} attempt(s)"

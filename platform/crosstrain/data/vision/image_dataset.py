@@ -60,7 +60,7 @@ class TextProcessor(Protocol):
         """Return (conversation up to the answer, answer, kind of question) for every question."""
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Format a chat as in training, for example with the system prompt. By default unchanged."""
+        """Format a chat as in training, for example with the system prompt. By default, it is unchanged."""
         return conversation
 
 
