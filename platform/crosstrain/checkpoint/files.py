@@ -227,8 +227,8 @@ class Reader:
     def verify(self, share: tuple[int, int] | None = None) -> None:
         """Check every file's size and checksums. Raises CheckpointError with the file's name.
 
-        For a bucket, all sizes are checked, but only part of the data is fetched and its checksums verified: the files
-        without tensors, and either the weights or, with `share` = (rank, ranks), this rank's share of all tensors.
+        For a bucket, all sizes are checked, but only the checksums of data that is fetched for this: the files without
+        tensors, and the weights. With `share` = (rank, ranks), this rank's share of all tensors replaces the weights.
         """
         if storage.origin(self.folder) is not None:
             bucket.check_sizes(self.folder, self.files)

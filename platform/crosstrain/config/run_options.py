@@ -164,7 +164,7 @@ class RunOptions:
     # maximum number of times that all workers are restarted from the newest checkpoint after one dies
     max_restarts: NonNegativeInt = 0
 
-    # Length: exactly one of the two.
+    # Length of the run: set exactly one of the two.
     max_iters: Steps | None = None  # attempted steps
     max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
 

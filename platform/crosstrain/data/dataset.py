@@ -80,7 +80,7 @@ class Dataset(ABC):
     documents: bool = False  # True: position_ids restart at each document, which keeps documents in a sample separate
     row_layout: str | None = None  # layout of the rows of a sample, for an objective; None: rows are independent
     digest: str = ""  # hash of the samples' contents, which identifies their cached reference values
-    reference: np.ndarray | None = None  # reference values [samples, rows]; `get` returns a sample's as "reference"
+    reference: np.ndarray | None = None  # reference values [samples, rows]; `get` includes them as "reference"
     notice: str = ""  # a sentence to show at each start, for example about dropped rows
     far: bool = False  # True: samples are fetched remotely, so `announce` is called before `get`
     indexed: bool = True  # False: `get` ignores the index and returns the next sample of a stream

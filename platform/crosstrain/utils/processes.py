@@ -21,7 +21,7 @@ def main_hidden() -> Iterator[None]:
 
 
 class Bond:
-    """An object to pickle for a spawned process. After unpickling it, the process is killed when this one ends."""
+    """An object to pickle for a spawned process. A process that unpickles it is killed when this one ends."""
 
     def __reduce__(self) -> tuple:
         return on_parents_death, (signal.SIGKILL, os.getpid())
