@@ -11,11 +11,13 @@ from statistics import median
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 
-SLOWER = 1.5  # a straggler takes at least this many times as long as the median of its peers,
-SLOWER_MS = 10.0  # and at least this many milliseconds longer,
-IN_A_ROW = 2  # in this many consecutive logged steps
-WAITING = 0.25  # data waits are reported if they take at least this fraction of the time,
-WAITING_MS = 5.0  # and at least this many milliseconds per step
+# A rank is a straggler if it exceeds the median of its peers by both limits in this many consecutive logged steps.
+SLOWER = 1.5  # minimum ratio to the median
+SLOWER_MS = 10.0  # minimum difference from the median
+IN_A_ROW = 2  # number of logged steps
+# Data waits are reported if they reach both limits.
+WAITING = 0.25  # fraction of the time
+WAITING_MS = 5.0  # milliseconds per step
 
 
 class StragglerDetector:

@@ -105,7 +105,7 @@ def _key(create: bool) -> bytes | None:
             with tempfile.NamedTemporaryFile(dir=folder) as new:  # only its owner can read it
                 new.write(secrets.token_bytes(_KEY_BYTES))
                 new.flush()
-                os.link(new.name, path)  # atomic, and does not replace the key of a faster run
+                os.link(new.name, path)  # atomic; keeps the key if a concurrent run was faster
         key = read_regular(path, _KEY_BYTES)
     except FileExistsError:
         return _key(create=False)
