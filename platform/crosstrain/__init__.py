@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# torch loads libgomp. Its threads spin while they wait for each other. If other programs need the cores too, the
+# torch loads libgomp, whose threads spin while they wait for each other. If other programs need the cores too, the
 # spinning threads keep the slowest one from running, and steps take several times as long.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -121,7 +121,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
 __version__ = "0.1.0"
 
 _PACKAGES = ("crosstrain", "crosstrain_plugins")
-_HOMES = {  # from the imports above, so that mypy, editors and Python use the same list
+_HOMES = {  # derived from the imports above, so that mypy, editors and Python use the same list
     alias.name: node.module
     for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
     if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in _PACKAGES

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint on workers: losses of splits, answers to known questions, external tasks."""
+"""Evaluate a checkpoint on workers: losses on splits, questions with reference answers, and external tasks."""
 
 import json
 import tempfile
@@ -27,7 +27,7 @@ from crosstrain.utils.optional_deps import require
 from crosstrain.utils.processes import main_hidden
 from crosstrain.utils.units import finite
 
-_MICRO_BATCH = 8  # samples per forward if the run has no micro_batch_size; does not affect the result
+_MICRO_BATCH = 8  # samples per forward pass if the run has no micro_batch_size; does not affect the result
 
 Talk = Callable[[OpenModel, dict[str, Any]], list[dict[str, Any]]]
 
@@ -48,7 +48,7 @@ def evaluate(
     trust_data: bool = False,
     weights: str | None = None,
 ) -> dict[str, Any]:
-    """Return the document of `crosstrain evaluate --output`: `splits` has each split's loss and perplexity.
+    """Return the results that `crosstrain evaluate --output` writes: `splits` has each split's loss and perplexity.
 
     By default the splits are val and test, if they have samples. The workers are separate processes. Raises UserError,
     and KeyboardInterrupt if the workers were stopped.
@@ -69,8 +69,8 @@ def evaluate(
 def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bool = False, apart: bool = False) -> int:
     """Check the flags in `job`, then start the workers. Returns the exit code.
 
-    `talk` generates further completions; with `alone`, in a single process. With `apart`, even a single worker is a
-    separate process.
+    `talk` generates further completions. With `alone`, there is only one process. With `apart`, even a single worker is
+    a separate process.
     """
     if job["sheet"] and not job["answers"]:
         raise UserError("--sheet: shows what --answers found; give both")
@@ -99,7 +99,7 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
 
 
 def _open_split(config: Config, split: Split, checkpoint: Path) -> Dataset:
-    """Open a split, with the reference numbers that the checkpoint's run measured for its objective."""
+    """Open a split, with the reference values that the checkpoint's run measured for its objective."""
     dataset, objective = open_split(config, split), config.run.objective
     if objective is not None and registry.get("objective", objective.name).needs_reference:
         dataset.reference = read_reference(checkpoint, dataset)
@@ -127,7 +127,7 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | Non
             )
         if talk is not None:
             results["completions"] = talk(model, job)
-        if job["splits"]:  # last, because only this part needs the objective
+        if job["splits"]:  # do this last: only this part needs the objective
             runner.objective = make_objective(config, runner.model)
         for split in job["splits"]:
             dataset = _open_split(config, split, checkpoint)

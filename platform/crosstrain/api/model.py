@@ -26,7 +26,7 @@ Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, in Op
 
 
 class OpenModel(AbstractContextManager["OpenModel"]):
-    """A model for generation, chat and evaluation. Collective if several ranks opened it.
+    """A model for generation, chat and evaluation. Its methods are collective if several ranks opened it.
 
     Text needs the tokenizer in the checkpoint. Prompts are encoded in a separate process, which ends with `close` or
     with the `with` block. Methods raise UserError for invalid prompts. `sampling` is max_new_tokens (64), temperature
@@ -34,11 +34,11 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     """
 
     def __init__(self, config: Config, checkpoint: Path, *, text: bool = False, weights: str | None = None) -> None:
-        config = replace(config, run=replace(config.run, objective=None))  # only for training
+        config = replace(config, run=replace(config.run, objective=None))  # only training needs it
         self.config, self.checkpoint = config, checkpoint
         self.runner = make_runner(config)
         self.runner.setup()
-        if text:  # before the model is loaded
+        if text:  # load the tokenizer first, so that its errors come early
             _ = self.encoders
         load_model(config, self.runner, checkpoint, weights)
 
@@ -48,7 +48,10 @@ class OpenModel(AbstractContextManager["OpenModel"]):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model in evaluation mode. A language model's `lm` is from transformers, possibly with padded rows."""
+        """The model in evaluation mode.
+
+        The `lm` of a language model is the model from transformers. Its vocabulary may be padded.
+        """
         return self.runner.model.eval()
 
     @cached_property
@@ -68,8 +71,8 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     def chat(self, messages: str | Turns, *, images: Sequence[str | Path] = (), **sampling: Any) -> str:
         """Return the answer to a message, or to the last message of a conversation, formatted as in training.
 
-        The format is the tokenizer's chat template, or for a dataset with images the dataset's own. images: files for
-        the first user message.
+        The format is the tokenizer's chat template, or for a dataset with images the dataset's own. images: image files
+        for the first user message.
         """
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         turns: list[dict[str, Any]] = [dict(message) for message in given]
@@ -119,11 +122,11 @@ def open(
     trust_data: bool = False,
     weights: str | None = None,
 ) -> OpenModel:
-    """Open a checkpoint, the newest of a run's folder, or a language model's Hugging Face folder, in this process.
+    """Open a checkpoint, a run's newest checkpoint, or a language model's Hugging Face folder, in this process.
 
-    The configuration is the checkpoint's or `project`'s, with `options` over it. Checkpoints never run code. Data and
-    weights named by a checkpoint from others are opened only with `trust_data`. `weights`: a callback's weights, such
-    as "ema". Raises CheckpointError and ConfigError.
+    The configuration is the checkpoint's or `project`'s, overridden by `options`. Checkpoints never run code. Data and
+    weights named by a checkpoint from others are opened only with `trust_data`. weights: name of a callback, such as
+    "ema", whose weights are used. Raises CheckpointError and ConfigError.
     """
     found = find_model(checkpoint, weights)
     given = pairs(options)

@@ -21,12 +21,12 @@ from crosstrain.utils.processes import main_hidden
 def train(
     project: ProjectLike, options: Overrides = (), *, nproc_per_node: int = 1, fresh: bool = False, **given: Any
 ) -> Run:
-    """Train a project in `nproc_per_node` processes, and resume an earlier run in its folder.
+    """Train a project in `nproc_per_node` processes. An earlier run in its folder is resumed.
 
     `fresh` starts over and keeps the earlier folder as NAME.1. given: flags of the checks before the start, such as
-    device_memory="24GiB" and fit_check=False. On Ctrl-C, or a notebook's stop, the workers save a checkpoint, and
-    KeyboardInterrupt is raised. Raises UserError for mistakes and for errors that end training, and WorkerFailure with
-    its traceback for any other error.
+    device_memory="24GiB" and fit_check=False. On Ctrl-C, or a notebook's stop button, the workers save a checkpoint,
+    and KeyboardInterrupt is raised. Raises UserError for mistakes and for errors that end training, and WorkerFailure
+    with its traceback for any other error.
     """
     flags = argparse.ArgumentParser()
     for check in preflight_checks():
@@ -54,7 +54,7 @@ def check_start(
     given: Mapping[str, Any],
     dry_size: int | None = None,
 ) -> Config:
-    """Run all checks that are possible before workers exist. Returns the configuration to train.
+    """Run all checks that are possible before workers exist. Returns the configuration to train with.
 
     dry_size: number of ranks of a dry run, which starts no workers; None: workers will start.
     """

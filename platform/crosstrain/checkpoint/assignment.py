@@ -36,7 +36,7 @@ def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
 
 
 def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
-    """Choose a writer for each distinct box, largest first: the holder with the least to write so far.
+    """Choose a writer for each distinct box: the holder with the least to write so far. Large boxes come first.
 
     The choice is deterministic, so every rank computes the same result from the same holdings. Raises CheckpointError
     if ranks disagree about a tensor's shape or dtype.
@@ -60,10 +60,10 @@ def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
 def file_names(writers: dict[Holding, int], complete: bool) -> dict[Holding, str]:
     """Return the file of every box, in manifest order.
 
-    Each writer has one file for its boxes. If all parameters are whole, they go to separate files with Hugging Face's
-    names. Pass complete=False if the model has parameters that are not in `writers`.
+    Each writer has one file for its boxes. If no parameter is sharded, the parameters go to separate files with Hugging
+    Face's names. Pass complete=False if the model has parameters that are not in `writers`.
     """
-    # If some parameters are cut or absent, do not write the others as a partial Hugging Face folder.
+    # If some parameters are sharded or absent, do not write the others as a partial Hugging Face folder.
     whole = complete and all(h.box.shape == h.shape for h in writers if h.kind == "param")
     ranks = sorted({rank for h, rank in writers.items() if h.kind == "param"})
     model = {rank: f"model-{i:05d}-of-{len(ranks):05d}.safetensors" for i, rank in enumerate(ranks, 1)}

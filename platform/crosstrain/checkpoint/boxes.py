@@ -24,12 +24,12 @@ RUNNER = "runner:"  # prefix of the kinds of runners' own tensors; `runner:3:` i
 
 
 def own_kind(rank: int, kind: str) -> str:
-    """The kind of a tensor of which every rank has a separate copy."""
+    """Return the kind of a tensor of which every rank has a separate copy."""
     return f"{RUNNER}{rank}:{kind}"
 
 
 def shared_kind(kind: str) -> str:
-    """The kind without the rank's number, if the tensor is one rank's separate copy."""
+    """Return `kind` without the rank that `own_kind` added, if any."""
     prefix, _, name = kind.removeprefix(RUNNER).partition(":")
     return name if kind.startswith(RUNNER) and prefix.isdecimal() else kind
 
@@ -60,7 +60,7 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common block, or None if it is empty."""
+        """Return the intersection of two boxes, or None if it is empty."""
         if self == other and self.numel:
             return self
         low = tuple(map(max, self.offset, other.offset))
@@ -72,7 +72,7 @@ class Box:
         return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box in the tensor that holds `outer`."""
+        """Return the slices that select this box from the data of `outer`."""
         return tuple(
             slice(o - base, o - base + n) for o, n, base in zip(self.offset, self.shape, outer.offset, strict=True)
         )
@@ -86,7 +86,7 @@ class Piece:
     data: Tensor
 
     def part(self, box: Box) -> Tensor:
-        """Return the data of a box inside this one."""
+        """Return the data of a box inside this piece's box."""
         return self.data if box == self.box else self.data[box.slices_in(self.box)]
 
 

@@ -14,9 +14,9 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import write_atomically
 
-Chunk = tuple[str, int]  # (file, number of the chunk)
+Chunk = tuple[str, int]  # (file, index of the chunk)
 
-_AT_ONCE = 32  # most chunks in memory
+_AT_ONCE = 32  # maximum number of chunks in memory
 
 
 def has_manifest(folder: Path) -> bool:

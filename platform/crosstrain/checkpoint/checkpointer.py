@@ -1,12 +1,12 @@
-"""Save checkpoints, optionally in the background. Nothing is gathered, and a checkpoint appears only when complete.
+"""Save checkpoints, optionally in the background. No tensor is gathered, and a checkpoint appears only when complete.
 
-All ranks agree on a writer for each box. Each rank writes its own file. In the background it writes from a copy, so
-that training continues. When all ranks have succeeded, rank 0 writes the manifest, every rank reads its file back, and
+All ranks agree on a writer for each box. Each rank writes its own file. A background save writes from a copy, so that
+training continues. When all ranks have succeeded, rank 0 writes the manifest, every rank reads its file back, and
 rank 0 renames the folder. At that moment the checkpoint exists. If a rank fails, all ranks raise the same error, and
 the previous checkpoint remains the newest.
 
 Objects in a bucket cannot be renamed. There, every rank writes its file to the local copy of the checkpoint and
-uploads it. When all ranks are done, rank 0 uploads the manifest, unless the bucket has one already. At that moment the
+uploads it. When all ranks are done, rank 0 uploads the manifest, unless the bucket already has one. At that moment the
 checkpoint exists.
 """
 
@@ -49,10 +49,10 @@ from crosstrain.utils.logging import log
 
 @dataclass
 class _Save:
-    """The contents of a checkpoint, except the tensors held by this rank."""
+    """The contents of a checkpoint, without this rank's tensors."""
 
     step: int
-    names: dict[Holding, str]  # the file of every box
+    names: dict[Holding, str]  # box -> file
     state: dict[str, Any]
     frozen: dict[str, FrozenParameter]
     pointers: Collection[str]
@@ -60,11 +60,12 @@ class _Save:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run under `root`. With `run`, the run's ID, other runs' checkpoints are kept.
+    """Writes the checkpoints of one run under `root`.
 
-    `group` must be a separate process group, so that background saves do not mix with training's collectives. On rank
-    0, `write_model_config(folder)` writes the Hugging Face configuration, and `write_parts(folder, reader)` writes
-    further files that are derived from the parameters.
+    If the run's ID is given as `run`, checkpoints of other runs are neither replaced nor deleted. `group` must be a
+    separate process group, so that background saves do not mix with training's collectives. On rank 0,
+    `write_model_config(folder)` writes the Hugging Face configuration, and `write_parts(folder, reader)` writes further
+    files that are derived from the parameters.
     """
 
     def __init__(
@@ -96,12 +97,13 @@ class Checkpointer:
         keep: Collection[int] = (),
         background: bool = True,
     ) -> None:
-        """Start saving, and return when this rank's share is copied. Collective.
+        """Start saving, and return once this rank's share is copied. Collective.
 
-        `frozen` parameters are recorded but not written; they are not among the shards. `pointers` names further
-        pointer files that will name this checkpoint. The checkpoints of the steps in `keep` are not deleted
-        afterwards. With background=False nothing is copied, and the call returns when everything is written. If the
-        previous save failed, the failure was logged and is not raised here: the current state should still be saved.
+        `frozen` parameters are recorded but not written; they are not among the shards. `pointers` names pointer
+        files, in addition to "latest", that will point to this checkpoint. The checkpoints of the steps in `keep` are
+        not deleted afterwards. With background=False nothing is copied, and the call returns when everything is
+        written. If the previous save failed, the failure was logged and is not raised here: the current state should
+        still be saved.
         """
         self._join()
         mine = holdings(shards)
@@ -149,7 +151,7 @@ class Checkpointer:
                 log.info("saved %s in %.1f s", storage.origin(final) or final, time.monotonic() - begun)
 
     def wait(self) -> None:
-        """Wait for the current save. Raises CheckpointError or RankLost if the last save failed."""
+        """Wait for the save in progress, if any. Raises CheckpointError or RankLost if the last save failed."""
         self._join()
         if self._error is not None:
             raise self._error
@@ -160,7 +162,10 @@ class Checkpointer:
             self._thread = None
 
     def _together(self, action: Callable[[], Any], by_first: bool = False) -> list[Any]:
-        """Run `action` on every rank or the first; returns the results. If one fails, all raise CheckpointError."""
+        """Run `action` on every rank, or only the first, and return the results.
+
+        If the action fails on one rank, all ranks raise CheckpointError.
+        """
 
         def checked() -> Any:
             try:
@@ -182,11 +187,12 @@ class Checkpointer:
         folders.remove(temporary)
         if (url := storage.origin(temporary)) is not None:
             if has_manifest(temporary):
-                folders.check_own(temporary, self.run)  # else it is damaged, and the run resumed from an earlier one
+                # If this checkpoint is our own, it is damaged: otherwise the run would have resumed from it.
+                folders.check_own(temporary, self.run)
                 storage.rename(url, f"{url}.damaged")
             storage.remove(url)
         else:
-            # Do not create parents: if the run's folder was moved, a different run may now use its path.
+            # Do not create parents: if the run's folder was moved, its path may now belong to a different run.
             self.root.mkdir(exist_ok=True)
             temporary.mkdir()
 
@@ -197,7 +203,7 @@ class Checkpointer:
                 by_file.setdefault(name, {})[holding.key] = held.pop(holding)
         files = {}
         if storage.origin(temporary):
-            temporary.mkdir(parents=True, exist_ok=True)  # for machines other than rank 0's
+            temporary.mkdir(parents=True, exist_ok=True)  # rank 0 created it only on its own machine
         for name, tensors in by_file.items():
             self._check_own()
             folders.remove(temporary / name)  # a killed run may have left this file here
@@ -242,10 +248,10 @@ class Checkpointer:
         fsync(temporary)
 
     def _check(self, temporary: Path, shares: list[Files]) -> None:
-        """Raise CheckpointError unless the files match their checksums: every rank reads its own files."""
+        """Raise CheckpointError unless the files match their checksums. Every rank reads its own files."""
         mine = shares[self.group.rank]
         if self.group.rank == 0:
-            written = Reader.open(temporary).files  # raises for an incomplete plan before the checkpoint is used
+            written = Reader.open(temporary).files  # raises if the boxes do not tile every tensor
             if storage.origin(temporary):
                 check_sizes(temporary, written)
             elif strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:
@@ -269,7 +275,8 @@ class Checkpointer:
                 raise CheckpointError(f"another process has put {storage.join(url, MANIFEST)} meanwhile")
         else:
             if os.path.lexists(final):
-                folders.check_own(final, self.run)  # else it is damaged, and the run resumed from an earlier one
+                # If this checkpoint is our own, it is damaged: otherwise the run would have resumed from it.
+                folders.check_own(final, self.run)
                 damaged = final.with_name(f"{final.name}.damaged")
                 folders.remove(damaged)
                 os.rename(final, damaged)
@@ -285,7 +292,7 @@ class Checkpointer:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint. Raises CheckpointError if it is not an object with a step."""
+    """Read the JSON state of a checkpoint. Raises CheckpointError if it is not a JSON object with a valid step."""
     state = read_json(folder / STATE, most_bytes=1 << 24)
     if not isinstance(state, dict) or not is_count(state.get("step")):
         raise CheckpointError(f"{folder / STATE}: not the state of a checkpoint")

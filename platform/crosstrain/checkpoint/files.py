@@ -4,9 +4,9 @@ A folder holds `manifest.json` (files with sizes and checksums; logical tensors 
 samples, scaler, configuration), safetensors files, and the configuration and tokenizer that make it a Hugging Face
 model folder. Nothing is ever unpickled or executed.
 
-Checksums are 128-bit XXH3, one per chunk of 4 MiB. They cost a tenth of the time to read a cached file, and a part of
-a file can be checked separately. They detect corruption, as SHA-256 did in earlier versions. Neither protects against
-somebody who changes a file together with its checksum.
+Checksums are 128-bit XXH3, one per 4 MiB chunk, so that part of a file can be verified separately. Hashing a cached
+file takes a tenth of the time of reading it. Earlier versions used SHA-256. Either kind of checksum detects corruption;
+neither protects against somebody who changes a file together with its checksum.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _BLOCK = 1 << 20  # bytes per read; small enough for the CPU cache
 def write_safetensors(
     path: Path, tensors: dict[str, Tensor], produce: Callable[[str], Tensor] | None = None
 ) -> dict[str, Any]:
-    """Write tensors one after another and return {"bytes", "xxh3"}. No second copy of the data is made in memory.
+    """Write tensors one after another, and return the file's {"bytes", "xxh3"}. Copies at most one tensor at a time.
 
-    With `produce`, `tensors` are on the meta device and give only dtypes and shapes. `produce(key)` returns the data
-    of one tensor; it is called for one tensor at a time.
+    With `produce`, `tensors` are on the meta device and provide only dtypes and shapes. `produce(key)` returns the
+    data of one tensor; it is called for one tensor at a time.
 
     The layout is the safetensors format: u64 header length, JSON header, then the data in header order.
     """
@@ -95,7 +95,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
                 sums.update(block)
                 while block:  # a raw write may be short
                     block = block[file.write(block) :]
-            part = block = memoryview(b"")  # free this part before the next one, possibly as large, is made
+            part = block = memoryview(b"")  # free this part before the next one is produced
         os.fsync(file.fileno())
     return sums.entry()
 
@@ -139,7 +139,7 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
         size = os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
             raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
-        older = "sha256" in expected  # versions 1 and 2
+        older = "sha256" in expected  # format versions 1 and 2
         found = hashlib.file_digest(file, "sha256").hexdigest() if older else _sums_of(file)["xxh3"]
         if found != expected["sha256" if older else "xxh3"]:
             raise CheckpointError(f"{path}: contents differ from what was written (a sum is wrong)")
@@ -169,7 +169,7 @@ class Reader:
     _fetched: set[Chunk] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Compute the offsets of the boxes in a bucket's files: they fill the end of the file, in manifest order."""
+        """For a bucket, compute the offset of each box: the boxes fill the end of their file, in manifest order."""
         if storage.origin(self.folder) is not None:
             ends = {name: entry["bytes"] for name, entry in self.files.items()}
             for stored in reversed(self.tensors.values()):
@@ -179,7 +179,7 @@ class Reader:
 
     @staticmethod
     def open(folder: Path, weights: str | None = None) -> Reader:
-        """Open a checkpoint. Raises CheckpointError as `read_manifest` does. `verify` checks the checksums.
+        """Open a checkpoint. Raises CheckpointError as `read_manifest` does. Only `verify` checks the checksums.
 
         weights: name of a callback; its tensors are read in place of the parameters of the same names.
         """
@@ -206,7 +206,7 @@ class Reader:
         return Reader(folder, tensors)
 
     def choose(self, weights: str | None) -> None:
-        """Read a callback's weights in place of the parameters. None keeps the parameters.
+        """Read a callback's weights in place of the parameters, or with None keep the parameters.
 
         Raises CheckpointError if the checkpoint has no such weights.
         """
@@ -227,8 +227,8 @@ class Reader:
     def verify(self, share: tuple[int, int] | None = None) -> None:
         """Check every file's size and checksums. Raises CheckpointError with the file's name.
 
-        For a bucket, check all sizes, then fetch data and check only its checksums. Without `share`, all files except
-        the optimizer state are fetched. With `share`, (rank, ranks), this rank's share of all chunks is fetched.
+        For a bucket, all sizes are checked, but only the checksums of data that is fetched for this: the files without
+        tensors, and the weights. With `share` = (rank, ranks), this rank's share of all tensors replaces the weights.
         """
         if storage.origin(self.folder) is not None:
             bucket.check_sizes(self.folder, self.files)
@@ -238,7 +238,7 @@ class Reader:
             list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
 
     def fetch_small(self) -> None:
-        """Fetch a bucket's files that hold no tensors, such as the state, and check their checksums."""
+        """Fetch a bucket's files that hold no tensors, such as state.json, and check their checksums."""
         small = self.files.keys() - self._headers.keys()
         self._fetch({c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])})
 
@@ -271,7 +271,7 @@ class Reader:
         return value
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Copy the contents of every piece's box from the files, converted to the piece's dtype.
+        """Fill every piece with the data of its box from the files, converted to the piece's dtype.
 
         Raises CheckpointError for a tensor that is missing or has a different shape.
         """
@@ -300,7 +300,7 @@ class Reader:
                     yield piece, where, stored.dtype, common
 
     def stage(self, shards: Iterable[Shard], group: Group) -> None:
-        """Fetch the chunks that each machine's ranks will read from a bucket, each chunk once a machine. Collective."""
+        """Fetch the chunks that the ranks will read from a bucket, each chunk once per machine. Collective."""
         if not self._headers:
             return
         mine = bucket.machine(self.folder), sorted(self.chunks(shards))
@@ -317,7 +317,7 @@ class Reader:
         self._fetched |= wanted
 
     def chunks(self, shards: Iterable[Shard]) -> set[Chunk]:
-        """Return the chunks that `fill` reads, and the headers of their files."""
+        """Return the chunks that `fill` reads, including the headers of their files."""
         found = set[Chunk]()
         for _, where, dtype, common in self._overlaps(shards):
             inside = common.slices_in(where.box)
@@ -354,7 +354,7 @@ class _File(ExitStack):
         if entry["dtype"] != dtype:
             raise CheckpointError(f"{self.path}: {where.key} is {entry['dtype']}, not {dtype}")
         position = self._first + entry["data_offsets"][0]
-        if where.first not in (None, position):  # the fetched bytes are not this tensor
+        if where.first not in (None, position):  # the fetched bytes belong to other tensors
             raise CheckpointError(f"{self.path}: {where.key} is not in the manifest's order")
         as_it_is = wanted == where.box and target.is_contiguous() and DTYPES.get(target.dtype) == dtype
         if as_it_is and target.device.type == "cpu" and target.numel():

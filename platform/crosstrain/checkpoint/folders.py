@@ -45,7 +45,7 @@ def steps(root: Path) -> list[int]:
 
 
 def remove_partial(root: Path) -> None:
-    """Delete the remains of interrupted saves under `root`. Only this process may write to that run."""
+    """Delete the remains of interrupted saves under `root`. No other process may be writing to the run."""
     for path in root.glob(".*.tmp"):
         remove(path)
     if (url := storage.origin(root)) is not None:
@@ -59,7 +59,7 @@ def remove_partial(root: Path) -> None:
 def run_of(folder: Path) -> str | None:
     """Return the ID of the run that wrote a checkpoint.
 
-    None for a damaged checkpoint or one of a release that stored no ID.
+    Returns None for a damaged checkpoint, or for one from a release that stored no ID.
     """
     path = folder / MANIFEST
     try:
@@ -83,7 +83,7 @@ def newest_run(root: Path) -> str | None:
 
 
 def check_own(folder: Path, run: str | None) -> None:
-    """Raise CheckpointError if a run other than `run` wrote the checkpoint. None accepts any run."""
+    """Raise CheckpointError if a run other than `run` wrote the checkpoint. With `run=None`, any run is accepted."""
     if run is not None and run_of(folder) not in (None, run):
         raise CheckpointError(
             f"{folder} is another run's checkpoint and is left alone; move it elsewhere, and name it there as "
@@ -104,7 +104,7 @@ def read_pointer(root: Path, name: str) -> int | None:
     """Return the step in the pointer file `name`, if the file and the step's folder exist."""
     url = storage.origin(root)
     try:
-        # The file may not be a pointer, and may be of any size.
+        # The file may not be a pointer, so limit the bytes that are read.
         there = storage.join(url, name) if url else ""
         text = storage.read_end(there, 100, first=True) if url else read_regular(root / name, 100, follow=False)
         match = _STEP.fullmatch(text.decode("ascii").strip())
@@ -141,7 +141,7 @@ def prune(
     keep: Collection[int] = (),
     damaged: Collection[int] = (),
 ) -> None:
-    """Delete the checkpoints of `run` up to step `newest`, the one just written, that `retention` does not keep.
+    """Delete those checkpoints of `run` that `retention` does not keep, up to `newest`, the step just saved.
 
     The best checkpoint, the steps in `keep` and the `damaged` ones are never deleted. Damaged checkpoints do not count
     towards `keep_last`. Checkpoints of other runs, and later steps (damaged ones that this run skipped), are neither
@@ -169,7 +169,7 @@ def prune(
 def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = None) -> Reader:
     """Open a checkpoint. If `whole`, check its files with `Reader.verify`.
 
-    For a bucket, fetch the manifest again, and the files that hold no tensors.
+    For a bucket, fetch the manifest and the files without tensors again.
     """
     remote = storage.origin(folder) is not None
     if remote:
@@ -187,8 +187,8 @@ def newest_valid(
 ) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint, and a sentence for each newer, damaged one.
 
-    `check` raises CheckpointError for a damaged checkpoint. Raises CheckpointError if a run other than `run` (None:
-    any) wrote the one that is found.
+    `check` raises CheckpointError for a damaged checkpoint. Raises CheckpointError if a run other than `run` wrote the
+    checkpoint that is found. With `run=None`, any run is accepted.
     """
     damaged: list[str] = []
     for step in reversed(steps(root)):
@@ -245,7 +245,7 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return True for a Hugging Face model folder without files of ours: no checkpoint, partial one or run's folder."""
+    """Return True for a Hugging Face model folder that is not also a checkpoint, a partial one or a run's folder."""
     ours = (MANIFEST, STATE, "checkpoints")
     return (folder / "config.json").is_file() and not any(os.path.lexists(folder / own) for own in ours)
 

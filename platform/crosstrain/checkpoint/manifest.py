@@ -1,7 +1,7 @@
 """The manifest and other JSON files of a checkpoint. They may be untrusted: every value is checked before use.
 
-A manifest that passes the checks is small enough to work with, names only files in its folder, agrees with their
-sizes, and has printable names.
+A manifest that passes the checks is small enough to process, refers only to files in its folder, and contains only
+printable names. Its boxes fit into their files.
 """
 
 import hashlib
@@ -23,20 +23,20 @@ from crosstrain.utils.files import read_regular, unique_keys
 FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
 
-# The end of a manifest from version 2 on: the text around the SHA-256 sum of all bytes before the sum.
+# Since version 2, a manifest ends with the SHA-256 sum of all bytes before the sum, between these two texts.
 _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
-# Enough for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment cut for 500 ranks. Parsed values
-# take up to 30 times the memory of their text, so their number is limited too.
+# Enough for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment sharded over 500 ranks. Parsed
+# values take up to 30 times the memory of their text, so their count is limited too.
 MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
 CHUNK = 1 << 22  # bytes per checksum of a file
 DIGITS = 32  # hexadecimal digits of a checksum
 _LONGEST_NAME, _MOST_DIMENSIONS = 1000, 16
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # file name: not hidden, not in a different folder
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # file name: not hidden, and without a folder
 
 
 class IncompatibleCheckpointError(CheckpointError):
@@ -68,7 +68,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class FrozenParameter:
-    """A parameter that was never trained. The checkpoint holds only its hash (see weights.py)."""
+    """A parameter that was never trained. The checkpoint holds only its hash (see load_weights.py)."""
 
     shape: tuple[int, ...]
     hash: str
@@ -110,7 +110,7 @@ def manifest_text(content: dict[str, Any]) -> bytes:
 
 
 def _is_intact(text: bytes) -> bool:
-    """Return True if a manifest's text ends with the right sum."""
+    """Return True if a manifest's text ends with the correct SHA-256 sum."""
     begin = max(len(text) - 64 - len(_SUM_ENDS), 0)
     end = hashlib.sha256(memoryview(text)[:begin]).hexdigest().encode() + _SUM_ENDS
     return text.endswith(_SUM_BEGINS, 0, begin) and text[begin:] == end
@@ -121,12 +121,12 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
 
     Raises CheckpointError if the manifest is missing, differs from the text that was written, is malformed or names a
     path outside the folder; if the boxes of a tensor do not tile it exactly once; and if the boxes in a file are
-    larger than the file. Raises IncompatibleCheckpointError if its sum is right but this release cannot read its
-    version.
+    larger than the file. Raises IncompatibleCheckpointError if its checksum is correct but this release cannot read
+    its version.
     """
     path = folder / MANIFEST
     text = _read(path, MOST_BYTES)
-    intact = _is_intact(text)  # before any value, and above all the version, is trusted
+    intact = _is_intact(text)  # verify first: until then no value can be trusted, least of all the version
     manifest = _parse(path, text)
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
@@ -218,7 +218,7 @@ def _count(value: Any) -> int:
 
 
 def _name(value: Any) -> str:
-    """Check a name: printable, short, and not the one that safetensors reserves."""
+    """Check a name: printable, short, and not the key that safetensors reserves."""
     if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME or value == "__metadata__":
         raise ValueError(f"{show(value)} is not a name")
     return value

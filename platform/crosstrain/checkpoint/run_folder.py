@@ -2,7 +2,7 @@
 
 Only one run trains in a folder at a time. Its ID is in `.run_id` and in its checkpoints.
 
-For a run in a bucket, the folder is local. Its files, except checkpoints, are copied to the bucket at intervals.
+A run in a bucket has a local folder. Its files, except checkpoints, are copied to the bucket at intervals.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class RunFolder:
-    """Paths of a run's files. One process locks the folder, and checks during training that it is still the run's."""
+    """Paths of a run's files. One process locks the folder, and checks during training that the run still owns it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = storage.local(path).expanduser()
@@ -57,7 +57,7 @@ class RunFolder:
         self._sync: _Sync | None = None
         self.run_id: str | None = None
         self._held = ExitStack()  # lock and descriptor; the kernel releases them when the process ends
-        self._descriptor: int | None = None  # the locked folder, even after it is moved
+        self._descriptor: int | None = None  # descriptor of the locked folder; stays valid if the folder is moved
         self._lock: FileLock | None = None
         self._lock_file: os.stat_result | None = None
         self._config: dict[str, Any] = {}
@@ -65,8 +65,8 @@ class RunFolder:
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
         """Create the folder, lock it for this process, and write its ID and config.yaml if they are missing.
 
-        A folder without an ID gets `newest_run`, the ID in its newest checkpoint, or a new ID. Raises UserError if a
-        different process has the lock, or the folder cannot be written to.
+        A folder without an ID gets `newest_run`, the ID in its newest checkpoint, or a new ID. Raises UserError if the
+        folder is already locked or cannot be written to.
         """
         self._config = config
         with self._written():
@@ -79,16 +79,16 @@ class RunFolder:
                 self.describe()
 
     def describe(self) -> None:
-        """Write the run's ID, and replace config.yaml of an earlier start. Raises UserError as `create`."""
+        """Write the run's ID, and replace the config.yaml of an earlier start. Raises UserError as `create` does."""
         with self._written():
             if self.read_id() != self.run_id:
                 write_atomically(self.path / ".run_id", f"{self.run_id}\n")
             write_atomically(self.config, yaml.safe_dump(self._config, sort_keys=False))
 
     def check(self) -> None:
-        """Raise UserError if the folder could not be created or written to. Leaves nothing behind."""
+        """Raise UserError unless the folder can be created and written to. Leaves nothing behind."""
         if storage.is_url(self.address):
-            probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # unique: no other start removes it
+            probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # unique to this start
             try:
                 storage.write(probe, b"")
                 replaced = storage.create(probe, b"again")
@@ -106,7 +106,7 @@ class RunFolder:
             tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if os.path.lexists(p))).close()
 
     def _hold(self, patience: float) -> None:
-        """Take the locks. Raises UserError if a different process holds one.
+        """Lock the folder and its file `.lock`. Raises UserError if either is already locked.
 
         The folder itself is locked too, because somebody may delete `.lock`.
         """
@@ -125,14 +125,17 @@ class RunFolder:
                     raise UserError(
                         f"run.output_dir: another process is training in {self.path}; choose another folder"
                     ) from None
-                if _is(self.path, os.fstat(descriptor)):  # not renamed meanwhile
+                if _is(self.path, os.fstat(descriptor)):  # the folder was not renamed in the meantime
                     self._held.close()
                     self._held, self._lock = held.pop_all(), lock
                     self._descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
                     return
 
     def is_held(self) -> bool:
-        """Return True if a process trains in the folder. Other machines count if the file system shares their locks."""
+        """Return True if a process is training in the folder.
+
+        Processes on other machines are noticed only if the file system shares locks.
+        """
         with suppress(OSError), open_regular(self.path / ".lock", follow=False) as file:
             if not _locks(file.fileno(), fcntl.LOCK_SH):
                 return True
@@ -143,7 +146,7 @@ class RunFolder:
         return False
 
     def note_end(self, error: Exception, patience: float) -> None:
-        """Append the error that ended the run to its log, unless a process still holds the folder.
+        """Append the error that ended the run to its log, unless the folder is still locked.
 
         patience: seconds to wait for the processes of a killed worker to end.
         """
@@ -157,11 +160,11 @@ class RunFolder:
                 append(self.log, f"{time.strftime(TIME_FORMAT)} error: {said}\n")
 
     def read_config(self) -> str:
-        """Return the text of config.yaml. It may be damaged or written by others. Raises OSError as `read_regular`."""
+        """Return the text of config.yaml, which may be damaged or untrusted. Raises OSError as `read_regular` does."""
         return read_regular(self.config, _LONGEST_CONFIG, follow=False).decode(errors="replace")
 
     def read_id(self) -> str | None:
-        """Read the ID of the run that owns the folder. None if the folder has no ID."""
+        """Return the ID of the run that owns the folder, or None if the folder has no ID."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             text = (self.path / ".run_id").read_text(encoding="ascii").strip()
             return text if _RUN_ID.fullmatch(text) else None
@@ -173,14 +176,14 @@ class RunFolder:
     def keep(self) -> bool:
         """Make sure that the next writes reach this run's folder. Recreates a deleted folder, and then returns True.
 
-        Raises TrainingError if the folder was moved, or if a different run has taken its place.
+        Raises TrainingError if the folder was moved, or if its path now belongs to a different run.
         """
         assert self._descriptor is not None
         held = os.fstat(self._descriptor)
         try:
             stays = _is(self.path, held)
             made_again = not (stays and _is(self.path / ".lock", self._lock_file))
-            if made_again and (stays or held.st_nlink == 0):  # a deleted folder has no link
+            if made_again and (stays or held.st_nlink == 0):  # a deleted folder has no links
                 self._hold(0)
                 stays = True
             if stays and (found := self.read_id()) in (None, self.run_id):
@@ -189,7 +192,7 @@ class RunFolder:
                 return made_again
         except OSError:  # the next save will fail and report the error
             return False
-        except UserError:  # a different run's process holds the folder
+        except UserError:  # a process of a different run holds the lock
             pass
         raise TrainingError(
             f"run.output_dir: {self.path} was moved, or taken by another run, while it trained there, so it ends; "
@@ -197,11 +200,11 @@ class RunFolder:
         )
 
     def check_writer(self) -> None:
-        """Raise CheckpointError if a different process has become the writer of a run in a bucket."""
+        """Raise CheckpointError if another process has become the writer of a run in a bucket."""
         writer.check(self.address, (self.path / _WRITER).read_text(encoding="ascii"))
 
     def copy(self) -> None:
-        """Copy files that have changed, except checkpoints, to the run's bucket."""
+        """Copy changed files, except checkpoints, to the run's bucket."""
         for path in sorted(self.path.rglob("*")):
             name = path.relative_to(self.path)
             if name.parts[0] == "checkpoints" or (name.name.startswith(".") and name.name != ".run_id"):
@@ -242,7 +245,7 @@ class RunFolder:
 
     @staticmethod
     def _holds(proof: Path, token: str) -> bool:
-        """Wait until a file holds `token`: other machines may see it seconds later. Returns False on a timeout."""
+        """Wait until a file holds `token`, as other machines may see it seconds later. Returns False on a timeout."""
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             with suppress(OSError):
@@ -338,10 +341,10 @@ def bring(url: str, folder: Path) -> None:
 
 
 def _locks(descriptor: int, kind: int) -> bool:
-    """Lock a file or folder, if its file system can. Returns False if a different process holds the lock."""
+    """Lock a file or folder, if its file system supports that. Returns False if it is already locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:  # NFS locks only files
+    except OSError as error:  # NFS can lock only files
         return not isinstance(error, BlockingIOError)
     return True
 

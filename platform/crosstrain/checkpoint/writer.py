@@ -1,8 +1,8 @@
 """Ownership of a run in a bucket: only one process may write to it.
 
 Each start of a run creates the object `.writers/N`, with the next free number N, on the condition that it does not
-exist. Only one of several processes succeeds, and a higher number revokes a lower one. The writer renews its object.
-If an object is neither renewed nor marked as ended, its process was killed.
+exist yet. Only one of several processes succeeds, and a higher number revokes a lower one. The writer renews its
+object. If an object is neither renewed nor marked as ended, its process was killed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from crosstrain.utils.logging import log
 RENEWAL = 10.0  # seconds between renewals
 _LEASE = 6  # number of missed renewals after which a process counts as killed
 _FOLDER, _NUMBER = ".writers", re.compile("[0-9]{6,18}")
-_LONGEST = 1 << 16  # most bytes that are read of an object
+_LONGEST = 1 << 16  # maximum number of bytes read from an object
 
 
 @dataclass
 class Writer:
-    """A claim to the run's folder at `url`."""
+    """A claim on the run's folder at `url`."""
 
     url: str
     number: int
@@ -40,10 +40,11 @@ class Writer:
 
     @staticmethod
     def claim(url: str, killed: str | None) -> Writer:
-        """Become the writer. Waits while the previous writer may be alive, unless its ID is `killed`.
+        """Become the writer. Waits while the previous writer may be alive.
 
-        A damaged claim may belong to a living process, which would renew it. Raises UserError, with the name of the
-        other process, if that process is alive or claims the folder first.
+        killed: ID of a writer that is known to have been killed. A damaged claim may belong to a living process, which
+        would renew it. Raises UserError, with the name of the other process, if that process is alive or claims the
+        folder first.
         """
         number, text, last = _last(url)
         seconds = _LEASE * RENEWAL
@@ -78,7 +79,7 @@ class Writer:
 
 
 def check(url: str, writer: str) -> None:
-    """Raise CheckpointError if the run's writer is no longer `writer`, a writer's ID."""
+    """Raise CheckpointError if the run's writer is no longer the one with the ID `writer`."""
     deadline = time.monotonic() + 2 * RENEWAL
     while not (last := _last(url)[2]) and time.monotonic() < deadline:
         time.sleep(RENEWAL / 10)  # the last claim is damaged or deleted; its process should renew it soon

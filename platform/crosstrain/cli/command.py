@@ -30,7 +30,7 @@ class Command(ABC):
 
 
 def python_function(verb: str) -> Callable[..., Any] | None:
-    """Return the Python interface of a verb. None if the verb does not exist or has no Python interface."""
+    """Return the Python interface of a verb, or None if the verb does not exist or has no Python interface."""
     if verb not in registry.names("command"):
         return None
     command = registry.get("command", verb)

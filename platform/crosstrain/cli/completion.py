@@ -1,4 +1,4 @@
-"""Shell completion by argcomplete: eval "$(register-python-argcomplete crosstrain)". Imports no plugin."""
+"""Shell completion with argcomplete: eval "$(register-python-argcomplete crosstrain)". Imports no plugin."""
 
 import argparse
 

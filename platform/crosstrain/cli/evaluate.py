@@ -93,7 +93,7 @@ class EvaluateCommand(Command):
 
 
 def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Complete the prompts from the flags and from the keyboard. Returns them with their completions."""
+    """Complete the prompts from the flags and from the keyboard. Returns the prompts with their completions."""
     from crosstrain.inference.conversation import ChatSession
 
     complete = partial(_complete, model, job["sampling"])
@@ -139,7 +139,7 @@ def _complete(
 
 
 def _converse(complete: Callable[..., list[str]], talk: ChatSession | None) -> list[dict[str, Any]]:
-    """Complete typed prompts until `stop` or the end of the input. Returns them with their completions."""
+    """Complete typed prompts until `stop` or the end of the input. Returns the prompts with their completions."""
     about = "" if talk is None else f"; {talk.commands}"
     print(f"type a prompt, or `stop` to end{about}")
     found: list[dict[str, Any]] = []

@@ -46,7 +46,7 @@ def _presets(files: dict[str, Path]) -> Iterator[Row]:
 
 
 def _options(cls: Any, prefix: str = "") -> Iterator[Row]:
-    """Yield the options of a dataclass. Nested options follow theirs, with its key as prefix."""
+    """Yield the options of a dataclass. Nested options follow their parent option, with its key as a prefix."""
     for option in options(cls):
         default = "required" if option.required else f"default: {json.dumps(option.default)}"
         yield prefix + option.name, option.meaning, option.type if option.inner else f"{option.type}; {default}"

@@ -14,7 +14,7 @@ from crosstrain.training.preflight_check import preflight_checks
 
 @registry.register_command("train")
 class TrainCommand(Command):
-    """Train a project, resuming where its folder left off."""
+    """Train a project, or resume it from its last checkpoint."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
@@ -34,7 +34,7 @@ class TrainCommand(Command):
         """Train a project and return the exit code. Raises UserError for every mistake that can be foreseen."""
         a = arguments
         nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
-        with sigint_kills():  # while torch and plugins are imported
+        with sigint_kills():  # importing torch and plugins may take long
             from crosstrain.api.train import check_start, start_training
 
             config = load_config(a.cfg_path, a.options)

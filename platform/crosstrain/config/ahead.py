@@ -1,7 +1,7 @@
 """Checks without torch, in a forked process with stand-ins for libraries that take long to import.
 
-Plugins import torch and other libraries, which takes seconds. Most mistakes in a project file are reported before
-that.
+Plugins import torch and other libraries, which takes seconds. With these checks, most mistakes in a project file are
+reported earlier.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def apart(function: Callable[[], Any]) -> Any:
 
 
 class AheadChecker(Checker):
-    """A checker for a process with stand-ins. Errors of a plugin may be caused by the stand-ins."""
+    """A checker for a process with stand-ins. It ignores errors in plugins, as the stand-ins may have caused them."""
 
     def options_class(self, kind: str, name: str, others: Iterable[str] = ()) -> type:
         if [entry.name for entry in registry.entries(kind)].count(name) != 1:  # unknown, or registered twice
@@ -74,7 +74,7 @@ class AheadChecker(Checker):
 
 
 class _StandIn:
-    """Stand-in for anything in a library that is not imported. Modules may use it in definitions, but not checks."""
+    """Stand-in for anything in a library that is not imported. Definitions may use it; checks on it raise Unread."""
 
     defining: ClassVar = False  # True while modules are imported
 
@@ -108,7 +108,7 @@ class _StandIn:
 
 
 class _Base:
-    """A base class from a library that is not imported. It may have options."""
+    """A base class from a library that is not imported. The real class may have `Options`."""
 
     Options: ClassVar = _StandIn()
 

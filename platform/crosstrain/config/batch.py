@@ -11,7 +11,7 @@ from crosstrain.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch = micro_batch x accumulation x dp_size, in samples, forwards and ranks."""
+    """Batch sizes in samples: global_batch = micro_batch x accumulation x dp_size."""
 
     global_batch: int
     micro_batch: int
@@ -47,7 +47,7 @@ class BatchPlan:
         return cls(total, micro or total // unit, accumulation or total // unit, dp_size)
 
     def steps(self, run: RunOptions, samples: int) -> int:
-        """Steps of the whole run over a training split of `samples` samples."""
+        """Return the number of steps of the whole run, for a training split of `samples` samples."""
         if run.max_iters is not None:
             return run.max_iters
         assert run.max_epoch is not None  # exactly one of the two is set

@@ -30,7 +30,7 @@ class IsPath:
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=10**12)]  # keeps fp32 products from under- or overflow
+PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=10**12)]  # fp32 products do not underflow or overflow
 NonNegativeFloat = Annotated[float, Interval(ge=0, le=10**12)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]
@@ -40,7 +40,7 @@ _COMPARISONS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "b
 
 
 def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] | None:
-    """Return the bound that `value` breaks, as words after the type and words after the value: (" above 0", "").
+    """Return the bound that `value` violates, as words to add after the type and after the value: (" above 0", "").
 
     Returns None if the value is within all bounds.
     """
@@ -60,7 +60,7 @@ def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] |
 
 
 def limits_of(constraints: Collection[Any]) -> dict[str, Any]:
-    """Return the bounds of a number by their names in `annotated_types`: ge, gt, le, lt."""
+    """Return bound -> limit of a number. The bounds are ge, gt, le and lt, as in `annotated_types`."""
     return {n: getattr(c, n) for c in constraints for n in _COMPARISONS if getattr(c, n, None) is not None}
 
 

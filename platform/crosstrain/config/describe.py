@@ -26,7 +26,7 @@ class Option:
     hint: Any  # its type
     required: bool
     default: Any  # as in YAML
-    meaning: str  # "" if it has no text
+    meaning: str  # "" if it is not documented
 
     @property
     def type(self) -> str:
@@ -62,10 +62,10 @@ def first_comment(file: Path) -> str:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """Return the meanings of the fields of a dataclass or a pydantic model, including its bases' fields.
+    """Return field name -> meaning for a dataclass or a pydantic model, including its bases' fields.
 
-    A meaning is the docstring below the field, else the comment on its lines, else the comment directly above. Fields
-    of `make_dataclass` have no source; their meaning is in `field(metadata={"meaning": ...})`.
+    A meaning is the docstring below the field, or else the comment on its lines, or else the comment directly above.
+    Fields of `make_dataclass` have no source; their meaning is in `field(metadata={"meaning": ...})`.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
@@ -83,7 +83,7 @@ def _own_meanings(cls: type) -> dict[str, str]:
 
 
 def _in_source(source: str) -> dict[str, str]:
-    """Return the texts at the fields of the class that `source` defines."""
+    """Return field name -> docstring or comment for the class that `source` defines."""
     lines, found = source.splitlines(), {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}

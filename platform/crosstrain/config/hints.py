@@ -1,4 +1,4 @@
-"""The interface of plugins with hints about settings of other programs."""
+"""The interface of plugins that give hints about settings of other programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Hints(ABC):
 
     @abstractmethod
     def of_key(self, key: str) -> str | None:
-        """Return a clause about the option that corresponds to a different program's key; None for an unknown key."""
+        """Return a clause about our option for a key of other programs; None for an unknown key."""
 
     @abstractmethod
     def known(self) -> Set[str]:
@@ -22,7 +22,7 @@ class Hints(ABC):
 
     @abstractmethod
     def of_file(self, path: Path) -> str | None:
-        """Return a sentence if a file holds the settings of a different program; None for any other file."""
+        """Return a sentence about a file if it contains settings for other programs; None for any other file."""
 
 
 def hints() -> list[Hints]:
@@ -31,5 +31,5 @@ def hints() -> list[Hints]:
 
 
 def hint_of_key(key: str) -> str | None:
-    """Return the first clause about a key of a different program, if there is one."""
+    """Return the first clause from the installed hints about a key of other programs, or None."""
     return next(filter(None, (each.of_key(key) for each in hints())), None)

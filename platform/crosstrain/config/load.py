@@ -1,4 +1,4 @@
-"""Load a configuration: from YAML to typed and checked options, or one sentence for each mistake.
+"""Load a configuration: convert YAML to typed and checked options, or raise one sentence per mistake.
 
 Layers, lowest first: the components' defaults, `configs/`, the project file, `--options a.b=c`.
 """
@@ -29,10 +29,10 @@ from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, did_yo
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
-_SIZED = "model with its preset's sizes"  # key beside the sections
-# Kinds with presets, and their folders in configs/.
+_SIZED = "model with its preset's sizes"  # internal key of the tree, beside the user's sections
+# Kind of component that has presets -> folder in configs/.
 _PRESETS = {kind: f"{kind}s" for kind in ("runner", "dataset", "processor", "lr_scheduler")}
-# Dataset keys that older stored configurations lack, and the values that were in effect then.
+# Dataset key that older stored configurations lack -> value that was in effect then.
 _EARLIER = {"split_rounding": "legacy"}
 _SIDE_BY_SIDE = "side_by_side"  # the preset that combines several datasets of a project
 
@@ -47,7 +47,7 @@ class Config:
     adapter: Component | None
     datasets: dict[str, Component]
     run: RunOptions
-    trust: Trust = Trust.COMMANDS  # permission to open the sources that it names
+    trust: Trust = Trust.COMMANDS  # permission to open the sources that the configuration names
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -69,10 +69,10 @@ class Config:
         return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
 
     def continuing(self, state: Mapping[str, Any]) -> Config:
-        """Return this configuration with the legacy values of keys that the resumed checkpoint did not have yet.
+        """Return this configuration with legacy values for the keys that the resumed checkpoint's run did not have.
 
         A run that was resumed this way stores these values in its configuration and keeps them. state: the
-        checkpoint's state, with the configuration of its run.
+        checkpoint's state, which contains the configuration of its run.
         """
         old = json.dumps(state.get("config"))
         older = {key: value for key, value in _EARLIER.items() if not re.search(f'"{key}": (?!"{value}")', old)}
@@ -87,7 +87,7 @@ ProjectLike = str | os.PathLike[str] | Mapping[str, Any]  # a project file, or i
 def load_config(project: ProjectLike, options: sources.Overrides = (), without: Key = ()) -> Config:
     """Load a project's configuration, from a file or from a dict with the same sections.
 
-    `options` overrides its keys: `key=value` texts as on the command line, or a dict of values by dotted key. The
+    `options` overrides its keys: `key=value` strings as on the command line, or a dict of dotted key -> value. The
     project's own value at the key `without` is left out. Raises ConfigError, one sentence with file, line and key, for
     any mistake. Raises UserError if a component needs a package that is not installed.
     """
@@ -95,9 +95,9 @@ def load_config(project: ProjectLike, options: sources.Overrides = (), without: 
 
 
 def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
-    """Raise the errors of `load_config` that can be found in a second, without torch or plugins in this process.
+    """Raise the errors of `load_config` that can be found within a second, without importing torch or plugins here.
 
-    Prints a note on standard error about project keys that are dropped because `options` name a different component.
+    Prints a note on standard error about project keys that are dropped because `options` select other components.
     """
     left, sentences = apart(partial(_told, project, options)) or ([], [])
     if left:
@@ -159,7 +159,7 @@ class _Builder:
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
 
     def left_behind(self) -> list[Key]:
-        """The project's keys that are dropped because the overrides name a different component."""
+        """Return the project's keys that are dropped because the overrides select other components."""
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
         return [key for key in gone if sources.names_component(self.overrides.tree, key[:-1])]
@@ -181,7 +181,7 @@ class _Builder:
                     continue
                 reduce(getitem, key[:-1], self.tree).pop(key[-1])
             tree = sources.resolve(self.tree, self.origins)
-        except UserError as error:  # others may follow from it
+        except UserError as error:  # further errors may follow from this one
             mistakes.errors.append(error)
             mistakes.raise_all()
             raise
@@ -219,7 +219,7 @@ class _Builder:
         return self.check.component("model", {"name": tree["arch"], **options}, ("model",))
 
     def _components(self) -> list[tuple[str, Key]]:
-        """Return kind and key of every component that may have presets."""
+        """Return (kind, key) of every component that may have presets."""
         found: list[tuple[str, Key]] = [("model", ("model",))] if "model" in self.tree else []
         found += [("dataset", ("datasets", label)) for label in self.tree.get("datasets", ())]
         return found + [(kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items() if "run" in self.tree]
@@ -286,7 +286,7 @@ class _Builder:
         return [sources.read_yaml(known[variant], ("model",))]
 
     def _presets(self, key: Key, name: str, files: dict[str, Path]) -> tuple[str, list[sources.Layer]]:
-        """Return the name of the component behind `name`, and the presets on the way to it, lowest first."""
+        """Return the name of the component behind `name`, and the presets that lead to it, lowest first."""
         found: list[sources.Layer] = []
         while file := files.pop(name, None):
             layer = sources.read_yaml(file, key)
@@ -295,7 +295,7 @@ class _Builder:
         return name, found
 
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Apply the preset of a component that is nested in the options of a different component."""
+        """Apply the preset of a component that is nested in other options."""
         name, presets = self._presets((), given["name"], files := preset_files(kind))
         cls = self.check.options_class(kind, name, files)  # an error lists presets and components
         layers = [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}]
@@ -316,12 +316,12 @@ class _Builder:
         return out
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
-        """Return the presets that may be named by the component at `key`."""
+        """Return the presets that the component at `key` may name: name -> file."""
         return preset_files(kind) if self.presets or sources.names_component(self.overrides.tree, key) else {}
 
 
 def preset_files(kind: str) -> dict[str, Path]:
-    """Return the preset files in configs/ for this kind of component, by name."""
+    """Return the presets in configs/ for this kind of component: name -> file."""
     return _yaml_files(paths.home() / "configs" / _PRESETS[kind]) if kind in _PRESETS else {}
 
 
@@ -334,7 +334,7 @@ def preset_component(kind: str, name: str) -> str:
 
 
 def model_types(arch: str) -> dict[str, Path]:
-    """Return the presets of a model, in configs/models/."""
+    """Return the presets of a model in configs/models/: name -> file."""
     return _yaml_files(paths.home() / "configs" / "models" / arch)
 
 

@@ -1,8 +1,9 @@
-"""The registry of components: maps a kind and a name to a class or function, loaded on first use.
+"""The registry of components: maps (kind, name) to a class or function, loaded on first use.
 
 The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
-parsed when a kind is requested that occurs in its text, and imported when one of its names is requested. A broken
-plugin, or one with missing dependencies, therefore affects only itself, and listing the components imports nothing.
+parsed only when a kind that its text mentions is requested, and imported only when one of its components is requested.
+A broken plugin, or one with missing dependencies, therefore affects only itself, and listing the components imports
+nothing.
 """
 
 import ast
@@ -133,7 +134,7 @@ class Registry:
         self._add_folder(Path(path), label)
 
     def folders(self) -> list[tuple[str, Path]]:
-        """Return (label, path) of every plugin folder or file so far, to add them in a new process."""
+        """Return (label, path) of every plugin folder or file so far, so that a new process can add them."""
         self._scan_sources(installed=False)
         return list(self._labels.items())
 
@@ -180,7 +181,7 @@ class Registry:
                 self._scan(path, ".".join([package, *(inside[:-1] if inside[-1] == "__init__" else inside)]))
 
     def _scan(self, file: Path, module: str) -> None:
-        if file.resolve() in self._files:  # a folder inside one that was scanned
+        if file.resolve() in self._files:  # its folder lies inside one that was already scanned
             return
         self._files.add(file.resolve())
         self._parsed.clear()
@@ -224,7 +225,7 @@ class Registry:
             raise ConfigError(f"{what} was not registered when its file was imported: is the decorator conditional?")
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find the module of a plugin folder or file, as a finder on `sys.meta_path`."""
+        """Find the module of a plugin folder or file. This makes the registry a finder for `sys.meta_path`."""
         root, _, label = name.partition(".")
         if root != PACKAGE:
             return None
@@ -241,7 +242,7 @@ class Registry:
         return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
-        self._parse()  # a file may misspell its decorator
+        self._parse()  # search all files: a decorator may be misspelled
         known = sorted({*self.names(kind), *others})
         parts = [f"there is no {kind} called {name!r}"]
         if near := difflib.get_close_matches(name, known, n=3):
@@ -261,7 +262,7 @@ def _claimed_twice(kind: str, name: str, first: str, second: str) -> ConfigError
 
 
 def _identity(component: Any) -> tuple[Path, str]:
-    """File and qualified name of a class or function."""
+    """Return the file and the qualified name of a class or function."""
     module = getattr(component, "__module__", "?")
     file = getattr(sys.modules.get(module), "__file__", None) or module
     return Path(file), getattr(component, "__qualname__", "")
@@ -276,7 +277,7 @@ def find_without_importing(module: str) -> ModuleSpec | None:
 
 
 def _scan_file(file: Path, module: str, source: bytes) -> tuple[list[Entry], str | None]:
-    """Return the components that `file`, importable as `module`, registers, and its problem or None."""
+    """Return the components that `file`, importable as `module`, registers, and a problem with it or None."""
     try:
         tree = ast.parse(source, str(file))
     except SyntaxError as error:

@@ -12,8 +12,8 @@ from crosstrain.config.schema import Component, NoOptions, OptionError
 from crosstrain.utils.errors import ConfigError
 
 Steps = Annotated[int, Interval(ge=1, le=10**12)]
-Every = Steps | Literal["epoch"] | None  # steps between two, or the last step of each epoch; None: never
-BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
+Every = Steps | Literal["epoch"] | None  # interval in steps; epoch: the last step of each epoch; None: never
+BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forward passes
 Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # loss scale; fp32 must be able to hold the scaled loss
 DEFAULT_RUNNER = "ddp"  # plain torch if there is only one process
 DEFAULT_MODEL = "causal_lm"  # for a Hugging Face folder
@@ -27,7 +27,7 @@ class AmpOptions:
     switches: ClassVar[dict[bool, str]] = {True: "fp16", False: "fp32"}  # `amp: true` means fp16, as in torch and LAVIS
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # autocast dtype; master weights and moments stay fp32
-    linear: Literal["float8"] | None = None  # dtype of matrix products in the blocks' linear layers; None: as dtype
+    linear: Literal["float8"] | None = None  # dtype of matmuls in the blocks' linear layers; None: same as dtype
     loss_scale: Scale | None = None  # fixed loss scale, in any precision; None: dynamic for fp16, else 1
     initial_scale: Scale = 2.0**32  # initial value of a dynamic loss scale
     window: PositiveInt = 1000  # steps without overflow before the scale doubles
@@ -55,20 +55,20 @@ class BadStepOptions:
     policy: Literal["stop", "skip", "roll_back"] = "stop"
     # a step is bad if its loss exceeds this factor times the median loss; None: no spike detection
     spike: Annotated[float, Interval(gt=1, le=1e6)] | None = None
-    # good steps in the window of the median; spike detection starts once the window is full
+    # window of the median, in good steps; spike detection starts once the window is full
     spike_window: Annotated[int, Interval(ge=1, le=10**6)] = 100
-    # training ends after this many bad steps without a good one, or after this many roll backs to one checkpoint
+    # training ends after this many bad steps without a good one, or after this many rollbacks to the same checkpoint
     max_in_a_row: PositiveInt = 10
 
 
 @dataclass
 class ProfileOptions:
-    """Steps that torch's profiler records, and the details that it records."""
+    """Steps to record with torch's profiler, and the level of detail."""
 
     steps: list[int] | list[list[int]]  # [first, last], or a list of such windows, in attempted steps
     ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # ranks to profile
     record_shapes: bool = False  # record input shapes of operators, and list operators by shape in the table
-    with_stack: bool = False  # record the source lines of calls; large traces, slow steps
+    with_stack: bool = False  # record the source lines of calls; makes traces large and steps slow
     profile_memory: bool = True  # record allocations, and memory over time
     top: Annotated[int, Interval(ge=1, le=10_000)] = 30  # rows in the table of operators
 
@@ -98,13 +98,13 @@ class ProfileOptions:
 
 @dataclass
 class LogOptions:
-    """Lines of a logged step: `log: megatron` is short for `log: {format: megatron}`."""
+    """Format of the log lines of a step: `log: megatron` is short for `log: {format: megatron}`."""
 
     shorthand: ClassVar = "format"
 
-    # plain: one line for people; megatron: the lines of Megatron-LM's log, for programs that read those
+    # plain: one readable line; megatron: lines in the format of Megatron-LM, for tools that parse them
     format: Literal["plain", "megatron"] = "plain"
-    timers: bool = False  # a second line with the time of each phase of the step; megatron always has it
+    timers: bool = False  # add a line with the time of each phase of the step; megatron always includes it
 
 
 @dataclass
@@ -125,7 +125,7 @@ class CurriculumOptions:
             raise OptionError("start", f"{self.start} is not a multiple of {self.multiple_of} (multiple_of)")
 
     def check(self, full: int | None) -> int:
-        """Return the dataset's full length. Raises ConfigError if it has none, or if it is below `start`."""
+        """Return `full`, the dataset's sequence length. Raises ConfigError if it is None or below `start`."""
         if full is None:
             raise ConfigError("run.curriculum: the dataset's samples have no common length, so none can be scheduled")
         if self.start > full:
@@ -133,7 +133,7 @@ class CurriculumOptions:
         return full
 
     def length(self, step: int, full: int) -> int:
-        """Return the tokens per sample in a step, counted from 1.
+        """Return the number of tokens per sample in step `step`. The first step is 1.
 
         Follows `fixed_linear` and `fixed_root` of DeepSpeed's curriculum_scheduler.py. After the schedule, samples
         have their full length.
@@ -156,22 +156,22 @@ class RunOptions:
     """
 
     output_dir: FilePath  # path or URL of the run's folder: config.yaml, log.txt, metrics.jsonl, checkpoints/ ...
-    # execution of a step and sharding over ranks: a runner or a preset
+    # execution of steps and sharding over ranks: a runner or a preset
     runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component(DEFAULT_RUNNER))
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
     seed: NonNegativeInt = 1234  # seed of initial values, sample order, dropout and augmentation
     plugins: list[FilePath] = field(default_factory=list)  # further folders and .py files with plugins
-    # times that all workers are restarted from the newest checkpoint after one has died
+    # maximum number of times that all workers are restarted from the newest checkpoint after one dies
     max_restarts: NonNegativeInt = 0
 
-    # Length: exactly one of the two.
+    # Length of the run: set exactly one of the two.
     max_iters: Steps | None = None  # attempted steps
     max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
 
     # Batch: global = micro x accumulation x data-parallel ranks. Omitted sizes are derived, or are 1.
     global_batch_size: BatchSize | None = None  # samples per step
-    micro_batch_size: BatchSize | None = None  # samples per forward on one rank
-    accum_grad_iters: BatchSize | None = None  # forwards per step on one rank
+    micro_batch_size: BatchSize | None = None  # samples per forward pass on one rank
+    accum_grad_iters: BatchSize | None = None  # forward passes per step on one rank
 
     # Optimization
 
@@ -192,7 +192,7 @@ class RunOptions:
     warmup_fraction: Annotated[float, Interval(ge=0, lt=1)] | None = None
     lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last step
 
-    freeze: list[Text] = field(default_factory=list)  # patterns of names of parameters that are not trained
+    freeze: list[Text] = field(default_factory=list)  # name patterns of parameters that are not trained
 
     # Precision and memory
 
@@ -205,7 +205,7 @@ class RunOptions:
     # Reporting
     log_interval: Steps = 10  # steps between two log lines
     log: LogOptions = field(default_factory=LogOptions)
-    # steps between evaluations of val, plus one at the end; epoch: after each epoch; None: no validation
+    # steps between evaluations of the val split, plus one at the end; epoch: after each epoch; None: no validation
     eval_interval: Every = None
     eval_iters: Steps = 10  # global batches per evaluation
     # task metrics to compute in validation and evaluation, in addition to the loss
@@ -224,14 +224,14 @@ class RunOptions:
     profile: ProfileOptions | None = None  # steps to profile; None: no profiling
 
     # Checkpoints: one is always saved after the last step.
-    save_interval: Every = None  # steps between two; epoch: after each epoch; None: only after the last step
+    save_interval: Every = None  # interval in steps; epoch: after each epoch; None: only after the last step
     save_in_background: bool = True  # continue training during a save; needs a copy of each rank's share in host memory
-    keep_last: PositiveInt | None = 3  # newest checkpoints to keep, older ones are deleted; None: keep all
+    keep_last: PositiveInt | None = 3  # number of newest checkpoints to keep; None: keep all
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the checkpoint with the lowest validation loss
     resume_from: FilePath | None = None  # path or URL of a checkpoint or a run; None: this run's own latest, if any
-    # False: reset the optimizer state once: with resume_from, or after a change of model, optimizer or freeze;
-    # restarts keep it
+    # False: reset the optimizer state once, with resume_from or after a change of model, optimizer or freeze; later
+    # restarts keep the state
     resume_optimizer: bool = True
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 

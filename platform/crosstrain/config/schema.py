@@ -17,7 +17,7 @@ Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
 
 class OptionError(ConfigError):
-    """Raise this in `__post_init__` of an options dataclass. The checker adds the file and line of field `key`."""
+    """An error to raise in an options dataclass's `__post_init__`. The checker adds file and line of field `key`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -138,7 +138,7 @@ class Checker:
             raise type(error)(self.sentence(key, str(error))) from error
 
     def component(self, kind: str, value: Any, key: Key) -> Component:
-        """Check a component: a name, or a mapping of `name` and options."""
+        """Check a component, given as a name or as a mapping with `name` and options."""
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -174,7 +174,7 @@ class Checker:
                 elif name not in meant | plain.keys():
                     self.fail((*key, name), f"required, but missing; expected {describe(hints[name])}")
                 elif name in plain and (get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name])):
-                    arguments[name] = self.value(hints[name], plain[name], (*key, name))  # may hold components
+                    arguments[name] = self.value(hints[name], plain[name], (*key, name))  # check nested components
         mistakes.raise_all()
         try:
             return cls(**arguments)
@@ -244,7 +244,7 @@ class Checker:
         self.fail(key, _expected(hint, value))
 
     def _anything(self, value: Any, key: Key) -> Any:
-        """Check that YAML can represent `value`. Numbers may be infinite, as in options of other libraries."""
+        """Check that YAML can represent `value`. Infinite numbers are allowed, because some libraries use them."""
         if isinstance(value, Mapping):
             return self._mapping(Any, Any, value, key)
         if isinstance(value, (list, tuple)):
@@ -325,7 +325,7 @@ _WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything", o
 
 
 def describe(hint: Any, limits: bool = False) -> str:
-    """Return a type in words, with the bounds of its values if `limits`."""
+    """Describe a type in words. With `limits`, add the bounds of its values."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated and arguments[0] is Component:
         return f"the {arguments[1]}'s name, or a mapping with its name and options"

@@ -24,10 +24,10 @@ _LARGEST_FILE = 2**18  # bytes
 _MOST_INTERPOLATIONS = 1000
 
 _RUN = {("run", name): hint for name, hint in get_type_hints(RunOptions).items()}
-# The key of a component's name in a mapping. A plain string in place of the mapping is short for the name.
+# Key of a component -> key of its name in the component's mapping. A plain string instead of the mapping is the name.
 _NAME_KEYS: dict[Key, str] = {key: hint.shorthand for key, hint in _RUN.items() if hasattr(hint, "shorthand")}
 _NAME_KEYS |= {("model",): "arch"}
-# Meanings of true and false, by key.
+# Key -> values that true and false stand for.
 _SWITCHES: dict[Key, dict[bool, str]] = {key: hint.switches for key, hint in _RUN.items() if hasattr(hint, "switches")}
 
 
@@ -38,7 +38,7 @@ def name_key(key: Key) -> str:
 
 @dataclass
 class Layer:
-    """One source of configuration. `lines` maps every key in it to its line, or to None if there are no lines."""
+    """One source of configuration. `lines` maps its keys to line numbers, or to None for a source without lines."""
 
     label: str
     tree: dict[str, Any]
@@ -89,12 +89,12 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     return Layer(label, tree, dict(_lines(root, at)))
 
 
-# `a.b=value` with a YAML value, or values by dotted key
+# strings `a.b=value` with YAML values, or dotted key -> value
 Overrides = Iterable[str | tuple[str, Any]] | Mapping[str, Any]
 
 
 def read_options(options: Overrides) -> Layer:
-    """Read overrides from the command line or from Python. The last value of a key counts."""
+    """Read overrides from the command line or from Python. If a key occurs repeatedly, its last value counts."""
     tree: dict[str, Any] = {}
     for key, value in pairs(options):
         parsed = OmegaConf.create()
@@ -138,8 +138,8 @@ def without(layer: Layer, key: Key) -> Layer:
 def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) -> Any:
     """Merge `upper` over `lower`, mapping by mapping.
 
-    A string over or under a component's mapping is short for its name: `zero2` for {name: zero2}. If `upper` names a
-    different component, the options in `lower` are dropped.
+    If one side has a string where the other has a component's mapping, the string is the component's name: `zero2`
+    means {name: zero2}. If `upper` names a different component than `lower`, the options in `lower` are dropped.
     """
     naming = name_key(key)
     if isinstance(upper, bool):
@@ -192,7 +192,7 @@ def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
 
 
 def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
-    """Raise ConfigError if nested interpolations would exceed the limit on values."""
+    """Raise ConfigError if resolving nested interpolations would exceed the limit on values."""
     values = dict(_walk(tree))
     uses = sum(value.count("${") for value in values.values() if isinstance(value, str))
     if uses > _MOST_INTERPOLATIONS:

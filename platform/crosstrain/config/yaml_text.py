@@ -1,7 +1,8 @@
 """A YAML parser for configurations, with limits on size and depth, and with conventional number formats.
 
-`1e-4` is a number, as in OmegaConf. `010`, `1:30` and dates are text; YAML 1.1 reads them as 8, 90 and a date. `yes`,
-`no`, `on` and `off` are true and false. Only the tags of numbers, text, lists and mappings are allowed.
+`1e-4` is a number, as in OmegaConf. `010`, `1:30` and dates are text; YAML 1.1 reads them as 8, 90 and dates. `yes`
+and `on` are true; `no` and `off` are false. Only the tags of null, booleans, numbers, text, lists and mappings are
+allowed.
 """
 
 import re
@@ -9,12 +10,12 @@ from typing import Any
 
 import yaml
 
-LARGEST_TREE = 10_000  # values; a text counts as one more per 100 characters
+LARGEST_TREE = 10_000  # values; every 100 characters of a text count as one more value
 DEEPEST = 50
 
 
 class Unreadable(Exception):
-    """A text that is not YAML or exceeds the limits. `line` counts from 1; None if it is unknown."""
+    """A text is not valid YAML or exceeds the limits. `line` counts from 1; None if it is unknown."""
 
     def __init__(self, message: str, mark: yaml.Mark | None = None) -> None:
         super().__init__(message)
@@ -30,7 +31,7 @@ class _Loader(yaml.SafeLoader):
         super().fetch_key()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.composed += 1  # before the rest is read, which may take long
+        self.composed += 1  # check the limit here: reading the rest could take a long time
         if self.composed > LARGEST_TREE:
             raise Unreadable(f"more than {LARGEST_TREE:,} values", self.get_mark())
         return super().compose_node(parent, index)

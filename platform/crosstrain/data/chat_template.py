@@ -22,8 +22,8 @@ TrainOn = Literal["assistant", "last", "all"]
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Text before a reply without reasoning. The prompt may already contain its beginning.
 _NO_THOUGHT = ("", "<think></think>", "</think>")
-_OPENING = 64  # characters of an answer that may already be in the prompt
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn; templates read one of them
+_OPENING = 64  # maximum number of an answer's first characters that may already be in the prompt
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning; a template reads one of them
 
 
 class SampleError(Exception):
@@ -52,9 +52,9 @@ class EncodedChat:
 class ChatTemplate:
     """A tokenizer with its chat template.
 
-    The targets are the assistant's text in its turns, including the token that ends the turn. Templates mark it with
-    `{% generation %}`. In templates without marks, it is the text after the template's generation prompt. That prompt
-    must therefore be a prefix of the rendered conversation.
+    The targets are the assistant's text in its turns, including the token that ends the turn. Templates mark this text
+    with `{% generation %}`. Without marks, the targets are the text after the template's generation prompt, so this
+    prompt must be a prefix of the rendered conversation.
     """
 
     def __init__(self, folder: Path, template: str | None = None) -> None:
@@ -103,7 +103,7 @@ class ChatTemplate:
             )
             if not any(str(arguments) in texts[0] and str(arguments) not in words for arguments in objects):
                 return texts[0], marks[0] if marked else []
-        except MemoryError:  # raised by the limits of the process
+        except MemoryError:  # raised by the memory limit of the process
             raise
         except Exception as error:  # templates may raise anything
             if not objects:
@@ -118,13 +118,13 @@ class ChatTemplate:
     ) -> EncodedChat:
         """Return the tokens, and the targets selected by `train_on`.
 
-        Targets are the assistant's turns, only the last of them, or all tokens except the first. Turns of weight 0 are
-        not targets. Raises ChatError for a conversation without a target, and if targets cannot be separated from
+        Targets are the assistant's turns, only the last of them, or all tokens except the first. Turns with weight 0
+        are not targets. Raises ChatError for a conversation without a target, and if targets cannot be separated from
         other text.
         """
         self._check(messages, tools)
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        weight = int(train_on != "all")  # turns to find: 1: targets; 0, with "all": excluded turns
+        weight = int(train_on != "all")  # find turns of this weight: 1 for targets; with "all", 0 for excluded ones
         others = [n + 1 for n, m in enumerate(messages) if n not in own and m.get("weight") == weight]
         refuse_if(
             others, f"turns {others} have weight {weight}, which train_on: {train_on} takes of the assistant only"
@@ -162,7 +162,10 @@ class ChatTemplate:
     def _after_prompt(
         self, text: str, messages: Sequence[Message], number: int, tools: list[Any] | None
     ) -> tuple[int, int]:
-        """Find a turn as the text after its prompt. Raises ChatError unless the prompt and the turn are prefixes."""
+        """Return the span of a turn in `text`: from the end of its prompt to the end of the conversation up to it.
+
+        Raises ChatError unless this prompt is a prefix of that conversation, and that conversation a prefix of `text`.
+        """
         prompt = self.render(messages[:number], tools, answering=True)
         turn = self.render(messages[: number + 1], tools)
         refuse_if(
@@ -180,7 +183,7 @@ class ChatTemplate:
     def _with_end(
         self, text: str, span: tuple[int, int], message: Message, number: int, strict: bool
     ) -> tuple[int, int]:
-        """Extend a span to the token that ends the turn. Raises ChatError if there is none, or if the text differs."""
+        """Extend a span to the token that ends the turn. Raises ChatError if there is none or the text was changed."""
         start, stop = span
         turn = text[start:stop]
         found = list(self._special_token.finditer(turn))
@@ -192,7 +195,7 @@ class ChatTemplate:
         else:
             raise ChatError(f"the template ends turn {number + 1} by no special token, so no model would learn to stop")
         content, written = _dense(message.get("content")), _dense(words)
-        if content not in written:  # unless the prompt contains the beginning, such as <think>
+        if content not in written:  # the prompt may contain its beginning, such as <think>
             prompt = _dense(text[max(0, start - _OPENING) : start])
             lengths = (n for n in range(min(len(content), _OPENING), 0, -1) if prompt.endswith(content[:n]))
             content = content[next(lengths, 0) :]
@@ -214,13 +217,13 @@ class ChatTemplate:
     # ---- tokens
 
     def _tokens(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Return tokens, and whether each is in a span. A token begins where a span begins, as after a prompt."""
+        """Return the tokens, and whether each is in a span. As after a prompt, no token crosses a span's border."""
         bounds = [0, *itertools.chain(*spans), len(text)]
         parts = self._encode([text[a:b] for a, b in itertools.pairwise(bounds)])
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
             return ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part]
-        # A tokenizer that prepends a space to each text: encode the whole text, if token borders match the spans.
+        # This tokenizer prepends a space to each text: encode the whole text, if token boundaries match the spans.
         whole = self.backend.encode(text, add_special_tokens=False)
         starts, stops = {a for a, _ in whole.offsets}, {b for _, b in whole.offsets}
         refuse_if(
@@ -235,13 +238,13 @@ class ChatTemplate:
 
 
 def _calls(messages: Sequence[Message]) -> list[tuple[str, Any]]:
-    """Return names and arguments of all calls."""
+    """Return (name, arguments) of all tool calls."""
     functions = (call["function"] for message in messages for call in message.get("tool_calls") or ())
     return [(function["name"], function.get("arguments")) for function in functions]
 
 
 def _with_json(messages: Sequence[Message]) -> list[Message]:
-    """Return a copy with the arguments of calls as JSON text."""
+    """Return a copy of the messages in which the arguments of tool calls are JSON text."""
     copied: list[Any] = copy.deepcopy(list(messages))
     for message in copied:
         for call in message.get("tool_calls") or ():
@@ -250,7 +253,7 @@ def _with_json(messages: Sequence[Message]) -> list[Message]:
 
 
 def _unwritten(text: str, messages: Sequence[Message], tools: list[Any] | None) -> frozenset[str]:
-    """Return names of the parts that the template leaves out of a conversation, except the assistant's."""
+    """Return the names of the parts of a conversation that the template leaves out, except the assistant's turns."""
     written = _dense(text)
     found = {
         f"messages.content of {message['role']} turns"

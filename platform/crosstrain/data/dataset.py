@@ -22,17 +22,17 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class ReadContext:
-    """The rank that reads a split in a run, and its first sample."""
+    """The rank that reads a split, and the first sample that the run reads."""
 
     seed: int
-    start: int  # number of the run's first sample; above 0 after a resume
+    start: int  # sample number of the first sample; above 0 after a resume
     rank: int  # data-parallel rank
     size: int
 
 
 @dataclass(kw_only=True)
 class SplitOptions:
-    """Splits as shares of the same files, or as separate files that are read entirely."""
+    """Splits as shares of the same files, or as separate files that are used entirely."""
 
     files: ClassVar[str] = "path"  # name of the option with the files to split
     # relative shares of train, val and test, in file order
@@ -51,7 +51,10 @@ class SplitOptions:
         return (replace(self, **alone), "train") if own else (self, split)
 
     def rows(self, split: Split, total: int, source: str) -> range:
-        """Return the rows of a split, out of `total` rows in its files. EmptySplit, with `source`, if it has none."""
+        """Return the rows of a split, out of the `total` rows in its files. Raises EmptySplit if there are none.
+
+        source: description of the rows and their files, for the error.
+        """
         options, share = self.of(split)
         k, shares = SPLITS.index(share), [*options.split, 0.0, 0.0]
         rows = range(*(round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1)))
@@ -76,9 +79,9 @@ class Dataset(ABC):
     end_tokens: tuple[int, ...] = ()  # token IDs that end an answer; saved in a checkpoint's generation_config.json
     documents: bool = False  # True: position_ids restart at each document, which keeps documents in a sample separate
     row_layout: str | None = None  # layout of the rows of a sample, for an objective; None: rows are independent
-    digest: str = ""  # hash of the samples' contents, for an objective that measures them once for all runs
-    reference: np.ndarray | None = None  # measured numbers [samples, rows]; `get` returns them as "reference"
-    notice: str = ""  # a sentence about its files to show at each start, such as dropped rows
+    digest: str = ""  # hash of the samples' contents, which identifies their cached reference values
+    reference: np.ndarray | None = None  # reference values [samples, rows]; `get` includes them as "reference"
+    notice: str = ""  # a sentence to show at each start, for example about dropped rows
     far: bool = False  # True: samples are fetched remotely, so `announce` is called before `get`
     indexed: bool = True  # False: `get` ignores the index and returns the next sample of a stream
 
@@ -98,7 +101,7 @@ class Dataset(ABC):
     def is_prepared(cls, options: Any) -> bool:
         """Return True if `prepare` has nothing to create, so that a dry run may open the data. Must not write anything.
 
-        By default True if `prepare` is not overridden. Raises DataError if an input of `prepare` is missing.
+        The default is True if `prepare` is not overridden. Raises DataError if an input of `prepare` is missing.
         """
         return cls.prepare.__func__ is Dataset.prepare.__func__  # type: ignore[attr-defined]
 
@@ -118,14 +121,14 @@ class Dataset(ABC):
         """Return the name or path of the tokenizer that `prepare` will use; None for data without a tokenizer."""
         return None
 
-    def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need to know
+    def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need it
         """Get ready to read. Called in every process of a run before the first sample."""
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
         """Return a batch of one sample of maximum length, on the meta device, without opening the data.
 
-        Used for the plan. None, the default, if the shapes are unknown until the data exists.
+        Used for planning. Returns None, the default, if the shapes are unknown until the data exists.
         """
         return None
 
@@ -137,23 +140,23 @@ class Dataset(ABC):
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         """Return sample `index` (0 <= index < len(self)).
 
-        `rng` is the only source of randomness allowed. It depends on the run's seed and the sample's number, so
-        augmentation does not depend on the number of workers or on resumes.
+        `rng` is the only source of randomness allowed. It depends on the run's seed and on the sample number in the
+        run, so augmentation does not depend on the number of workers or on resumes.
         """
 
     def announce(self, indices: Sequence[int]) -> None:  # noqa: B027 - most have nothing to fetch
         """Start to fetch samples that will be read soon in this process. A sample may be announced repeatedly."""
 
     def training_index(self, seed: int, number: int) -> int:
-        """Return the index of a run's sample `number` in training; by default from a new shuffle every epoch."""
+        """Return the index of training sample `number` of a run; by default from a new shuffle every epoch."""
         return sample_index(seed, number, len(self))
 
     def evaluation_index(self, place: int) -> int:
-        """Return the index of sample `place` when only part of the split is evaluated; by default `place`."""
+        """Return the index of the sample at position `place` of a partial evaluation; by default `place`."""
         return place
 
     def location(self, index: int) -> str:
-        """Return a readable location of sample `index`, such as a file and line. Empty by default."""
+        """Return a readable location of sample `index`, such as a file and line. It is empty by default."""
         return ""
 
     def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
@@ -161,7 +164,7 @@ class Dataset(ABC):
         return None
 
     def shorten(self, batch: Batch, length: int) -> Batch:
-        """Return the first `length` tokens of every sample of a batch. By default not supported: raises UserError."""
+        """Return the first `length` tokens of every sample of a batch. Raises UserError by default."""
         raise UserError(f"samples of {type(self).__name__} cannot be shortened, as run.curriculum asks: leave it out")
 
     def collate(self, samples: list[Sample]) -> Batch:

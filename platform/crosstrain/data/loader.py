@@ -1,9 +1,9 @@
 """Batches of an endless stream of samples, for one data-parallel rank.
 
-Sample number n of a run is a pure function of (seed, n). Each step takes the next `global_batch` numbers, except those
-that the run skips. Micro batch m of a step goes to rank m mod dp_size. Its first sample number, which seeds its
-dropout, is therefore the same for every number of ranks. A resume seeks: nothing is replayed, and only the number is
-stored.
+Sample n of a run is a pure function of (seed, n); n is called its sample number. Each step takes the next
+`global_batch` sample numbers, except those that the run skips. Micro batch m of a step goes to rank m mod dp_size. The
+number of its first sample seeds its dropout, so dropout does not depend on the number of ranks. A resume seeks: only
+the next sample number is stored, and nothing is replayed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, MicroBatch, Sample, Step
 
-_AHEAD = 8  # micro batches that are announced to a dataset before they are read
+_AHEAD = 8  # number of micro batches to announce ahead of the one being read
 
 
 CountTargets = Callable[[Batch], int]  # number of target tokens of a batch: `Model.num_targets`
@@ -69,10 +69,10 @@ def _batches(
         batch_sampler=numbers,
         collate_fn=samples.collate,
         num_workers=num_workers,
-        # Always fork: a fresh process could not import the datasets of plugins.
+        # Always fork: a spawned process could not import the datasets of plugins.
         multiprocessing_context=CheckedForkContext() if num_workers else None,
         pin_memory=torch.cuda.is_available(),
-        # DataLoader draws one number per pass. A separate generator keeps the global one unchanged.
+        # DataLoader draws a seed for each pass. A separate generator leaves the global one unchanged.
         generator=torch.Generator(),
     )
     for batch in loader:
@@ -84,7 +84,7 @@ def _batches(
 def _announced(
     dataset: Dataset, index_of: Callable[[int], int], batches: Iterable[Sequence[int]]
 ) -> Iterator[Sequence[int]]:
-    """Yield the sample numbers of batches, each after some later ones were announced."""
+    """Yield the batches of sample numbers unchanged. Each batch is announced `_AHEAD` batches before it is yielded."""
     waiting = deque[Sequence[int]]()
     for numbers in batches:
         dataset.announce([index_of(number) for number in numbers])
@@ -95,14 +95,14 @@ def _announced(
 
 
 def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) -> Iterator[list[int]]:
-    """Yield the sample numbers of each step on all ranks, without end, from `start` on."""
+    """Yield the sample numbers of each step, for all ranks together. They begin with `start` and do not end."""
     following = sample_numbers(start, left_out or [])
     while True:
         yield list(islice(following, plan.global_batch))
 
 
 def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[list[int]]:
-    """Return the micro batches of a data-parallel rank, from the sample numbers of a step."""
+    """Return the sample numbers of each micro batch of a data-parallel rank, given those of a step."""
     size = plan.micro_batch
     return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
 
@@ -135,15 +135,17 @@ def training_steps(
     left_out: Ranges | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Step]:
-    """Yield this rank's micro batches of each step, without end, from sample number `start`. Targets are not counted.
+    """Yield this rank's micro batches of each step, endlessly from sample number `start` on.
+
+    Targets are not counted: `num_targets` is 0.
 
     lengths: length in tokens to which the samples of each step are shortened; None: full length.
     left_out: sample numbers to skip.
-    vocab_size: upper bound of token IDs; DataError if one reaches it. None: token IDs are not checked.
+    vocab_size: upper bound of token IDs; a larger one raises DataError. None: token IDs are not checked.
     """
     dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
     own = partial(share_of_rank, plan, dp_rank)
-    mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # consumed ahead of the steps below
+    mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # DataLoader reads these ahead
     index_of = partial(dataset.training_index, seed)
     batches = _batches(dataset, seed, index_of, mine, num_workers)
     whole: Iterator[int | None] = repeat(None)
@@ -159,7 +161,7 @@ def training_steps(
 
 
 def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
-    """Return a batch with only the run's sample `number`, as in training. Not for a streamed dataset."""
+    """Return a batch with only the run's sample `number`, as in training. Streamed datasets do not support this."""
     return dataset.collate([dataset.get(dataset.training_index(seed, number), sample_rng(seed, number))])
 
 
@@ -176,12 +178,12 @@ def evaluation_batches(
 ) -> Iterator[tuple[MicroBatch, bool]]:
     """Yield the first `max_samples` samples in evaluation order, each once, as (micro batch, counts).
 
-    Every rank gets the same number of micro batches, because a forward may be a collective. A rank with too few
-    samples repeats its first ones with `counts` false. `vocab_size` is as for `training_steps`.
+    Every rank gets the same number of micro batches, because a forward pass may be a collective. A rank with too few
+    samples gets the first samples of the split again, with `counts` false. `vocab_size` is as for `training_steps`.
     """
     dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    # Start of each of this rank's micro batches. It is past the last sample if only other ranks have one more.
+    # First sample of each micro batch of this rank. It is past the end if only other ranks still have samples.
     starts = [first + dp_rank * micro_batch for first in range(0, total, micro_batch * dp_size)]
     mine = [range(start, min(start + micro_batch, total)) or range(min(micro_batch, total)) for start in starts]
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index

@@ -33,7 +33,10 @@ def named_splits(config: Config) -> list[Split]:
 
 
 def open_split(config: Config, split: Split) -> Dataset:
-    """Open a prepared split of the configured dataset. DataError if it would be empty; ConfigError without trust."""
+    """Open a prepared split of the configured dataset.
+
+    Raises DataError if it would be empty, and ConfigError if the configuration is not trusted to name data.
+    """
     label, component = _labelled(config)
     with limited_to(config.trust):
         check_source(f"the {split} split of {label}")
@@ -41,7 +44,7 @@ def open_split(config: Config, split: Split) -> Dataset:
 
 
 def open_dataset(component: Component, split: Split, address: str) -> Dataset:
-    """Open a split of the dataset at the key `address` of a project. Every error begins with the address."""
+    """Open a split of the dataset at the key `address` of a project. Messages of DataErrors begin with the address."""
     try:
         dataset = registry.get("dataset", component.name)(component.options, split)
     except DataError as error:
@@ -66,7 +69,7 @@ def is_prepared(config: Config) -> bool:
 
 
 def vocabulary_size(config: Config) -> int | None:
-    """Return the tokenizer's vocabulary size for data that is not prepared yet; None if it is not local."""
+    """Return the tokenizer's vocabulary size before the data is prepared; None if the tokenizer is not a local path."""
     component = training_dataset(config)
     name = registry.get("dataset", component.name).tokenizer_of(component.options)
     if name is None or not Path(name).expanduser().exists():
@@ -76,6 +79,6 @@ def vocabulary_size(config: Config) -> int | None:
 
 
 def first_batch(dataset: Dataset) -> Batch:
-    """Return a batch of the first sample, on the meta device."""
+    """Return a batch with only the first sample, on the meta device."""
     batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
     return {key: value.to("meta") for key, value in batch.items()}

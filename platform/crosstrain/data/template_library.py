@@ -12,7 +12,7 @@ from crosstrain.utils import paths
 
 @cache
 def template_library() -> dict[str, str]:
-    """Return the templates by name."""
+    """Return template name -> Jinja text."""
     files = sorted((paths.home() / "configs" / "chat_templates").glob("*.jinja"))
     return {file.stem: file.read_text(encoding="utf-8") for file in files}
 

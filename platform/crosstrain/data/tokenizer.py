@@ -32,12 +32,12 @@ _log = logging.getLogger(__name__)
 
 # Files in the folders of tokenizers and models.
 TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_MAX_BYTES = 1 << 27  # most bytes of each file
+_MAX_BYTES = 1 << 27  # maximum size of each file
 END_OF_TEXT = "<|endoftext|>"
 _MAX_VOCABULARY = 1 << 20
 _MOST_IDS = 1 << 24  # limit for any tokenizer, because arrays indexed by ID use memory for all IDs
 _TRYING, _TRIED = 10.0, 10_000  # limits of the trial in `_try`: seconds, and characters to encode
-_LONG = 1000  # longer words are cut for training: the time to learn their pairs is quadratic in the length
+_LONG = 1000  # longer words are split for training, because merging takes time quadratic in their length
 _LONG_WORDS = re.compile(rf"(?<!\S)\S{{{_LONG},}}|(?<!\s)\s{{{_LONG},}}")
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
@@ -83,7 +83,7 @@ class TextTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text in a process with limits, on all cores and without offsets."""
+        """Encode each text in a process with limits. It uses all cores and computes no offsets."""
         return [ids.tolist() for ids in self._process(texts, sum(map(len, texts)))]
 
     def decode(self, ids: list[int], *, words: bool = False) -> str:
@@ -151,11 +151,11 @@ def warn_if_rebuilt(spec: str) -> None:
             )
     except LimitError as error:
         _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
-    except DataError:  # transformers has no tokenizer here, so none that differs
+    except DataError:  # transformers finds no tokenizer, so there is nothing to compare
         return
 
 
-# Keys of a checkpoint's tokenizer_config.json that are passed to transformers. None may name a file, URL or class.
+# Keys of a checkpoint's tokenizer_config.json that are passed to transformers. None of them names a file, URL or class.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = (
     *("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
@@ -200,8 +200,8 @@ def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> TextTokenizer:
     """Train a byte-level BPE like GPT-2's (Radford et al. 2019), with `<|endoftext|>` as its last ID.
 
-    vocab_size counts 256 bytes, merges and `<|endoftext|>`. The result has fewer tokens if too few pairs occur twice
-    in the texts. Raises DataError if vocab_size is below 257 or above 1,048,576.
+    vocab_size includes the 256 bytes, the merges and `<|endoftext|>`. The result has fewer tokens if too few pairs
+    occur at least twice in the texts. Raises DataError if vocab_size is below 257 or above 1,048,576.
     """
     if vocab_size < 257:
         raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
@@ -220,7 +220,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
 
 
 def _in_parts(text: str) -> Iterator[str]:
-    """Split a text inside its longest words."""
+    """Split a text inside words longer than `_LONG` characters, and yield the parts."""
     start = 0
     for found in _LONG_WORDS.finditer(text):
         for stop in range(found.start() + _LONG, found.end(), _LONG):
@@ -230,12 +230,12 @@ def _in_parts(text: str) -> Iterator[str]:
 
 
 def vocabulary(path: Path) -> dict[str, int]:
-    """Return a tokenizer.json's IDs by token, including added tokens. Raises DataError if it cannot be read."""
+    """Return token -> ID of a tokenizer.json, including added tokens. Raises DataError if it cannot be read."""
     return _backend(path).get_vocab(with_added_tokens=True)
 
 
 def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
-    """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named by the hash of its files.
+    """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named after the hash of its files.
 
     When the folder is new, `warn_if_rebuilt` checks `spec`, the source of the tokenizer.
     """
@@ -245,14 +245,14 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
         new = Path(partial) / "new"
         tokenizer.save(new)
         digest = hashlib.sha256()
-        for path in sorted(new.iterdir()):  # all files: two tokenizers may differ only in their chat templates
+        for path in sorted(new.iterdir()):  # hash all files: two tokenizers may differ only in their chat templates
             data = path.read_bytes()
             digest.update(f"{path.name}/{len(data)}/".encode() + data)
         folder = cache / digest.hexdigest()[:16]
         try:
             os.rename(new, folder)
         except OSError:
-            if not folder.exists():  # otherwise the same content was saved before
+            if not folder.exists():  # if it exists, the same content was saved before
                 raise
         else:
             warn_if_rebuilt(spec)
@@ -284,7 +284,7 @@ def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens([END_OF_TEXT])  # gets the last ID, unless it is in the vocabulary
+    tokenizer.add_special_tokens([END_OF_TEXT])  # gets the last ID, unless the vocabulary already has it
     return TextTokenizer(tokenizer, END_OF_TEXT)
 
 
@@ -315,7 +315,7 @@ def _backend(path: Path) -> Tokenizer:
 
 
 def _try(path: Path, data: bytes) -> None:
-    """Load a tokenizer, decode all its tokens and encode some. Most harmful files exceed the limits here."""
+    """Load a tokenizer, decode all its tokens and encode some text. Most malicious files exceed the limits here."""
     with explained(f"{path} is not a tokenizer", DataError):
         tokenizer = Tokenizer.from_buffer(data)
     tokenizer.no_truncation()

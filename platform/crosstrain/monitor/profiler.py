@@ -11,10 +11,10 @@ from crosstrain.utils.logging import log
 
 
 class Profiler:
-    """Profiles this rank in the windows of `options`, and writes a folder below `folder` for each.
+    """Profiles this rank in the windows of `options`, and writes a folder for each window below `folder`.
 
     Does nothing without options, or if they do not include this rank. A run that resumes inside a window profiles the
-    rest of it. A window is profiled only once, even if its steps are repeated after a roll back.
+    rest of it. A window is profiled only once, even if its steps are repeated after a rollback.
     """
 
     def __init__(self, options: ProfileOptions | None, folder: Path, rank: int, device: torch.device) -> None:
@@ -26,10 +26,10 @@ class Profiler:
         self._step = ExitStack()  # holds the record of the current step
 
     def begin(self, number: int) -> None:
-        """Call this when the attempted step `number` begins. It is profiled if it is in a window."""
-        self._step.close()  # a step that was rolled back has no end
+        """Call this when attempted step `number` begins. The step is profiled if it is in a window."""
+        self._step.close()  # `end` is not called for a step that is rolled back
         window = next((w for w in self._windows if w[0] <= number <= w[1]), None)
-        if self._running is not None and window != self._window:  # a roll back left the window
+        if self._running is not None and window != self._window:  # a rollback left the window
             self.write()
         if window is None:
             return
@@ -38,7 +38,7 @@ class Profiler:
         self._step.enter_context(record_function(f"ProfilerStep#{number}"))  # viewers identify steps by this name
 
     def end(self, number: int) -> None:
-        """Call this when the step `number` has ended. After the last step of a window, the profile is written."""
+        """Call this when step `number` has ended. After the last step of a window, the profile is written."""
         if self._running is None:
             return
         self._step.close()
@@ -66,7 +66,7 @@ class Profiler:
         done, self._running = self._running, None
         self._windows = [window for window in self._windows if window != self._window]
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # otherwise kernels that still run would be missing
+            torch.cuda.synchronize(self.device)  # otherwise kernels that are still running would be missing
         log.info("writing a profile; training goes on after it")
         done.stop()
         first, last = self._seen

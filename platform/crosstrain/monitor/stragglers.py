@@ -2,8 +2,8 @@
 
 Forward and backward times are compared between ranks that do the same work on different samples. This needs times
 without communication: if an engine communicates in both passes (FSDP, ZeRO 3), the other ranks wait there for a slow
-rank, all ranks take equally long, and none is reported. If it communicates only in the backward, the forward times
-still identify the rank.
+rank, all ranks take equally long, and none is reported. If it communicates only in the backward pass, the forward
+times still identify the rank.
 """
 
 from statistics import median
@@ -11,11 +11,13 @@ from statistics import median
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 
-SLOWER = 1.5  # a straggler takes at least this many times the median of the other ranks,
-SLOWER_MS = 10.0  # and at least this many milliseconds more,
-IN_A_ROW = 2  # in this many logged steps in a row
-WAITING = 0.25  # waiting for data is reported from this share of the time,
-WAITING_MS = 5.0  # if it is at least this many milliseconds per step
+# A rank is a straggler if it exceeds the median of its peers by both limits in this many consecutive logged steps.
+SLOWER = 1.5  # minimum ratio to the median
+SLOWER_MS = 10.0  # minimum difference from the median
+IN_A_ROW = 2  # number of logged steps
+# Data waits are reported if they reach both limits.
+WAITING = 0.25  # fraction of the time
+WAITING_MS = 5.0  # milliseconds per step
 
 
 class StragglerDetector:
@@ -28,7 +30,7 @@ class StragglerDetector:
         self._times_told: dict[str, int] = {}
 
     def check(self, ranks: Group, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
-        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
+        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the previous one. Collective.
 
         `waited`: seconds that this rank waited for data in this interval. Returns the longest wait of any rank, and
         sentences about problems.
@@ -55,7 +57,7 @@ class StragglerDetector:
         return self._seldom(key, f"{key}: at step {step}, as at the logged one before, its {problem}")
 
     def _data_bound(self, step: int, steps: int, seconds: float, waited: list[float]) -> str | None:
-        if self._checks == 1:  # the loader's processes started in this interval
+        if self._checks == 1:  # the data-loading processes started in this interval
             return None
         bad = [r for r, w in enumerate(waited) if w >= WAITING * seconds and 1000 * w / steps >= WAITING_MS]
         if not bad:

@@ -1,4 +1,4 @@
-"""Speed, memory and utilisation of training, measured between two logged steps."""
+"""Speed, memory and utilization of training, measured between two logged steps."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from crosstrain.monitor.metrics import StepMetrics
 
 
 class Throughput:
-    """A clock over the steps since the last logged one. The time of saves and validations is excluded."""
+    """Measures throughput since the last logged step. The time of saves and validations is excluded."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -34,7 +34,10 @@ class Throughput:
         self._start += time.perf_counter() - started
 
     def measure(self, metrics: StepMetrics, count: int, sequence_length: int | None) -> None:
-        """Fill in speed, memory and utilisation after a step of `count` target tokens, or samples without tokens."""
+        """Fill in speed, memory and utilization after a step.
+
+        count: target tokens of the step, or its samples if the model does not predict tokens.
+        """
         device, timers = self._runner.device, self._runner.timers.seconds
         self.steps += 1
         self._counted += count

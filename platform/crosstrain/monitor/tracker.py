@@ -1,4 +1,4 @@
-"""Trackers: the interface for plugins that record a run's numbers, and the trackers of one run."""
+"""Trackers: the interface for plugins that record a run's metrics, and the trackers of one run."""
 
 import queue
 import threading
@@ -33,7 +33,10 @@ class TrackedRun:
         return self.folder.resolve().name
 
     def remembered(self, tracker: str, make: Callable[[], str]) -> str:
-        """Return the ID of this run at a tracker, from TRACKER/run_id in its folder. The first start creates it."""
+        """Return the ID of this run at a tracker, from TRACKER/run_id in the run's folder.
+
+        The file is created on the first start, with the ID that `make` returns.
+        """
         file = self.folder / tracker / "run_id"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
@@ -45,7 +48,7 @@ class Tracker(ABC):
     """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures them.
 
     Each tracker is created on rank 0 when training begins. If it raises an error, the error is logged once and only
-    this tracker's numbers are lost: training continues, and the tracker gets the next row.
+    this tracker loses the row: training continues, and the tracker gets the next row.
     """
 
     remote = False  # True: calls may be slow, for example over a network, and run in a separate thread
@@ -65,10 +68,10 @@ class Tracker(ABC):
         """
 
     def close(self, finished: bool) -> None:  # noqa: B027 - some keep nothing open
-        """Training ends here. `finished` is True if it has reached its last step."""
+        """Finish recording, because training ends. `finished` is True if training reached its last step."""
 
     def place(self) -> str | None:
-        """A file, an address or a command to view the numbers, for the final output of a run."""
+        """Return a file, an address or a command to view the metrics, for the final output of a run."""
         return None
 
 
@@ -103,7 +106,7 @@ class Trackers:
 
 
 class _Isolated:
-    """A tracker with isolated errors: only its own numbers are lost. Calls of a remote one run in order in a thread."""
+    """A tracker with isolated errors: only its own rows are lost. Calls of a remote one run in order in a thread."""
 
     def __init__(self, component: Component, run: TrackedRun) -> None:
         self.name, cls = component.name, registry.get("tracker", component.name)
@@ -128,7 +131,7 @@ class _Isolated:
             self._warn(f"is more than {_MAX_BACKLOG} rows behind; training goes on, and it loses rows")
 
     def _do(self, work: Callable[[Tracker], None]) -> None:
-        """Call `work` with the tracker. Creates the tracker first if that has not succeeded before."""
+        """Call `work` with the tracker. Creates the tracker first if it does not exist yet."""
         try:
             self._tracker = self._tracker or self._make()
             self.place = self._tracker.place()

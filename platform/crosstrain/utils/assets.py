@@ -61,7 +61,7 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_FILES = frozenset({"config.json", GENERATION_CONFIG})
 
 _HEAD = 1 << 16  # bytes read to identify a file
-_MOST_BYTES = 1 << 28  # most bytes of one file; the largest tokenizers take some tens of MB
+_MOST_BYTES = 1 << 28  # maximum size of one file; the largest tokenizers take tens of MB
 
 
 def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -83,14 +83,14 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
     return paths
 
 
-# First bytes of SentencePiece files (field 1 of a message) and of tiktoken files. All other files are JSON or text.
+# First bytes of SentencePiece files (field 1 of a protobuf message) and of tiktoken files. Others are JSON or text.
 _VOCABULARY = re.compile(rb"\n|[A-Za-z0-9+/=]+ \d+\n")
 _BEGINNINGS = {".json": re.compile(rb"(\xef\xbb\xbf)?\s*[{\[]"), ".model": _VOCABULARY, ".spm": _VOCABULARY}
 _TEXT = re.compile(rb"[^\0\x80][^\0]*\Z|\Z")  # not a pickle, an archive or a program
 
 
 def misnamed(path: Path) -> bool:
-    """Return True if a file cannot be the JSON, text or vocabulary that its name indicates."""
+    """Return True if a file's first bytes do not fit the JSON, text or vocabulary that its name indicates."""
     with open_regular(path) as file:
         return not _BEGINNINGS.get(path.suffix, _TEXT).match(file.read(_HEAD))
 

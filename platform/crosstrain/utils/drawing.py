@@ -15,7 +15,7 @@ TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with 
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield an empty matplotlib figure of this size in inches. Saves it to `path` (.svg or .png) when the block ends.
+    """Yield an empty matplotlib figure of this size in inches, and save it to `path` (.svg or .png) after the block.
 
     Raises UserError if matplotlib is not installed.
     """
@@ -29,7 +29,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def contact_sheet(tiles: Sequence[tuple[Any, Sequence[tuple[str, str]]]], path: Path) -> None:
-    """Draw PIL images in rows, each with up to six coloured texts below it. Long texts are cut."""
+    """Draw PIL images in rows, each with up to six colored texts below it. Long texts are cut."""
     image, draw_module = require("PIL.Image", "--sheet"), require("PIL.ImageDraw", "--sheet")
     rows = max(1, -(-len(tiles) // _COLUMNS))
     sheet = image.new("RGB", (_COLUMNS * TILE[0], rows * TILE[1]), "white")

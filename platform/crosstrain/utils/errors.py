@@ -73,12 +73,12 @@ class OutOfMemory(UserError):
 
 
 class RankLost(UserError):
-    """A different rank was lost. This rank is fine, and all ranks can resume from the newest checkpoint."""
+    """Another rank was lost. This rank is fine, and all ranks can resume from the newest checkpoint."""
 
 
 @contextmanager
 def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
-    """Turn a library's error in the block into an error of one sentence that starts with `what`. UserError passes."""
+    """Turn a library's error in the block into a one-sentence error that starts with `what`. A UserError is kept."""
     try:
         yield
     except UserError:
@@ -104,7 +104,7 @@ def _by_line(text: str) -> list[str | int]:
 
 
 def refusal(error: Exception) -> UserError | None:
-    """Return a UserError for a lack of memory, and for an OSError such as a full disk. None for any other error."""
+    """Return a UserError if memory ran out, or for an OSError such as a full disk; None for any other error."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         return OutOfMemory(
             f"memory ran out ({first_line(error)[:200]}): a smaller run.micro_batch_size, "
@@ -117,12 +117,12 @@ def refusal(error: Exception) -> UserError | None:
 
 
 def printable(text: str) -> str:
-    """Replace characters that would control a terminal with visible escapes."""
+    """Replace terminal control characters with visible escapes."""
     return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a question with the closest match for `name` in `known`, or `otherwise` if none is close."""
+    """Return "did you mean NAME?" with the closest match for `name` in `known`, or `otherwise` if none is close."""
     near = difflib.get_close_matches(name[:100], list(known), n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 

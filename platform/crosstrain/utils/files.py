@@ -18,7 +18,7 @@ from typing import IO, Any
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
     """Open a regular file to read bytes. With `follow=False` links are refused, as they may lead out of a folder.
 
-    Raises OSError, with a `strerror` that fits into a sentence, for anything else. Other kinds of files are never
+    Raises OSError, with a `strerror` that fits into a sentence, if this is impossible. Other kinds of files are never
     opened: opening a FIFO waits for its writer, and opening some devices has side effects.
     """
     try:
@@ -28,7 +28,7 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
         raise OSError(errno.EINVAL, "not a possible name of a file", str(path)) from None
     file = os.fdopen(descriptor, "rb")
     try:
-        _check_regular(os.fstat(descriptor), path)  # check again: a different file may have this name now
+        _check_regular(os.fstat(descriptor), path)  # check again: the file may have been replaced
     except OSError:
         file.close()
         raise
@@ -45,7 +45,7 @@ def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
 
 
 def read_end(path: Path, most: int) -> list[str]:
-    """Return the lines in a text's last `most` bytes; the first may be cut. Raises OSError as `open_regular`."""
+    """Return the lines in a text's last `most` bytes; the first may be cut. Raises OSError as `open_regular` does."""
     with open_regular(path, follow=False) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most).decode("utf-8", errors="replace").splitlines()
@@ -74,7 +74,7 @@ def cache_folder(kind: str) -> Path:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file to write. It replaces `path` when the block ends; after an error `path` is unchanged.
 
-    Any number of processes on any machines may do so at once. Raises OSError if the file cannot be written.
+    Any number of processes on any machines may replace a file at once. Raises OSError if the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -131,11 +131,11 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.fstat(file).st_nlink:  # otherwise its last holder has removed it
+            if os.fstat(file).st_nlink:  # otherwise the last holder removed the file
                 try:
                     yield
                 finally:
-                    path.unlink(missing_ok=True)  # before the lock is released
+                    path.unlink(missing_ok=True)  # the lock is still held
                 return
         finally:
             os.close(file)

@@ -1,4 +1,4 @@
-"""Recognise weights of other programs, and adapters without a base model. They are not loaded."""
+"""Recognize weights of other programs, and adapters without a base model. They are not loaded."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def foreign_weights(path: Path) -> str | None:
     """
     if path.suffix in _PICKLES and not path.is_dir():
         return _PICKLED
-    places = [path, path.parent] if path.is_dir() else []  # a step's folder may lie in the identifying folder
+    places = [path, path.parent] if path.is_dir() else []  # the identifying file may be beside a step's folder
     known = (said for place in places for name, said in _FOLDERS.items() if any(place.glob(name)))
     pickles = (f"holds {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
     return next(known, None) or next(pickles, None)

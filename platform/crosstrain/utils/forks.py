@@ -1,4 +1,4 @@
-"""Forked processes that start reliably beside threads."""
+"""Forked processes that start reliably even if the parent process has threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRIES = 3
 
 
 class _CheckedProcess(ForkProcess):
-    """A forked process that is forked again if it hangs before its first line.
+    """A forked process that is forked again if it hangs before `run` is called.
 
     A fork copies locks in their current state. In Python 3.11 the child takes one of the interpreter's locks. A C++
     thread, for example one of torch's collectives, may have held that lock at the fork to release a Python object. The
@@ -41,6 +41,6 @@ class _CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """Multiprocessing context with forks that are running when `start` returns. Raises OSError if none starts."""
+    """A multiprocessing context whose `start` returns once the process runs, and raises OSError if it never does."""
 
     Process = _CheckedProcess

@@ -1,4 +1,4 @@
-"""Run a function in a separate process, with limits on memory and computing time."""
+"""Run a function in a separate process, with limits on memory and CPU time."""
 
 import ctypes
 import gc
@@ -18,7 +18,7 @@ from crosstrain.utils.forks import CheckedForkContext
 _PER_SECOND = 20_000  # bytes of text for which a call gets one more second
 _PER_BYTE = 400  # additional bytes of memory per byte of text
 _PATIENCE = 0.5  # seconds after which an urgent call gets a lower priority
-_WAITING = 20  # most seconds of wall time per second of computing time, on a machine that is shared
+_WAITING = 20  # maximum wall time per unit of CPU time, as the machine may be busy
 _IDLE = 60.0  # seconds without a call after which the process ends
 
 
@@ -35,10 +35,10 @@ class NoProcess(LimitError):
 
 
 class LimitedProcess:
-    """A function of untrusted data, called in a forked process that can be killed.
+    """A function that handles untrusted data, called in a forked process that can be killed.
 
-    The process starts on the first call, and on the next call after a failure or a long pause. Only one thread at a
-    time may call.
+    The process starts on the first call, and again on the next call after a failure or a long pause. Only one thread
+    at a time may call the function.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class LimitedProcess:
         urgent: bool = False,
         advice: str = "shorten the text, or use others",
     ) -> None:
-        """name: subject of error messages. memory: bytes beyond the caller's own. seconds: computing time per call.
+        """name: subject of error messages. memory: bytes beyond the caller's own. seconds: CPU time per call.
 
         urgent: somebody waits for the result, so `seconds` is wall time. advice: what to do when a limit is exceeded.
         """
         self._function, self.name, self._advice = function, name, advice
         self._memory, self._seconds, self._urgent = memory, seconds, urgent
-        self._owner = 0  # PID of the process that started ours
+        self._owner = 0  # PID of the process that forked the child
 
     def __call__(self, given: Any, size: int = 0) -> Any:
         """Return function(given). The limits grow with `size`, the bytes of text in `given`.
@@ -68,7 +68,7 @@ class LimitedProcess:
             with os_errors_as(NoProcess, f"{self.name} has no process; try again later"):
                 self._start()
         seconds = self._seconds + size / _PER_SECOND
-        computing = seconds + 1 if self._urgent else seconds  # so that the wall time limit applies first
+        computing = seconds + 1 if self._urgent else seconds  # the wall time limit applies first
         try:
             self._connection.send((given, self._memory + size * _PER_BYTE, computing))
             if self._urgent and not self._connection.poll(_PATIENCE):
@@ -78,7 +78,7 @@ class LimitedProcess:
                 raise TooLate(f"{self.name} has no result after {seconds:g} s; {self._advice}")
             error, result = self._connection.recv()
         except (OSError, EOFError):
-            if (code := self.close()) == 0:  # it ended just before the call, as it was idle
+            if (code := self.close()) == 0:  # the process ended just before the call, as it was idle
                 return self(given, size)
             late = code == -signal.SIGPROF
             how = f"took more than {round(seconds, 1)} s of computing" if late else "crashed or took too much memory"
@@ -117,7 +117,7 @@ class LimitedProcess:
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(1)  # the threads of the caller's computations do not exist after a fork
-        gc.freeze()  # else collecting the caller's unreachable objects would free memory
+        gc.freeze()  # do not collect the caller's objects, which would free memory
         used, (soft, hard) = address_space(), resource.getrlimit(resource.RLIMIT_AS)
         if used is not None:
             resource.setrlimit(resource.RLIMIT_AS, (used, hard))
@@ -140,7 +140,7 @@ class LimitedProcess:
 
 
 def _take_free_memory() -> None:
-    """Allocate the large blocks that malloc has free, so that each later large allocation grows the address space.
+    """Allocate the large free blocks that malloc keeps, so that each later large allocation grows the address space.
 
     Call this while the address space cannot grow. Nothing is written to the blocks, so no memory is used.
     """
@@ -152,7 +152,7 @@ def _take_free_memory() -> None:
 
 
 def address_space() -> int | None:
-    """Bytes of address space that this process uses; None if the system does not report it."""
+    """Return the bytes of address space that this process uses; None if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

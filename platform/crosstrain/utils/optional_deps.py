@@ -31,7 +31,7 @@ EXTRAS = {  # module -> extra
 
 
 def absent_package(error: Exception) -> str | None:
-    """Return the top-level package that is missing according to `error`; None for any other error."""
+    """Return the missing top-level package for an import error; None for any other error."""
     name = error.name.split(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
     return name if name and importlib.util.find_spec(name) is None else None
 
@@ -43,7 +43,7 @@ def missing(what: str, package: str) -> UserError:
 
 
 def require(module: str, what: str) -> Any:
-    """Import a module of an extra. Raises UserError, with the extra's name, if it is not installed."""
+    """Import a module that belongs to an extra. Raises UserError, with the extra's name, if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -20,7 +20,7 @@ def home() -> Path:
 
 
 def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
-    """Return the file or folder `path`, relative to the working directory or else to `home()`.
+    """Return the existing file or folder `path`, relative to the working directory or, failing that, to `home()`.
 
     Raises ConfigError if neither exists. The error suggests a file of this name next to `named_in`, the file that
     names `path`, although paths are never resolved against it.
@@ -36,13 +36,13 @@ def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
 
 
 def missing(path: str | os.PathLike[str], candidates: Sequence[Path]) -> str:
-    """Return the error for a `path` that is at none of `candidates`, with a similar name from one of their folders."""
+    """Return the message for a `path` found at none of `candidates`, with a similar name from one of their folders."""
     hint = near(*candidates) or "looked in " + " and ".join(str(c.absolute()) for c in candidates)
     return f"{path}: no such file or folder; {hint}"
 
 
 def near(*candidates: Path) -> str:
-    """Return a question with the closest existing name for one of `candidates`, or "" if none is close."""
+    """Return "did you mean NAME?" with an existing name close to one of `candidates`, or "" if none is close."""
     for candidate in candidates:
         with suppress(OSError, ValueError):
             for name in difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1):

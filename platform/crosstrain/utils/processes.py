@@ -21,14 +21,14 @@ def main_hidden() -> Iterator[None]:
 
 
 class Bond:
-    """An object to pickle for a spawned process. After unpickling it, the process is killed when this one ends."""
+    """An object to pickle for a spawned process. A process that unpickles it is killed when this one ends."""
 
     def __reduce__(self) -> tuple:
         return on_parents_death, (signal.SIGKILL, os.getpid())
 
 
 def on_parents_death(number: signal.Signals, parent: int | None = None) -> None:
-    """Have the kernel signal this process when its parent ends (Linux). Ends it if `parent` has already ended."""
+    """Have the kernel signal this process when its parent ends (Linux). Exits if `parent` has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):

@@ -11,14 +11,14 @@ from crosstrain.utils.limited_process import address_space
 
 
 class OutOfTime(BaseException):
-    """The end of a time limit. It is not an Exception, because libraries could catch that."""
+    """A time limit was exceeded. This is not an Exception, because libraries could catch that."""
 
 
 @contextmanager
 def at_most(memory: int, seconds: float) -> Iterator[None]:
-    """Limit the block to `memory` more bytes of address space and `seconds` of this process's computing time.
+    """Limit the block to `memory` more bytes of address space and `seconds` of this process's CPU time.
 
-    When the memory limit is exceeded, allocations fail as on a full machine. When the time limit is exceeded,
+    When the memory limit is exceeded, allocations fail as if memory were full. When the time limit is exceeded,
     OutOfTime is raised. Memory is not limited if the system does not report a process's size. Time is limited only in
     the main thread, because only that thread receives signals.
     """

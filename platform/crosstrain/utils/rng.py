@@ -34,7 +34,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """Return a CPU generator seeded with `derive_seed(*parts)`. On the CPU, values do not depend on the device."""
+    """Return a generator seeded with `derive_seed(*parts)`. It is on the CPU, so values do not depend on the device."""
     import torch
 
     return torch.Generator().manual_seed(derive_seed(*parts))

@@ -1,4 +1,4 @@
-"""Objects in a bucket, at URLs such as s3://bucket/folder/name, through fsspec.
+"""Access through fsspec to objects in a bucket, at URLs such as s3://bucket/folder/name.
 
 The protocol's library finds the credentials; none are configured here. Transient failures are retried. StorageError
 reports permanent failures in one sentence: a missing package, refused credentials, an unreachable host. A missing
@@ -25,9 +25,9 @@ _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _ATTEMPTS = 8  # with pauses of 25 s in total
 _PATIENCE = 60.0  # seconds after which the second attempt is the last: libraries retry single requests too
-_GAP = 1 << 16  # largest gap to read over: the bytes that arrive during the latency of a second request
-_LARGEST = 1 << 24  # most bytes of a request for several ranges
-# Parts of the names that libraries give to errors about absent, wrong or expired credentials.
+_GAP = 1 << 16  # largest gap to read through: the bytes that arrive during the latency of a second request
+_LARGEST = 1 << 24  # maximum size of a request for several ranges
+# Parts of the class names of libraries' errors about missing, wrong or expired credentials.
 _CREDENTIALS = re.compile(r"Credential|Token|Auth|Refresh|Permission")
 
 
@@ -64,12 +64,12 @@ def _copies() -> Path:
 
 
 def listing(url: str) -> dict[str, int | None]:
-    """Return the names directly below `url`, with the sizes of objects, and None for folders."""
+    """Return name -> size for everything directly below `url`. The size of a folder is None."""
     return _below(url, lambda fs, path: {entry["name"]: entry for entry in fs.ls(path, detail=True)})
 
 
 def files(url: str) -> dict[str, int | None]:
-    """Return the names of all objects below `url`, relative to it, with their sizes."""
+    """Return name -> size for all objects below `url`. Names are relative to `url`."""
     return _below(url, lambda fs, path: fs.find(path, detail=True))
 
 
@@ -79,12 +79,12 @@ def size(url: str) -> int:
 
 
 def version(url: str) -> str:
-    """Return a text that changes when an object is written again."""
+    """Return a version string that changes when an object is written again."""
     return str(_tried(url, lambda fs, path: fs.checksum(path)))
 
 
 def read(url: str, first: int = 0, last: int | None = None) -> bytes:
-    """Read the bytes [first, last) of an object, or all from `first` on. At least one must exist."""
+    """Read the bytes [first, last) of an object, or all from `first` on. At least one such byte must exist."""
     return _tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
 
 
@@ -98,7 +98,7 @@ def read_end(url: str, most: int, first: bool = False) -> bytes:
 def read_ranges(url: str, ranges: Sequence[tuple[int, int]], gap: int = _GAP) -> list[bytes]:
     """Read the bytes [first, last) of each range, in concurrent requests that merge gaps of at most `gap` bytes.
 
-    Merged requests are limited to 16 MiB, as several concurrent requests are faster.
+    Merged requests are limited to 16 MiB, because several concurrent requests are faster than a large one.
     """
     spans: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
@@ -142,7 +142,7 @@ def create(url: str, data: bytes) -> bool:
 
 
 def upload(path: Path, url: str) -> None:
-    """Upload a local file. A large file is uploaded in parts, and memory holds some of them."""
+    """Upload a local file. Large files are uploaded in parts, of which only some are in memory at a time."""
     _tried(url, lambda fs, target: fs.put_file(str(path), target))
 
 
@@ -182,7 +182,7 @@ def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, in
         return {
             name.rstrip("/").removeprefix(base): None if entry["type"] == "directory" else entry["size"]
             for name, entry in found.items()
-            if name.startswith(base) and name != base and ".." not in name.split("/")  # never valid on a disk
+            if name.startswith(base) and name != base and ".." not in name.split("/")  # `..` would leave the folder
         }
 
     return _tried(url, action)
@@ -202,7 +202,7 @@ def _tried(url: str, action: Callable[[Any, str], T]) -> T:
             if status in (401, 403) or any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
                 reason = "the credentials were refused, are missing or have expired"
             elif attempt < (_ATTEMPTS if time.monotonic() < began + _PATIENCE else 2):
-                time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # spread the ranks
+                time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # ranks should not all retry at once
                 continue
             else:
                 reason = f"no success in {attempt} attempt(s)"
@@ -224,7 +224,7 @@ def _file_system(url: str) -> Any:
             raise StorageError(f"{url}: {_words(error)}") from error
         raise missing(url, package) from error
     except Exception as error:
-        if match[1] in fsspec.available_protocols():  # the library looks for credentials when it opens
+        if match[1] in fsspec.available_protocols():  # opening may fail for lack of credentials
             raise StorageError(f"{url}: cannot be opened ({_words(error)})") from error
         known = ", ".join(f"{name}://" for name in _PACKAGES)
         raise StorageError(f"{url}: there is no protocol {match[1]}; known are {known} and others of fsspec") from None

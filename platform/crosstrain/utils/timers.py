@@ -10,7 +10,7 @@ import torch
 
 
 class Timers:
-    """Seconds spent in named phases since the last `reset`.
+    """Accumulates the seconds spent in named phases since the last `reset`.
 
     GPU work is asynchronous: a phase's time is right only if `synchronize` is set. The trainer sets it only for steps
     that it logs, because waiting prevents overlap.

@@ -6,7 +6,7 @@ of these may be used. Code that opens a source named by the configuration calls 
 
 A run signs its configuration with a key that only this user can read, so the user's own checkpoints need no flag. A
 valid signature shows that this user trained with exactly this configuration. It covers nothing else, in particular not
-the weights: those are only ever read as numbers.
+the weights, which are only ever read as tensors.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _KEY_BYTES = 32
 
 
 class Trust(IntEnum):
-    """Level of trust: the kinds of decisions that a configuration may make."""
+    """Level of trust: the kinds of sources that a configuration may name."""
 
     NOTHING = 0  # a checkpoint from others: open no data and no pretrained weights
     DATA = 1  # the user's own or a trusted checkpoint: read, prepare and fetch the data that it names
@@ -50,7 +50,7 @@ def limited_to(trust: Trust) -> Iterator[None]:
 
 
 def check_source(what: str) -> None:
-    """Raise ConfigError unless the configuration may name data and weights to open. `what` names them."""
+    """Raise ConfigError unless the configuration may name data and weights to open. `what` is the source."""
     if _current.get() < Trust.DATA:
         raise ConfigError(
             f"{what} is named by a checkpoint that was not trained under this account, so it is not opened; if you "
@@ -76,7 +76,7 @@ def signature(config: Mapping[str, Any]) -> str | None:
     `run.runner`.
     """
     key = _key(create=True)
-    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # normalised as it will be read
+    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # normalized, as it will be read back
 
 
 def is_own(config: Mapping[str, Any], signed: Any) -> bool:
@@ -105,7 +105,7 @@ def _key(create: bool) -> bytes | None:
             with tempfile.NamedTemporaryFile(dir=folder) as new:  # only its owner can read it
                 new.write(secrets.token_bytes(_KEY_BYTES))
                 new.flush()
-                os.link(new.name, path)  # atomic, and does not replace the key of a faster run
+                os.link(new.name, path)  # atomic; keeps the key if a concurrent run was faster
         key = read_regular(path, _KEY_BYTES)
     except FileExistsError:
         return _key(create=False)

@@ -12,15 +12,15 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class MicroBatch:
-    """Samples of one forward and backward."""
+    """The samples of one forward and backward pass."""
 
-    first_sample: int  # number of the first sample; it seeds dropout
+    first_sample: int  # sample number of the first sample; seeds dropout
     data: Batch
     num_targets: int  # number of target tokens
-    numbers: tuple[int, ...] = ()  # numbers of the samples
+    numbers: tuple[int, ...] = ()  # sample numbers
 
 
 class Step(list[MicroBatch]):
-    """This rank's micro batches of one step, with the sample `numbers` of all ranks."""
+    """This rank's micro batches of one step, with the sample `numbers` of the step on all ranks."""
 
     numbers: list[int]

@@ -1,4 +1,4 @@
-"""Parse and format sizes and large numbers, and check and join numbers by name."""
+"""Parse and format sizes and large numbers; check and merge named values."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5}
 
 
 def read_bytes(text: str, what: str) -> int:
-    """Parse a size such as 24GiB, 80GB or bytes, at least 1,000. Raises UserError, with `what`, for anything else."""
+    """Parse a size such as 24GiB or 80GB, of at least 1,000 bytes. Raises UserError, with `what`, for other texts."""
     problem = f"{what}: {text!r} is not a size such as 5GB or 24GiB"
     size = int(_read(r"([\d.]+)\s*([KMGTP]?)(I?)B?", text, problem))
     if size < 1000:  # too small: the unit is missing
@@ -41,7 +41,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_number(value: float) -> str:
-    """Format with three digits and a letter: 3.54e8 is 354M."""
+    """Format a number with three digits and a letter: 3.54e8 is 354M."""
     for letter, factor in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g}{letter}"
@@ -49,7 +49,7 @@ def show_number(value: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Format as whole days, hours, minutes or seconds, in the largest unit with a value of at least two."""
+    """Format a time in whole days, hours, minutes or seconds: the largest unit of which there are at least two."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"
@@ -57,7 +57,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a parsed number that is finite, also as a float."""
+    """Return True for a parsed number that is finite when converted to a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -71,7 +71,7 @@ def finite(value: Any) -> Any:
 
 
 def disjoint(numbers: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Join numbers by name. Raises TrainingError for a name that is in both."""
+    """Merge two mappings of name -> number. Raises TrainingError for a name that is in both."""
     if twice := numbers.keys() & more.keys():
         raise TrainingError(f"two numbers are called {min(twice)!r}; rename that of the model, metric or callback")
     return numbers | more

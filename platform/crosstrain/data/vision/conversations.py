@@ -1,4 +1,4 @@
-"""Tokenize conversations about images: roles, image placeholders, and the tokens to learn."""
+"""Tokenize conversations about images: roles, image placeholders, and target tokens."""
 
 import itertools
 import re
@@ -18,13 +18,13 @@ from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
 
 IMAGE = "<image>"  # placeholder of an image in a message's text
-IMAGE_ID = -200  # placeholder of one image embedding in input_ids (LLaVA's number)
+IMAGE_ID = -200  # placeholder of one image embedding in input_ids, as in LLaVA
 SHARED = 0  # segment ID of tokens that all segments of a sample attend to
 
 Style = Literal["chat", "plain"]
 _OTHER_MEDIA = re.compile(r"^\s*<(?:video|audio)>|<(?:video|audio)>\s*$", re.MULTILINE)  # within a line it may be HTML
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
-_REMEMBERED = 1 << 14  # texts whose tokens are cached
+_REMEMBERED = 1 << 14  # number of texts whose tokens are cached
 _START, _END = "<|im_start|>", "<|im_end|>"
 _BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # in newer Qwen tokenizers
 
@@ -93,9 +93,9 @@ class ConversationEncoder:
     def sample(self, conversations: Sequence[Conversation]) -> Sample:
         """Return input_ids and labels [length]. Several conversations about the same images share their common prefix.
 
-        In that case `segments` numbers the conversation of each token (`SHARED`, 1, 2, ...), and `position_ids` counts
-        within each conversation. If tokens attend only to the shared ones and to their own segment, the model computes
-        the same as for one conversation at a time. Raises SampleError if there are no targets.
+        In that case `segments` gives the conversation of each token (`SHARED`, 1, 2, ...), and `position_ids` restart
+        after the prefix for each conversation. If tokens attend only to the shared ones and to their own segment, the
+        model computes the same as for one conversation at a time. Raises SampleError if there are no targets.
         """
         encoded = [self.encode(c) for c in conversations]
         if not encoded or not all(any(tokens.is_target) for tokens in encoded):
@@ -129,7 +129,7 @@ class ConversationEncoder:
 
 
 def _labels(tokens: EncodedChat) -> list[int]:
-    """Return the target at each position except the last: the next token, if it is to be learned."""
+    """Return the label at each position except the last: the next token if it is a target, else IGNORE_INDEX."""
     pairs = zip(tokens.ids[1:], tokens.is_target[1:], strict=True)
     return [token if learned else IGNORE_INDEX for token, learned in pairs]
 

@@ -1,4 +1,4 @@
-"""Open images: convert any file that Pillow reads to upright 8-bit RGB, or refuse it with the reason."""
+"""Open images: convert any file that Pillow reads to upright 8-bit RGB, or raise an error with the reason."""
 
 import io
 import sys
@@ -15,13 +15,14 @@ from crosstrain.utils.files import read_regular
 
 LARGEST_IMAGE = 1 << 29  # bytes of a file
 # For 16-bit multi-channel images, Pillow keeps only the high bytes. These raw modes read the low bytes into the same
-# channels; for grey with alpha, into the second and the last. N is the machine's byte order.
+# channels; for gray with alpha, into the second and the last. N is the machine's byte order.
 _LOW_BYTES = {
     f"{mode};16{order}": (f"{mode};16{other}", [0, 1, 2, 3])
     for mode in ("RGB", "RGBA", "RGBX")
     for order, other in (("B", "L"), ("L", "B"), ("N", "B" if sys.byteorder == "little" else "L"))
 } | {"LA;16B": ("RGBA", [1, 1, 1, 3])}
-_BITS, _PHOTOMETRIC, _PLANAR = 258, 262, 284  # TIFF tags: bits per channel; 0: white is 0; 2: separate planes
+# TIFF tags: bits per channel, photometric interpretation (0: white is zero), planar configuration (2: separate planes).
+_BITS, _PHOTOMETRIC, _PLANAR = 258, 262, 284
 
 
 class ImageTooLarge(SampleError):
@@ -66,7 +67,7 @@ def _check_known(image: Any) -> None:
         "it is a program in PostScript, and none is run: convert it to PNG": image.format == "EPS",
         f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"
         or image.mode == "F"
-        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # PNG, PPM: 16 bits in some versions of Pillow
+        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # both may be 16-bit, depending on Pillow
         "its channels lie in planes, which are not decoded: store them side by side": planes
         and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
     }
@@ -92,13 +93,13 @@ def _eight_bits(image: Any, data: bytes) -> Any:
         levels = levels[::-1]  # Pillow inverts only 8-bit values
     values = values.reshape(image.height, image.width, -1)
     made = np.stack([levels[row] for row in values])  # by rows, to save memory
-    if (hidden := image.info.get("transparency")) is not None:  # one colour, in 16 bits
+    if (hidden := image.info.get("transparency")) is not None:  # one transparent color, in 16 bits
         made = np.dstack([made, (values != hidden).any(2).astype(np.uint8) * 255])
     return Image.frombytes(("L", "LA", "RGB", "RGBA")[made.shape[2] - 1], image.size, made.tobytes())
 
 
 def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
-    """Decode an image with a different raw mode of Pillow; returns values [height, width, channels]."""
+    """Decode an image with the given raw mode of Pillow, and return its values [height, width, channels]."""
     image: Any = Image.open(io.BytesIO(data))
     arguments = [rawmode if isinstance(tile[3], str) else (rawmode, *tile[3][1:]) for tile in image.tile]
     image.tile = [(*tile[:3], given) for tile, given in zip(image.tile, arguments, strict=True)]
@@ -107,7 +108,7 @@ def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
 
 
 def _turn(image: Any) -> None:
-    """Rotate an image upright, in place, by its EXIF orientation."""
+    """Rotate an image upright, in place, according to its EXIF orientation."""
     image.load()
     try:
         ImageOps.exif_transpose(image, in_place=True)

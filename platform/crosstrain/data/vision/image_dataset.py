@@ -1,4 +1,4 @@
-"""The base class of datasets of images with text: processors, tokenizer, bad samples, questions and prompts."""
+"""The base class of datasets of images with text. It handles processors, tokenizer, bad samples and prompts."""
 
 import logging
 from abc import abstractmethod
@@ -46,18 +46,21 @@ class TextProcessor(Protocol):
     """A processor of annotations into conversations about their images."""
 
     style: Style
-    # Keys of annotations that it reads: KEY, or KEY.NAME for a name within a list of objects. Other keys are reported
-    # as unused. Without `keys`, nothing is reported.
+    # Annotation keys that the processor reads: KEY, or KEY.NAME for a name within a list of objects. Other keys are
+    # reported as unused. Without `keys`, nothing is reported.
     keys: Collection[str]
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
-        """Return the conversations to learn from a sample with `images` images. Raises SampleError if there is none."""
+        """Return the conversations to train on. Raises SampleError if there is none.
+
+        images: number of images of the sample.
+        """
 
     def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str, str]]:
         """Return (conversation up to the answer, answer, kind of question) for every question."""
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Format a chat as in training, for example with the system prompt. By default unchanged."""
+        """Format a chat as in training, for example with the system prompt. By default, it is unchanged."""
         return conversation
 
 
@@ -70,7 +73,7 @@ class Processors:
 
 
 def processors(train: str, evaluate: str, **options: Any) -> Processors:
-    """Return `Processors` by name with the same options, for use as a default."""
+    """Return the processors with these names and the same options, for use as a default."""
     return Processors(Component(train, options or None), Component(evaluate, options or None))
 
 
@@ -100,7 +103,7 @@ class PromptBuilder:
     def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
         """Return a sample without labels that ends where the assistant's next text begins.
 
-        images: PIL images, one for each placeholder in the conversation. Raises UserError if the numbers differ.
+        images: PIL images, one per placeholder in the conversation. Raises UserError if the counts differ.
         """
         try:
             check_images(conversation, len(images))
@@ -123,7 +126,7 @@ class VqaDataset(Dataset):
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
         """Make the prompt builder for a model trained on such data. The data need not exist.
 
-        tokenizer: folder of a checkpoint's tokenizer. Raises UserError if there are no conversations.
+        tokenizer: folder of a checkpoint's tokenizer. Raises UserError if such data has no conversations.
         """
 
 
@@ -144,14 +147,15 @@ class ImageDatasetOptions:
     max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
     # keys of annotations that are not reported as unused; a key includes all keys below it
     ignore_columns: list[Text] = field(default_factory=list)
-    blind: bool = False  # replace all images by zeros, to measure the contribution of the text
+    blind: bool = False  # replace all images with zeros, to measure the contribution of the text
 
 
 class ImageDataset(VqaDataset):
-    """A dataset of samples with images and an annotation. Subclasses read them.
+    """A dataset of samples with images and an annotation, which subclasses read.
 
-    A sample that cannot be used is replaced by the next usable one, the same in every run, and counted: `skipped` maps
-    its index to the reason. DataError if their share exceeds `max_skipped`. Each process counts separately.
+    A sample that cannot be used is replaced with the next usable one, the same in every run, and counted: `skipped`
+    maps its index to the reason. Raises DataError if the share of skipped samples exceeds `max_skipped`. Each process
+    counts separately.
     """
 
     options: Any
@@ -185,7 +189,7 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def used(cls, options: Any, split: Split) -> frozenset[str]:
-        """Return annotation keys that are used or not to be reported; none if the processor declares no keys."""
+        """Return the annotation keys that are not reported as unused; none if the processor declares no keys."""
         keys = getattr(_processor(_of_split(options.text_processor, split)), "keys", ())
         return frozenset(("images", "text_only", *keys, *options.ignore_columns) if keys else ())
 
@@ -205,7 +209,7 @@ class ImageDataset(VqaDataset):
         raise AssertionError("skip raises long before nothing is left")
 
     def sample(self, images: list[Any], annotation: Annotation, rng: np.random.Generator) -> Sample:
-        """Make a sample from images and annotation. Raises SampleError if it cannot be used."""
+        """Make a sample from images and an annotation. Raises SampleError if it cannot be used."""
         conversations = self.text_processor(annotation, len(images), rng)
         for conversation in conversations:
             check_images(conversation, len(images))
@@ -232,7 +236,7 @@ class ImageDataset(VqaDataset):
             raise DataError(f"{self._name()}: a sample is too long: {reason}; raise max_length or set too_long")
         cut = {key: value[:limit] for key, value in sample.items()}
         if self.options.too_long == "skip" or (cut["labels"] < 0).all() or (sample["input_ids"][limit:] < 0).any():
-            raise SampleError(reason)  # also if no target would remain, or an image would be cut
+            raise SampleError(reason)  # also raised if no target would remain, or an image would be cut
         return cut
 
     def skip(self, index: int, reason: str) -> None:
