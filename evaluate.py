@@ -1,4 +1,4 @@
-"""Loss, perplexity and text from a checkpoint: python evaluate.py --checkpoint output/quickstart"""
+"""Evaluate a checkpoint and generate text: python evaluate.py --checkpoint output/quickstart"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Carry plugins/, configs/ and projects/, which a checkout has beside the package, into a wheel's package."""
+"""Add plugins/, configs/ and projects/ of the checkout to the package in a wheel."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildWithPlugins(build_py):
-    """Copy the folders into the package that a wheel is made of."""
+    """Copy the folders into the wheel's package; an editable install uses the checkout's."""
 
     def run(self) -> None:
         super().run()
@@ -18,9 +18,11 @@ class BuildWithPlugins(build_py):
             return
         for name in ("plugins", "configs", "projects"):
             shutil.copytree(
-                ROOT / name, Path(self.build_lib, "crosstrain", name),
-                ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True,
-            )  # fmt: skip
+                ROOT / name,
+                Path(self.build_lib, "crosstrain", name),
+                ignore=shutil.ignore_patterns("__pycache__"),
+                dirs_exist_ok=True,
+            )
 
 
 setup(cmdclass={"build_py": BuildWithPlugins})

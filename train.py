@@ -1,4 +1,4 @@
-"""Train what a project file says: python train.py --cfg-path projects/quickstart.yaml"""
+"""Train from a project file: python train.py --cfg-path projects/quickstart.yaml"""
 
 import sys
 from pathlib import Path

@@ -46,7 +46,7 @@ def standard_library() -> Iterator[str]:
 
 def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:
     """A project file that trains a GPT-2 on random tokens, which are written beside it."""
-    from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
+    from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
     with TokenWriter(folder / "tokens", best_dtype(sizes.vocabulary)) as writer:
         writer.add([sizes.samples().reshape(-1).tolist()])

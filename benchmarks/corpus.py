@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "platform"))
 from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions, PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.pool import cores
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile, TokenWriter, best_dtype
 
-from crosstrain.data.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
 WORDS = 5  # in a shingle

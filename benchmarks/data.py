@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT / "platform"))
 
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
-from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from turns import Line
 
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.checkpoint.weights import fill_initial
+from crosstrain.checkpoint.load_weights import fill_initial
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config, load_config
 from crosstrain.data.loader import training_steps

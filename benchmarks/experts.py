@@ -72,10 +72,13 @@ def speed(options: list[str], turns: int) -> str:
 
         seconds = race(((name, side(name)) for name in ("fsdp", "fsdp_ep2", "megatron_ep2")), Order(1), turns)
     rows = [
-        [name, f"{statistics.median(times):.3f} s",
-         interval([a / b for a, b in zip(times, seconds["fsdp"], strict=True)])]
+        [
+            name,
+            f"{statistics.median(times):.3f} s",
+            interval([a / b for a, b in zip(times, seconds["fsdp"], strict=True)]),
+        ]
         for name, times in seconds.items()
-    ]  # fmt: skip
+    ]
     return table(["two ranks", "step", "this / fsdp"], rows)
 
 

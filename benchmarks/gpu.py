@@ -49,8 +49,15 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
          "max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
          "tie_word_embeddings": False}  # fmt: skip
-SMALL_LLAMA = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                       "num_key_value_heads": 2, "vocab_size": 50257, "max_position_embeddings": 64}  # fmt: skip
+SMALL_LLAMA = LLAMA | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50257,
+    "max_position_embeddings": 64,
+}
 
 
 def rows(scale: str) -> list[Row]:
@@ -73,8 +80,7 @@ def rows(scale: str) -> list[Row]:
 def project_of(folder: Path, row: Row, ranks: int, device: str) -> Path:
     """The row's project file, with random tokens beside it."""
     import numpy as np
-
-    from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
+    from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
     tokens = np.random.default_rng(0).integers(0, 50257, STEPS * row.micro_batch * ranks * (row.length + 1))
     with TokenWriter(folder / "tokens", best_dtype(50257)) as writer:
@@ -143,10 +149,16 @@ def measure(row: Row, ranks: int, device: str, peak: float | None) -> list[str]:
     tokens = plan.batch.global_batch * row.length
     mfu = project.flops(plan.batch, "none") / found["seconds"] / ranks / peak if peak else None
     return [
-        row.name, f"{ranks}", f"{tokens / found['seconds'] / ranks:,.0f}", f"{mfu:.1%}" if mfu else "-",
-        f"{found['peak_mb']:,.0f}", f"{plan.memory.total / 2**20:,.0f}", f"{found['sent'] / 2**20:,.1f}",
-        f"{plan.sent / 2**20:,.1f}", row.published,
-    ]  # fmt: skip
+        row.name,
+        f"{ranks}",
+        f"{tokens / found['seconds'] / ranks:,.0f}",
+        f"{mfu:.1%}" if mfu else "-",
+        f"{found['peak_mb']:,.0f}",
+        f"{plan.memory.total / 2**20:,.0f}",
+        f"{found['sent'] / 2**20:,.1f}",
+        f"{plan.sent / 2**20:,.1f}",
+        row.published,
+    ]
 
 
 def nanogpt(checkout: Path, row: Row, device: str, compiled: bool) -> Result:
@@ -206,8 +218,19 @@ def main() -> None:
         if arguments.nanogpt and row.nanogpt:
             flags = ("--nanogpt", str(arguments.nanogpt), "--scale", arguments.scale, "--device", arguments.device)
             theirs = child(__file__, "--theirs", str(number), *flags)
-            out.append([f"nanoGPT, as {row.name}", "1", f"{theirs['tokens_per_second']:,.0f}", "-",
-                        f"{theirs['memory_mb']:,.0f}", "-", "-", "-", "-"])  # fmt: skip
+            out.append(
+                [
+                    f"nanoGPT, as {row.name}",
+                    "1",
+                    f"{theirs['tokens_per_second']:,.0f}",
+                    "-",
+                    f"{theirs['memory_mb']:,.0f}",
+                    "-",
+                    "-",
+                    "-",
+                    "-",
+                ]
+            )
     header = ["model", "GPUs", "tokens/s of each", "MFU", "peak MiB", "planned MiB", "MiB sent in a step",
               "planned MiB sent", "published tokens/s of each"]  # fmt: skip
     print(table(header, out))

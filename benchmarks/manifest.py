@@ -31,12 +31,16 @@ MIB = 1 << 20
 def layer() -> dict[str, tuple[tuple[int, ...], int | None]]:
     """Tensors of a layer with the dimension in which tensor parallelism cuts them."""
     return {
-        "self_attn.q_proj.weight": ((WIDTH, WIDTH), 0), "self_attn.k_proj.weight": ((KEYS, WIDTH), 0),
-        "self_attn.v_proj.weight": ((KEYS, WIDTH), 0), "self_attn.o_proj.weight": ((WIDTH, WIDTH), 1),
-        "mlp.gate_proj.weight": ((INNER, WIDTH), 0), "mlp.up_proj.weight": ((INNER, WIDTH), 0),
-        "mlp.down_proj.weight": ((WIDTH, INNER), 1), "input_layernorm.weight": ((WIDTH,), None),
+        "self_attn.q_proj.weight": ((WIDTH, WIDTH), 0),
+        "self_attn.k_proj.weight": ((KEYS, WIDTH), 0),
+        "self_attn.v_proj.weight": ((KEYS, WIDTH), 0),
+        "self_attn.o_proj.weight": ((WIDTH, WIDTH), 1),
+        "mlp.gate_proj.weight": ((INNER, WIDTH), 0),
+        "mlp.up_proj.weight": ((INNER, WIDTH), 0),
+        "mlp.down_proj.weight": ((WIDTH, INNER), 1),
+        "input_layernorm.weight": ((WIDTH,), None),
         "post_attention_layernorm.weight": ((WIDTH,), None),
-    }  # fmt: skip
+    }
 
 
 def tensors() -> dict[str, tuple[tuple[int, ...], int | None]]:

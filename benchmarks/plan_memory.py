@@ -50,12 +50,20 @@ def draw(seed: int, count: int) -> list[dict[str, Any]]:
         runner = rng.choice(sorted(RUNNERS))
         mode = rng.choice(["none", "full", "none" if runner == "zero3" else "selective"])
         hidden = rng.choice([256, 384, 512])
-        drawn.append({
-            "runner": runner, "ranks": rng.choice(RUNNERS[runner]), "layers": rng.choice([4, 6, 8]), "hidden": hidden,
-            "length": rng.choice([128, 256]), "vocabulary": rng.choice([8192, 30000, 50257]),
-            "micro": rng.choice([2, 4, 8]), "accumulation": rng.choice([1, 2, 4]), "mode": mode,
-            "amp": rng.choice(["fp32", "bf16"]),
-        })  # fmt: skip
+        drawn.append(
+            {
+                "runner": runner,
+                "ranks": rng.choice(RUNNERS[runner]),
+                "layers": rng.choice([4, 6, 8]),
+                "hidden": hidden,
+                "length": rng.choice([128, 256]),
+                "vocabulary": rng.choice([8192, 30000, 50257]),
+                "micro": rng.choice([2, 4, 8]),
+                "accumulation": rng.choice([1, 2, 4]),
+                "mode": mode,
+                "amp": rng.choice(["fp32", "bf16"]),
+            }
+        )
     return drawn
 
 
@@ -106,10 +114,16 @@ def _run(project: Path, ranks: int, modules: Path) -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     base = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
-    }  # fmt: skip
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
     command = [sys.executable, __file__, "--rank-of", str(project), str(modules)]
     started = [
         subprocess.Popen(command, env=base | {"RANK": str(n), "LOCAL_RANK": str(n)}, stdout=subprocess.PIPE, text=True)
@@ -185,8 +199,17 @@ def main() -> None:
         errors.append(predicted / measured - 1)
         shape = f"{c['layers']} x {c['hidden']}, V {c['vocabulary']}"
         batch = f"{c['micro']} x {c['accumulation']} x {c['length']}"
-        rows.append([f"{c['runner']}@{c['ranks']}", shape, batch, f"{c['amp']}, {c['mode']}",
-                     f"{predicted / 2**20:.0f}", f"{measured / 2**20:.0f}", f"{errors[-1]:+.0%}"])  # fmt: skip
+        rows.append(
+            [
+                f"{c['runner']}@{c['ranks']}",
+                shape,
+                batch,
+                f"{c['amp']}, {c['mode']}",
+                f"{predicted / 2**20:.0f}",
+                f"{measured / 2**20:.0f}",
+                f"{errors[-1]:+.0%}",
+            ]
+        )
         print(rows[-1], {k: round(v / 2**20) for k, v in parts.items()}, file=sys.stderr, flush=True)
     header = ["runner", "model", "micro x accumulation x length", "precision", "plan MiB", "measured MiB", "error"]
     print(table(header, rows))

@@ -26,7 +26,8 @@ PROMPT = "the quick brown fox jumps over the lazy dog and " * 4
 
 def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
     """(a run's folder, the exported model) of a GPT-2 that has learned a few words, so that it writes on and on."""
-    from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
+    from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
+
     from crosstrain.data.tokenizer import train_bpe
 
     words = folder / "words"
@@ -44,9 +45,11 @@ def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
         ["-m", "crosstrain", "export", "--checkpoint", str(folder / "run"), "--output", str(folder / "model")],
     ):
         subprocess.run(
-            [sys.executable, *program], check=True, capture_output=True,
+            [sys.executable, *program],
+            check=True,
+            capture_output=True,
             env=os.environ | {"PYTHONPATH": str(ROOT / "platform")},
-        )  # fmt: skip
+        )
     return folder / "run", folder / "model"
 
 
@@ -54,9 +57,11 @@ def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
 def serving(command: list[str], port: int) -> Iterator[str]:
     """The base URL of a server that is ready."""
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "platform")},
-    )  # fmt: skip
+    )
     try:
         deadline = time.monotonic() + 180
         while True:

@@ -49,10 +49,17 @@ def make(folder: Path) -> None:
     fast.save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=50304, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
-        max_position_embeddings=LENGTH, tie_word_embeddings=True, eos_token_id=fast.eos_token_id,
-        bos_token_id=fast.bos_token_id, pad_token_id=fast.pad_token_id,
-    )  # fmt: skip
+        vocab_size=50304,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=fast.bos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     with open(folder / "chat.jsonl", "w") as file:
         for _ in range(CONVERSATIONS):
@@ -75,12 +82,26 @@ def trl(folder: Path, steps: int, precision: str, device: str, rows: int) -> Res
             clock.step()
 
     arguments = SFTConfig(
-        output_dir=str(folder / f"trl{rows}"), max_steps=steps, per_device_train_batch_size=rows,
-        gradient_accumulation_steps=ROWS // rows, learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1.0,
-        bf16=precision == "bf16", use_cpu=device == "cpu", report_to=[], optim="adamw_torch_fused", logging_steps=1,
-        save_strategy="no", disable_tqdm=True, packing=True, max_length=LENGTH, assistant_only_loss=True,
-        gradient_checkpointing=False, model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
-    )  # fmt: skip
+        output_dir=str(folder / f"trl{rows}"),
+        max_steps=steps,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=ROWS // rows,
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        bf16=precision == "bf16",
+        use_cpu=device == "cpu",
+        report_to=[],
+        optim="adamw_torch_fused",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        packing=True,
+        max_length=LENGTH,
+        assistant_only_loss=True,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+    )
     data = load_dataset("json", data_files=str(folder / "chat.jsonl"), split="train", cache_dir=str(folder / "cache"))
     trainer = SFTTrainer(model=str(folder / "model"), args=arguments, train_dataset=data, callbacks=[Stamp()])
     trainer.train()
@@ -170,9 +191,19 @@ def main() -> None:
 
             def run(contestant: str, precision: str = precision) -> Result:
                 return child(
-                    __file__, "--contestant", contestant, "--precisions", precision, "--steps", str(arguments.steps),
-                    "--device", arguments.device, "--folder", name, env={"BENCHMARK_STARTED": "0"},
-                )  # fmt: skip
+                    __file__,
+                    "--contestant",
+                    contestant,
+                    "--precisions",
+                    precision,
+                    "--steps",
+                    str(arguments.steps),
+                    "--device",
+                    arguments.device,
+                    "--folder",
+                    name,
+                    env={"BENCHMARK_STARTED": "0"},
+                )
 
             results = rounds(list(CONTESTANTS), run, arguments.rounds)
             for ours, other in (("crosstrain", "TRL"), ("crosstrain, row by row", "TRL, row by row")):

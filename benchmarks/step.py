@@ -63,9 +63,13 @@ def reference_model() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=SIZES.layers, n_embd=SIZES.hidden, n_head=SIZES.heads, n_positions=SIZES.length, vocab_size=PADDED,
+        n_layer=SIZES.layers,
+        n_embd=SIZES.hidden,
+        n_head=SIZES.heads,
+        n_positions=SIZES.length,
+        vocab_size=PADDED,
         use_cache=False,
-    )  # fmt: skip
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -106,11 +110,21 @@ def hf_trainer(steps: int, precision: str, device: str) -> Result:
 
     data = [{"input_ids": torch.as_tensor(row[:-1]), "labels": torch.as_tensor(row[:-1])} for row in SIZES.samples()]
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=1e-4,
-        weight_decay=0.01, max_grad_norm=1.0, bf16=precision == "bf16", use_cpu=device == "cpu", report_to=[],
-        optim="adamw_torch_fused", logging_steps=1, save_strategy="no", disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(),
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-4,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        bf16=precision == "bf16",
+        use_cpu=device == "cpu",
+        report_to=[],
+        optim="adamw_torch_fused",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
         dataloader_pin_memory=device == "cuda",
-    )  # fmt: skip
+    )
     Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Stamp()]).train()
     return clock.result(device)
 
@@ -169,9 +183,17 @@ def main() -> None:
 
         def run(name: str, precision: str = precision) -> Result:
             return child(
-                __file__, "--contestant", name, "--precisions", precision, "--steps", str(arguments.steps),
-                "--device", arguments.device, env={"BENCHMARK_STARTED": str(time.time())},
-            )  # fmt: skip
+                __file__,
+                "--contestant",
+                name,
+                "--precisions",
+                precision,
+                "--steps",
+                str(arguments.steps),
+                "--device",
+                arguments.device,
+                env={"BENCHMARK_STARTED": str(time.time())},
+            )
 
         ours = "compiled" if "not compiled" in arguments.against else "crosstrain"
         results = rounds([ours, *arguments.against], run, arguments.rounds)

@@ -17,7 +17,7 @@ from turns import Line
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.weights import load_shards
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import build_model, make_runner
 

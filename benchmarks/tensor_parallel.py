@@ -62,10 +62,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> str:
     seconds = race(((name, side(name)) for name in field), Order(arguments.turn), arguments.pairs)
     ours = seconds["megatron_tp2"]
     rows = [
-        [name, f"{statistics.median(times) / arguments.turn:.3f} s",
-         interval([a / b for a, b in zip(ours, times, strict=True)])]
+        [
+            name,
+            f"{statistics.median(times) / arguments.turn:.3f} s",
+            interval([a / b for a, b in zip(ours, times, strict=True)]),
+        ]
         for name, times in seconds.items()
-    ]  # fmt: skip
+    ]
     return table(["two cores", "step", "megatron_tp2 / this"], rows)
 
 

@@ -50,9 +50,13 @@ class Contestant:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         env = env | {
-            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+        }
         context = multiprocessing.get_context("spawn")
         self._processes, self._lines = [], []
         for rank in range(ranks):

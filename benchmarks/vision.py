@@ -169,9 +169,10 @@ def main() -> None:
         transform = processor(processor.Options(encoder=ENCODER)).transform
         files = Files(folder, transform, dataset.encoder.tokenizer.backend)
         loading = rounds(
-            ["shards", "files"], lambda name: from_shards(dataset) if name == "shards" else from_files(files),
+            ["shards", "files"],
+            lambda name: from_shards(dataset) if name == "shards" else from_files(files),
             arguments.rounds,
-        )  # fmt: skip
+        )
         print(
             "images per second on one core, from shards / from files:",
             ratio(loading["shards"], loading["files"], "images"),

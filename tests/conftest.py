@@ -128,14 +128,25 @@ class Workspace:
     def command(self, *options: str, nproc: int = 1, flags: tuple[str, ...] = ()) -> list[str]:
         chosen = ["--options", *options] if options else []
         return [
-            sys.executable, str(ROOT / "train.py"), "--cfg-path", str(self.project),
-            "--nproc-per-node", str(nproc), *flags, *chosen,
-        ]  # fmt: skip
+            sys.executable,
+            str(ROOT / "train.py"),
+            "--cfg-path",
+            str(self.project),
+            "--nproc-per-node",
+            str(nproc),
+            *flags,
+            *chosen,
+        ]
 
     def train(
-        self, name: str, *options: str, nproc: int = 1, flags: tuple[str, ...] = (), env: dict[str, str] | None = None,
+        self,
+        name: str,
+        *options: str,
+        nproc: int = 1,
+        flags: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
         fails: bool = False,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         command = self.command(f"run.output_dir={name}", *options, nproc=nproc, flags=flags)
         done = subprocess.run(
             command, cwd=self.path, env=ENVIRONMENT | (env or {}), capture_output=True, text=True, timeout=240
@@ -146,15 +157,24 @@ class Workspace:
     def start(self, name: str, *options: str, nproc: int = 1) -> subprocess.Popen[str]:
         """Start a training and return at once; its session can be killed whole."""
         return subprocess.Popen(
-            self.command(f"run.output_dir={name}", *options, nproc=nproc), cwd=self.path, env=ENVIRONMENT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            self.command(f"run.output_dir={name}", *options, nproc=nproc),
+            cwd=self.path,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
     def evaluate(self, *arguments: str) -> Run:
         done = subprocess.run(
             [sys.executable, str(ROOT / "evaluate.py"), *arguments],
-            cwd=self.path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
+            cwd=self.path,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         return Run(self.path, done.stdout, done.stderr, done.returncode)
 
 

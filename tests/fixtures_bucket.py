@@ -46,9 +46,13 @@ class Bucket:
     def environment(self) -> dict[str, str]:
         """The variables by which S3's libraries find the server."""
         return {
-            "AWS_ENDPOINT_URL": self.address, "AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret,
-            "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", "AWS_EC2_METADATA_DISABLED": "true",
-        }  # fmt: skip
+            "AWS_ENDPOINT_URL": self.address,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
 
     def count(self, method: str) -> int:
         return sum(found == method for found, _ in self.requests)

@@ -69,7 +69,7 @@ _ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 _LLAMA3 = (
     "{{ '<|begin_of_text|>' }}" + _LOOP + "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
     "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)  # fmt: skip
+)
 _INST = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"

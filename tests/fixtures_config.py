@@ -11,7 +11,14 @@ import pytest
 
 from conftest import ROOT
 from crosstrain.config.load import Config, load_config
-from crosstrain.config.run_options import AmpOptions, BadStepOptions, CurriculumOptions, ProfileOptions, RunOptions
+from crosstrain.config.run_options import (
+    AmpOptions,
+    BadStepOptions,
+    CurriculumOptions,
+    LogOptions,
+    ProfileOptions,
+    RunOptions,
+)
 from crosstrain.utils.errors import ConfigError
 from fixtures_plugins import isolate, write
 
@@ -206,6 +213,7 @@ TABLES = {
     "### Bad steps": RunOptions,
     "`on_bad_step` as a mapping:": BadStepOptions,
     "### Reporting, in steps": RunOptions,
+    "`log` as a mapping:": LogOptions,
     "`profile` as a mapping:": ProfileOptions,
     "`curriculum` as a mapping:": CurriculumOptions,
     "### Length": RunOptions,

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from crosstrain_plugins.builtin.models.hugging_face import attention
 from torch import nn
 from transformers.integrations import hub_kernels
-
-from crosstrain.modeling import attention
 
 CALLS: list[dict] = []  # arguments but tensors of data
 
@@ -32,9 +31,19 @@ def _sequence(q, k, v, dropout_p, softmax_scale, causal, window):
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), deterministic=False,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    deterministic=False,
+):
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert cu_seqlens_q[0] == 0
     assert cu_seqlens_q[-1] == len(q), "every token is in a sequence"
@@ -42,9 +51,9 @@ def flash_attn_varlen_func(
     assert max_seqlen_k == cu_seqlens_k.diff().max()
     CALLS.append({"cu_seqlens": cu_seqlens_q.tolist(), "longest": max_seqlen_q, "dropout_p": dropout_p})
     places = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
-    return torch.cat([
-        _sequence(q[a:b], k[c:d], v[c:d], dropout_p, softmax_scale, causal, window_size) for (a, b), (c, d) in places
-    ])  # fmt: skip
+    return torch.cat(
+        [_sequence(q[a:b], k[c:d], v[c:d], dropout_p, softmax_scale, causal, window_size) for (a, b), (c, d) in places]
+    )
 
 
 def flash_attn_func(
@@ -56,9 +65,18 @@ def flash_attn_func(
 
 
 def varlen_without_dropout(  # as flash attention 3
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
-    window_size=(-1, -1), deterministic=False,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    deterministic=False,
+):
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size
     )

@@ -41,8 +41,24 @@ _CHANGES = ("os.mkdir", "os.rename", "os.link", "os.symlink", "os.remove", "os.r
             "tempfile.mkstemp", "tempfile.mkdtemp")  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Python, its libraries and the platform itself; what the kernel and the C library say of this machine.
-_OURS = tuple(map(str, ("/proc/", "/sys/", "/usr/", "/etc/mime.types", "/dev/null", "/dev/urandom", sys.prefix,
-                        sys.base_prefix, ROOT / "platform", ROOT / "plugins", ROOT / "configs")))  # fmt: skip
+_OURS = tuple(
+    map(
+        str,
+        (
+            "/proc/",
+            "/sys/",
+            "/usr/",
+            "/etc/mime.types",
+            "/dev/null",
+            "/dev/urandom",
+            sys.prefix,
+            sys.base_prefix,
+            ROOT / "platform",
+            ROOT / "plugins",
+            ROOT / "configs",
+        ),
+    )
+)
 
 
 @dataclass
@@ -75,8 +91,11 @@ class Seen:
 
     def complaints(self, refused: bool) -> list[str]:
         """What is wrong with it."""
-        found = [f"{key}: {value}" for key, value in asdict(self).items()
-                 if key in ("processes", "connections", "files", "made") and value]  # fmt: skip
+        found = [
+            f"{key}: {value}"
+            for key, value in asdict(self).items()
+            if key in ("processes", "connections", "files", "made") and value
+        ]
         if "Traceback" in self.err + self.out or self.code not in (0, 1):
             found.append("a traceback")
         elif refused and self.code != 1:
@@ -152,80 +171,142 @@ def dataset(rng: random.Random, place: str, depth: int = 0) -> dict[str, Any]:
     images = {"tokenizer": rng.choice([name(), "gpt2", "evil/model", f"{place}/fifo", None]), "image_tokens": 1}
     split = {"train": name(), "val": [name(), name()], "test": name()}
     prepare = {"input": rng.choice([name(), [{"name": "text", "path": name()}]]), "tokenizer": "gpt2"}
-    return rng.choice([
-        {"name": "image_text", **images, **split, "cache": rng.choice([None, f"{place}/cache"])},
-        {"name": "image_text", **images, **split, "streaming": True, "samples": 8},
-        {"name": "image_text", **images, **split,
-         "prepare": {"images": name(), "annotations": name(), "output": f"{place}/packed"}},
-        {"name": "shapes", "path": f"{place}/shapes", "images": rng.choice([8, 10**12]), "held_out": 4},
-        {"name": "instructions", **images, "annotations": name(), "images": name(), "split": [1, 1, 1]},
-        {"name": "text", "path": f"{place}/tokens", "seq_length": 8, "prepare": prepare},
-        {"name": "text", "path": name(), "seq_length": 8, "tokenizer": name()},
-        {"name": "text", "path": name(), "seq_length": 8, "vocab_file": name(), "merge_file": name()},
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            {"name": "image_text", **images, **split, "cache": rng.choice([None, f"{place}/cache"])},
+            {"name": "image_text", **images, **split, "streaming": True, "samples": 8},
+            {
+                "name": "image_text",
+                **images,
+                **split,
+                "prepare": {"images": name(), "annotations": name(), "output": f"{place}/packed"},
+            },
+            {"name": "shapes", "path": f"{place}/shapes", "images": rng.choice([8, 10**12]), "held_out": 4},
+            {"name": "instructions", **images, "annotations": name(), "images": name(), "split": [1, 1, 1]},
+            {"name": "text", "path": f"{place}/tokens", "seq_length": 8, "prepare": prepare},
+            {"name": "text", "path": name(), "seq_length": 8, "tokenizer": name()},
+            {"name": "text", "path": name(), "seq_length": 8, "vocab_file": name(), "merge_file": name()},
+        ]
+    )
 
 
-MODELS: list[dict[str, Any]] = [
-    {"arch": "gpt2", key: value} for key, value in [
-        ("n_embd", 10**9), ("n_layer", 10**7), ("n_layer", 10**12), ("make_vocab_size_divisible_by", 10**12),
-        ("make_vocab_size_divisible_by", 0), ("make_vocab_size_divisible_by", 10**9), ("n_positions", 10**12),
-        ("n_head", 0), ("vocab_size", 10**15), ("dropout", 7.5), ("n_embd", -64),
-        ("make_vocab_size_divisible_by", 10**8),
+MODELS: list[dict[str, Any]] = (
+    [
+        {"arch": "gpt2", key: value}
+        for key, value in [
+            ("n_embd", 10**9),
+            ("n_layer", 10**7),
+            ("n_layer", 10**12),
+            ("make_vocab_size_divisible_by", 10**12),
+            ("make_vocab_size_divisible_by", 0),
+            ("make_vocab_size_divisible_by", 10**9),
+            ("n_positions", 10**12),
+            ("n_head", 0),
+            ("vocab_size", 10**15),
+            ("dropout", 7.5),
+            ("n_embd", -64),
+            ("make_vocab_size_divisible_by", 10**8),
+        ]
     ]
-] + [
-    {"arch": "causal_lm", "config": {"model_type": kind, **more}} for kind, more in [
-        ("gpt_neo", {"max_position_embeddings": 10**6}), ("gpt_neo", {"max_position_embeddings": 50_000}),
-        ("gptj", {"n_positions": 10**9, "rotary_dim": 64}), ("codegen", {"n_positions": 10**5}),
-        ("llama", {"num_hidden_layers": 10**9}), ("llama", {"hidden_size": 10**12}),
-        ("mixtral", {"num_local_experts": 10**8}),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 1e300, "short_factor": [1.0] * 10**6}}),
-        ("bloom", {"n_layer": 10**8}), ("xglm", {"max_position_embeddings": 10**9}),
-        ("opt", {"auto_map": {"AutoConfig": "e--m.C"}}),
-        ("evil", {}), ("llama", {"_attn_implementation": "evil/kernels"}), ("llama", {"attn_implementation": "flash"}),
-        ("mamba", {"num_hidden_layers": 10**9}), ("gpt_bigcode", {"n_positions": 10**6}), ("clip", {}), ("t5", {}),
+    + [
+        {"arch": "causal_lm", "config": {"model_type": kind, **more}}
+        for kind, more in [
+            ("gpt_neo", {"max_position_embeddings": 10**6}),
+            ("gpt_neo", {"max_position_embeddings": 50_000}),
+            ("gptj", {"n_positions": 10**9, "rotary_dim": 64}),
+            ("codegen", {"n_positions": 10**5}),
+            ("llama", {"num_hidden_layers": 10**9}),
+            ("llama", {"hidden_size": 10**12}),
+            ("mixtral", {"num_local_experts": 10**8}),
+            ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 1e300, "short_factor": [1.0] * 10**6}}),
+            ("bloom", {"n_layer": 10**8}),
+            ("xglm", {"max_position_embeddings": 10**9}),
+            ("opt", {"auto_map": {"AutoConfig": "e--m.C"}}),
+            ("evil", {}),
+            ("llama", {"_attn_implementation": "evil/kernels"}),
+            ("llama", {"attn_implementation": "flash"}),
+            ("mamba", {"num_hidden_layers": 10**9}),
+            ("gpt_bigcode", {"n_positions": 10**6}),
+            ("clip", {}),
+            ("t5", {}),
+        ]
     ]
-] + [
-    {"arch": "blip2_qwen", "vision": {"encoder": encoder, **more}, "language_model": {"model": {"name": "qwen"}}}
-    for encoder, more in [
-        ("eva_giant_patch14_224", {"depth": 10**9}), ("xcit_nano_12_p8_224", {"image_size": 10**6}),
-        ("hf-hub:evil/model", {}),
-        ("vit_tiny_patch16_224", {"image_size": 4000}), ("resnet18", {}), ("local-dir:/etc", {}),
+    + [
+        {"arch": "blip2_qwen", "vision": {"encoder": encoder, **more}, "language_model": {"model": {"name": "qwen"}}}
+        for encoder, more in [
+            ("eva_giant_patch14_224", {"depth": 10**9}),
+            ("xcit_nano_12_p8_224", {"image_size": 10**6}),
+            ("hf-hub:evil/model", {}),
+            ("vit_tiny_patch16_224", {"image_size": 4000}),
+            ("resnet18", {}),
+            ("local-dir:/etc", {}),
+        ]
     ]
-] + [
-    {"arch": "qwen", "num_hidden_layers": 10**9}, {"arch": "qwen", "num_hidden_layers": 10**7},
-    {"arch": "qwen", "max_position_embeddings": 10**15, "hidden_size": 10**10},
-    {"arch": "qwen", "num_attention_heads": 0},
-]  # fmt: skip
+    + [
+        {"arch": "qwen", "num_hidden_layers": 10**9},
+        {"arch": "qwen", "num_hidden_layers": 10**7},
+        {"arch": "qwen", "max_position_embeddings": 10**15, "hidden_size": 10**10},
+        {"arch": "qwen", "num_attention_heads": 0},
+    ]
+)
 
 
 def pretrained(rng: random.Random, place: str) -> dict[str, Any]:
     """A model whose weights or sizes are to be fetched or read elsewhere."""
-    source = rng.choice(["gpt2", "evil/model", "http://127.0.0.1:9/m", f"{place}/model", f"{place}/fifo", "/dev/zero",
-                         "/etc",                          "hf://evil/model", "../..", f"{place}/secret"])  # fmt: skip
+    source = rng.choice(
+        [
+            "gpt2",
+            "evil/model",
+            "http://127.0.0.1:9/m",
+            f"{place}/model",
+            f"{place}/fifo",
+            "/dev/zero",
+            "/etc",
+            "hf://evil/model",
+            "../..",
+            f"{place}/secret",
+        ]
+    )
     language = {"name": "qwen", "pretrained": source}
-    return rng.choice([
-        {"arch": "gpt2", "pretrained": source}, {"arch": "qwen", "pretrained": source},
-        {"arch": "causal_lm", "pretrained": source, "config": {"trust_remote_code": True}},
-        {"arch": "blip2_qwen", "language_model": {"model": language}},
-        *({"arch": "blip2_qwen", part: {"pretrained": source}} for part in ("vision", "qformer", "projector")),
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            {"arch": "gpt2", "pretrained": source},
+            {"arch": "qwen", "pretrained": source},
+            {"arch": "causal_lm", "pretrained": source, "config": {"trust_remote_code": True}},
+            {"arch": "blip2_qwen", "language_model": {"model": language}},
+            *({"arch": "blip2_qwen", part: {"pretrained": source}} for part in ("vision", "qformer", "projector")),
+        ]
+    )
 
 
 def run_options(rng: random.Random, place: str) -> dict[str, Any]:
     """Values of `run` by which a checkpoint would start, write or send something."""
     nvme = {"device": "nvme", "nvme_path": f"{place}/nvme", "buffer_count": 4}
-    return rng.choice([
-        {"compile": "model"}, {"compile": "blocks"}, {"num_workers": 10**9}, {"plugins": [f"{place}/plugins"]},
-        {"runner": {"name": "deepspeed", "stage": 3, "offload_optimizer": nvme}},
-        {"runner": {"name": "deepspeed", "stage": 3, "offload_param": nvme}},
-        {"runner": {"name": "deepspeed", "stage": 2}},
-        {"runner": {"name": "megatron", "tensor_parallel": 64}}, {"runner": {"name": "fsdp", "cpu_offload": True}},
-        {"trackers": [{"name": "wandb", "project": "x"}, {"name": "mlflow", "tracking_uri": "http://127.0.0.1:9"}]},
-        {"profile": {"steps": [1, 2], "with_stack": True}}, {"sample_prompts": ["x" * 10**5], "sample_tokens": 10**9},
-        {"resume_from": f"{place}/fifo"}, {"output_dir": f"{place}/out"}, {"max_restarts": 10**9},
-        {"optimizer": {"name": "evil"}}, {"lr_sched": {"name": "../../evil"}}, {"micro_batch_size": 10**12},
-        {"collective_timeout": 1e-300}, {"gradient_checkpointing": "offload"}, {"freeze": ["*" * 1000]},
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            {"compile": "model"},
+            {"compile": "blocks"},
+            {"num_workers": 10**9},
+            {"plugins": [f"{place}/plugins"]},
+            {"runner": {"name": "deepspeed", "stage": 3, "offload_optimizer": nvme}},
+            {"runner": {"name": "deepspeed", "stage": 3, "offload_param": nvme}},
+            {"runner": {"name": "deepspeed", "stage": 2}},
+            {"runner": {"name": "megatron", "tensor_parallel": 64}},
+            {"runner": {"name": "fsdp", "cpu_offload": True}},
+            {"trackers": [{"name": "wandb", "project": "x"}, {"name": "mlflow", "tracking_uri": "http://127.0.0.1:9"}]},
+            {"profile": {"steps": [1, 2], "with_stack": True}},
+            {"sample_prompts": ["x" * 10**5], "sample_tokens": 10**9},
+            {"resume_from": f"{place}/fifo"},
+            {"output_dir": f"{place}/out"},
+            {"max_restarts": 10**9},
+            {"optimizer": {"name": "evil"}},
+            {"lr_sched": {"name": "../../evil"}},
+            {"micro_batch_size": 10**12},
+            {"collective_timeout": 1e-300},
+            {"gradient_checkpointing": "offload"},
+            {"freeze": ["*" * 1000]},
+        ]
+    )
 
 
 def write_json(name: str, **more: Any) -> Callable[[Path], object]:
@@ -380,8 +461,10 @@ def open_all(found: list[Case], checkpoint: Path, place: Path, root: Path, trust
     done = subprocess.run(
         [*alone, sys.executable, __file__, str(request)],
         env=environment | {"PYTHONPATH": paths, "HOME": str(root / "home")},
-        capture_output=True, text=True, timeout=3000,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
     assert done.returncode == 0, done.stderr
     return [Seen(**json.loads((Path(job["folder"]) / "seen.json").read_text())) for job in jobs]
 
@@ -398,8 +481,11 @@ def _serve(request: Path) -> None:
 
     for lazy in ("PreTrainedTokenizerFast", "PreTrainedModel", "AutoModelForCausalLM"):
         getattr(transformers, lazy)
-    for kind, known in (("model", ("gpt2", "qwen", "causal_lm", "blip2_qwen")), ("runner", ("ddp",)),
-                        ("dataset", ("text", "image_text", "shapes", "instructions", "mixture"))):  # fmt: skip
+    for kind, known in (
+        ("model", ("gpt2", "qwen", "causal_lm", "blip2_qwen")),
+        ("runner", ("ddp",)),
+        ("dataset", ("text", "image_text", "shapes", "instructions", "mixture")),
+    ):
         for name in known:
             registry.get(kind, name)
     wanted = json.loads(request.read_text())

@@ -257,9 +257,15 @@ def _chat(template: str, changes: dict[str, Any], verb: list[str]) -> Callable[[
 def _project(folder: Path, **changes: Any) -> str:
     config: dict[str, Any] = {
         "model": {"arch": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 1, "n_positions": 8000, "vocab_size": 512},
-        "run": {"runner": "ddp", "output_dir": "out", "max_iters": 1, "micro_batch_size": 1, "init_lr": 1e-3,
-                "device": "cpu"},
-    } | changes  # fmt: skip
+        "run": {
+            "runner": "ddp",
+            "output_dir": "out",
+            "max_iters": 1,
+            "micro_batch_size": 1,
+            "init_lr": 1e-3,
+            "device": "cpu",
+        },
+    } | changes
     (folder / "project.yaml").write_text(yaml.safe_dump(config))
     return "project.yaml"
 
@@ -286,9 +292,9 @@ CONFIGS: dict[str, dict[str, Any] | bytes] = {
 }  # fmt: skip
 
 
-def _folder(config: dict[str, Any] | bytes, more: Callable[[Path], object] = lambda folder: None) -> Callable[
-    [Path, Path], list[str]
-]:  # fmt: skip
+def _folder(
+    config: dict[str, Any] | bytes, more: Callable[[Path], object] = lambda folder: None
+) -> Callable[[Path, Path], list[str]]:
     def make(folder: Path, canary: Path) -> list[str]:
         weights = folder / "weights"
         weights.mkdir()
@@ -298,8 +304,13 @@ def _folder(config: dict[str, Any] | bytes, more: Callable[[Path], object] = lam
         save_file({"transformer.wte.weight": torch.zeros(512, 16)}, weights / "model.safetensors")
         more(weights)
         np.arange(400, dtype=np.uint16).tofile(folder / "tokens.bin")
-        data = {"name": "text", "path": "input", "seq_length": 16, "tokenizer": str(weights),
-                "prepare": {"input": "input.jsonl", "tokenizer": str(write_tokenizer(folder / "words", TEMPLATE))}}
+        data = {
+            "name": "text",
+            "path": "input",
+            "seq_length": 16,
+            "tokenizer": str(weights),
+            "prepare": {"input": "input.jsonl", "tokenizer": str(write_tokenizer(folder / "words", TEMPLATE))},
+        }
         (folder / "input.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
         data.pop("tokenizer")
         model = {"arch": "causal_lm", "pretrained": str(weights)}
@@ -325,7 +336,8 @@ def _long(length: int) -> Callable[[Path], object]:
 
 
 WEIGHTS: dict[str, Callable[[Path], object]] = {
-    "a configuration of 900 MB": _long(900 << 20), "a configuration of a terabyte": _long(1 << 40),
+    "a configuration of 900 MB": _long(900 << 20),
+    "a configuration of a terabyte": _long(1 << 40),
     "a configuration of many numbers": lambda folder: (folder / "config.json").write_bytes(
         b'{"model_type": "gpt2", "x": [' + b"1," * (20 << 20) + b"1]}"
     ),
@@ -517,8 +529,11 @@ def hostile(kind: str, checkpoint: Path) -> Iterator[Hostile]:
         verb = samples if kind == "tokenizers of chats" else train
         yield from (Hostile(name, _chat(TEMPLATE, changes, verb)) for name, changes in TOKENIZERS.items())
     elif kind == "templates":
-        yield from (Hostile(f"{name} in {verb[0]} {verb[-1]}", _chat(template, {}, verb))
-                    for name, template in TEMPLATES.items() for verb in (samples, train, dry))  # fmt: skip
+        yield from (
+            Hostile(f"{name} in {verb[0]} {verb[-1]}", _chat(template, {}, verb))
+            for name, template in TEMPLATES.items()
+            for verb in (samples, train, dry)
+        )
     elif kind == "folders":
         yield from (Hostile(name, _folder(config)) for name, config in CONFIGS.items())
         yield from (Hostile(name, _folder(GPT2, more)) for name, more in WEIGHTS.items())

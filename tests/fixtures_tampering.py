@@ -22,8 +22,8 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader, file_sum
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import manifest_text
-from crosstrain.checkpoint.weights import load_shards
 from crosstrain.distributed.group import Group
 from crosstrain.training.state import State
 from crosstrain.utils.errors import CheckpointError
@@ -134,9 +134,14 @@ def plant(path: Path, marker: Path, form: str) -> None:
 
 FEW = settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ATOMS = (
-    st.none() | st.booleans() | st.integers() | st.integers(2**60, 2**70) | st.floats() | st.text(max_size=20)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(2**60, 2**70)
+    | st.floats()
+    | st.text(max_size=20)
     | st.sampled_from(["F32", "model.safetensors", "bias", "weight", "param", "", "..", "\ud800"])
-)  # fmt: skip
+)
 VALUES = st.recursive(
     ATOMS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3), max_leaves=6
 )

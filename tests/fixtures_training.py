@@ -120,13 +120,31 @@ def compare(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
-            sys.executable, "-m", "crosstrain", "compare", "--cfg-path", str(workspace.project), "--steps", "4",
-            *flags, "--output", "compare.json", "--runners", *runners,
-            "--options", f"run.plugins=[{PLUGINS}]", "run.global_batch_size=8", "run.micro_batch_size=2", *options,
+            sys.executable,
+            "-m",
+            "crosstrain",
+            "compare",
+            "--cfg-path",
+            str(workspace.project),
+            "--steps",
+            "4",
+            *flags,
+            "--output",
+            "compare.json",
+            "--runners",
+            *runners,
+            "--options",
+            f"run.plugins=[{PLUGINS}]",
+            "run.global_batch_size=8",
+            "run.micro_batch_size=2",
+            *options,
         ],
-        cwd=workspace.path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        cwd=workspace.path,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
 
 
 def project(workspace: Workspace, model: dict[str, Any], runner: dict[str, Any] | None = None) -> Workspace:

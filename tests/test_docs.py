@@ -141,6 +141,15 @@ def test_a_command_in_the_documentation_is_one_that_works(block: Block, plugins:
     check_shell(block, plugins, tmp_path)
 
 
+def test_the_chinese_readme_has_the_commands_and_projects_of_the_english_one() -> None:
+    def code(name: str) -> list[object]:
+        page = ROOT / name
+        shell = [commands(block) for block in blocks("sh", page=page)]
+        return [shell, [yaml.safe_load(block.text) for block in blocks("yaml", page=page)]]
+
+    assert code("README.zh-CN.md") == code("README.md")
+
+
 # ---- YAML
 
 
@@ -241,9 +250,13 @@ def test_the_checks_find_mistakes(check: Any, text: str, mistake: str, plugins: 
 def crosstrain(folder: Path, *arguments: str) -> str:
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform"), "CROSSTRAIN_PLUGINS": str(folder / "my_plugins")}
     done = subprocess.run(
-        [sys.executable, "-m", "crosstrain", *arguments], cwd=folder, env=environment,
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-m", "crosstrain", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

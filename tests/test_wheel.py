@@ -31,24 +31,36 @@ def test_a_wheel_trains_from_any_directory(tmp_path: Path) -> None:
     environment = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-m", "crosstrain", "train", "--cfg-path", "projects/quickstart.yaml", "--options", *options],
-        cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=elsewhere,
+        env=environment | {"PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     assert (elsewhere / "output" / "quickstart" / "checkpoints" / "step_000002" / "config.json").exists()
     subprocess.run(
         [sys.executable, "-m", "crosstrain", "report", "output/quickstart", "--output", "page.html"],
-        cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, check=True,
-    )  # fmt: skip
+        cwd=elsewhere,
+        env=environment | {"PYTHONPATH": str(target)},
+        check=True,
+    )
     for kind in ("package", "project"):
         subprocess.run(
             [sys.executable, "-m", "crosstrain", "new", kind, "mine"],
-            cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, check=True,
-        )  # fmt: skip
+            cwd=elsewhere,
+            env=environment | {"PYTHONPATH": str(target)},
+            check=True,
+        )
     assert (elsewhere / "mine" / ".github" / "workflows" / "test.yml").exists()
     assert (elsewhere / "crosstrain.schema.json").exists()
     listed = subprocess.run(
         [sys.executable, "-m", "crosstrain", "list", "runner"],
-        cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=elsewhere,
+        env=environment | {"PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert str(target / "crosstrain" / "plugins" / "runners" / "ddp.py") in listed.stdout
     assert os.fspath(ROOT) + os.sep not in listed.stdout

@@ -140,12 +140,15 @@ def compare(project: Path, chosen: list[Exhibit], steps: int, flags: list[str], 
         *(["--options", *options] if options else []),
     ]  # fmt: skip
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT / "platform"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+        "PYTHONPATH": str(ROOT / "platform"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     said, seconds, started = list[str](), dict[str, float](), time.monotonic()
     with subprocess.Popen(
         command, cwd=project.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:  # fmt: skip
+    ) as process:
         for line in process.stdout or ():
             said.append(line)
             label = line.rstrip("\n").partition(": failed: ")[0]

@@ -8,9 +8,13 @@ from crosstrain import registry
 from . import Expected
 
 EXPECTED = Expected(
-    "gradients", cause=r"divided|0\.5 times|half|once more", parameter="*.c_proj.bias", project="still",
-    base="megatron", options={"tensor_parallel": 2},
-)  # fmt: skip
+    "gradients",
+    cause=r"divided|0\.5 times|half|once more",
+    parameter="*.c_proj.bias",
+    project="still",
+    base="megatron",
+    options={"tensor_parallel": 2},
+)
 
 
 @registry.register_runner("bias_gradient_divided")

@@ -8,9 +8,13 @@ from crosstrain import registry
 from . import Expected
 
 EXPECTED = Expected(
-    "gradients", cause=r"once (for each|per) rank|bias|2 times|each of its uses", parameter="*.c_proj.bias",
-    project="still", base="megatron", options={"tensor_parallel": 2},
-)  # fmt: skip
+    "gradients",
+    cause=r"once (for each|per) rank|bias|2 times|each of its uses",
+    parameter="*.c_proj.bias",
+    project="still",
+    base="megatron",
+    options={"tensor_parallel": 2},
+)
 
 
 @registry.register_runner("bias_on_every_rank")

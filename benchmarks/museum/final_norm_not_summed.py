@@ -8,9 +8,13 @@ from crosstrain import registry
 from . import Expected
 
 EXPECTED = Expected(
-    "gradients", cause=r"all-reduce|not (reduced|summed)|different gradients", parameter="transformer.ln_f.*",
-    project="still", base="megatron", options={"tensor_parallel": 2, "sequence_parallel": True},
-)  # fmt: skip
+    "gradients",
+    cause=r"all-reduce|not (reduced|summed)|different gradients",
+    parameter="transformer.ln_f.*",
+    project="still",
+    base="megatron",
+    options={"tensor_parallel": 2, "sequence_parallel": True},
+)
 
 
 @registry.register_runner("final_norm_not_summed")

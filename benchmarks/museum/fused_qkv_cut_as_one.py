@@ -8,9 +8,13 @@ from crosstrain import registry
 from . import Expected
 
 EXPECTED = Expected(
-    "forward", cause=r"forward|cut|qkv|weights", parameter="*.attn.*", project="still", base="megatron",
+    "forward",
+    cause=r"forward|cut|qkv|weights",
+    parameter="*.attn.*",
+    project="still",
+    base="megatron",
     options={"tensor_parallel": 2},
-)  # fmt: skip
+)
 
 
 @registry.register_runner("fused_qkv_cut_as_one")

@@ -4,7 +4,7 @@ from crosstrain import registry
 
 from . import Expected
 
-EXPECTED = Expected()
+EXPECTED = Expected(project="still")  # compiled attention draws other dropout masks than the CPU kernel
 
 
 @registry.register_runner("healthy_compiled_blocks")

@@ -8,9 +8,13 @@ from crosstrain import registry
 from . import Expected
 
 EXPECTED = Expected(
-    "gradients", cause=r"tied|stage|all-reduce", parameter="transformer.wte.weight", project="still",
-    base="megatron", options={"pipeline_parallel": 2},
-)  # fmt: skip
+    "gradients",
+    cause=r"tied|stage|all-reduce",
+    parameter="transformer.wte.weight",
+    project="still",
+    base="megatron",
+    options={"pipeline_parallel": 2},
+)
 
 
 @registry.register_runner("tied_not_summed")

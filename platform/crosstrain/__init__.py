@@ -1,9 +1,8 @@
-"""Crosstrain: train the model that a YAML file names with the runner that the file names.
+"""Crosstrain: train any model with any runner, both chosen in one YAML file.
 
 The names below are for plugins, `from crosstrain import Runner, registry`, and for Python programs and notebooks,
-`crosstrain.train(...)`. Each is imported when it is first asked for, so that importing this package imports neither
-torch nor anything else. The Python functions of verbs that are plugins, such as `crosstrain.plan`, are found by the
-verb's name.
+`crosstrain.train(...)`. Each is imported on first use, so importing this package imports neither torch nor anything
+else. Python functions of verbs that are plugins, such as `crosstrain.plan`, are found by the verb's name.
 """
 
 import ast
@@ -12,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Threads of libgomp, which torch loads, wait for one another by spinning for as long as a core is theirs. Where another
-# program needs a core too, the thread that is waited for does not get it, and steps take several times as long.
+# torch loads libgomp, whose threads spin while they wait for each other. If other programs need the cores too, the
+# spinning threads keep the slowest one from running, and steps take several times as long.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -27,6 +26,12 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
         Task,
         split_file,
     )
+    from crosstrain_plugins.builtin.commands.samples.sample_view import SampleView
+    from crosstrain_plugins.builtin.models.hugging_face.base import DropRate, TransformersModel
+    from crosstrain_plugins.builtin.models.hugging_face.export import TransformersExport
+    from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
+    from crosstrain_plugins.builtin.models.hugging_face.structure import TransformersStructure
+    from crosstrain_plugins.builtin.models.hugging_face.weights import TransformersWeights
 
     from crosstrain.api.evaluate import evaluate
     from crosstrain.api.model import OpenModel, open
@@ -57,7 +62,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, SplitOptions
-    from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
     from crosstrain.data.vision.image import open_image, open_image_file
     from crosstrain.data.vision.image_dataset import (
@@ -97,11 +101,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
     from crosstrain.modeling.export import Export, Merge, ReadParameter
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
-    from crosstrain.modeling.hf_export import TransformersExport
-    from crosstrain.modeling.hf_internals import build_transformers
-    from crosstrain.modeling.hf_structure import TransformersStructure
-    from crosstrain.modeling.hf_weights import TransformersWeights
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.objective import Objective, Policy, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
@@ -122,7 +121,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
 __version__ = "0.1.0"
 
 _PACKAGES = ("crosstrain", "crosstrain_plugins")
-_HOMES = {  # from the imports above, so that mypy, editors and Python read the same list
+_HOMES = {  # derived from the imports above, so that mypy, editors and Python use the same list
     alias.name: node.module
     for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
     if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in _PACKAGES

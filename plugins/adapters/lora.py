@@ -1,4 +1,4 @@
-"""LoRA and DoRA: low-rank adapters on linear maps, under the names that peft saves."""
+"""LoRA and DoRA: low-rank adapters on linear layers, saved in peft's format."""
 
 import fnmatch
 import math
@@ -17,6 +17,7 @@ from crosstrain import (
     Around,
     CheckpointError,
     ConfigError,
+    DropRate,
     Merge,
     Model,
     OptionError,
@@ -31,44 +32,44 @@ from crosstrain import (
 )
 from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
-from crosstrain.checkpoint.weights import PretrainedWeights
-from crosstrain.modeling.hf_causal_lm import DropRate
 from crosstrain.utils.files import write_json
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = "default"  # of the adapter in peft's modules
+_NAME = "default"  # name of the adapter in peft's modules
 _MAGNITUDE = ".lora_magnitude_vector."
-_PREFIX = "base_model.model."  # of parameters in peft's files
-# Keys of peft's configuration that may differ from its defaults.
+_PREFIX = "base_model.model."  # prefix of parameter names in peft's files
+# Keys of peft's configuration that may differ from peft's defaults.
 _SUPPORTED = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout",
     "peft_type", "peft_version", "r", "revision", "target_modules", "task_type", "use_dora",
 }  # fmt: skip
-_INITIAL = (True, False, None, "gaussian", "orthogonal")  # `init_lora_weights` that leave the base weights as they are
+# Values of `init_lora_weights` that leave the base weights unchanged.
+_INITIAL = (True, False, None, "gaussian", "orthogonal")
 
 
 @registry.register_adapter("lora")
 class Lora(Adapter):
-    """Low-rank adapters (Hu et al., 2021): W x becomes W x + (alpha / rank) B A x, and A and B alone are trained."""
+    """Low-rank adapters (Hu et al., 2021): W x becomes W x + (alpha / rank) B A x, and only A and B are trained."""
 
     @dataclass
     class Options:
-        """rank, alpha, dora and targets default to those of the `pretrained` adapter."""
+        """For rank, alpha, dora and targets, None takes the value of the `pretrained` adapter, if there is one."""
 
-        rank: PositiveInt | None = None  # rows of A and columns of B; 8
-        alpha: PositiveFloat | None = None  # the adapters' output is scaled by alpha / rank; 16
-        dora: bool | None = None  # also train the norm of each output's weights (Liu et al., 2024); False
-        dropout: DropRate = 0.0  # of the adapters' input
-        # names of linear maps, or their ends, such as q_proj; None: every linear map in the blocks
+        rank: PositiveInt | None = None  # rows of A and columns of B; None: as pretrained, else 8
+        alpha: PositiveFloat | None = None  # adapter outputs are scaled by alpha / rank; None: as pretrained, else 16
+        dora: bool | None = None  # DoRA: train weight norms too (Liu et al., 2024); None: as pretrained, else False
+        dropout: DropRate = 0.0  # dropout rate of the adapters' input
+        # names of linear layers, or suffixes of names, such as q_proj; None: as pretrained, else all in the blocks
         targets: Annotated[list[Text], MinLen(1)] | None = None
-        pretrained: Text | None = None  # an adapter to start from: a run, a checkpoint or a peft folder
+        pretrained: Text | None = None  # adapter to start from: a run, a checkpoint or a peft folder; None: a new one
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.folder = None if options.pretrained is None else adapter_folder(options.pretrained)
         self.settings = options if self.folder is None else _published(options, self.folder)
-        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # neither can be 0
+        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # neither is ever 0
 
     def add(self, model: Model) -> None:
         peft = require("peft", "model.adapter")
@@ -76,22 +77,26 @@ class Lora(Adapter):
         maps = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
         weights = 2.0 * sum(module.weight.numel() for module in maps)
         self.config = peft.LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.options.dropout,  # type: ignore[arg-type]
-            use_dora=bool(self.settings.dora), init_lora_weights=False, target_modules=list(self.targets),
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.options.dropout,  # type: ignore[arg-type]
+            use_dora=bool(self.settings.dora),
+            init_lora_weights=False,
+            target_modules=list(self.targets),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
-        )  # fmt: skip
+        )
         peft.inject_adapter_in_model(self.config, model, adapter_name=_NAME)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        around: Any = model  # its contracts get objects around them
+        around: Any = model  # wrap the interfaces of the model
         around.weights = AdaptedWeights(model.weights, self)
         around.structure = AdaptedStructure(model.structure, self)
         around.export = AdaptedExport(model.export, self)
 
 
 class AdaptedWeights(Around):
-    """The weights of a model that has adapters."""
+    """Weights of a model with adapters."""
 
     adapter: Lora
 
@@ -99,7 +104,7 @@ class AdaptedWeights(Around):
         return self.inner.canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """peft's initial values: A as torch's linear map, B zero, so that the adapter changes nothing at first."""
+        """Fill in peft's initial values: A as in torch's linear layer; B zero, so the adapter has no effect yet."""
         if not is_adapter(name):
             self.inner.initialize(name, value, rng)
         elif ".lora_B." in name:
@@ -111,7 +116,7 @@ class AdaptedWeights(Around):
             value.uniform_(-bound, bound, generator=rng)
 
     def _published(self, name: str) -> Tensor:
-        """A pretrained weight, whole."""
+        """Return a full pretrained weight."""
         for source, reader in PretrainedWeights.of(self.model).parts:
             if source.covers(name):
                 place = source.place(name, reader.names("param"))
@@ -120,21 +125,21 @@ class AdaptedWeights(Around):
         raise ConfigError("model.adapter.dora: it begins with the norms of pretrained weights, so the model needs some")
 
     def sources(self) -> list[Source]:
-        """The model's folders for all but the adapters, and the adapters' own."""
+        """Return the model's weight sources, restricted to base weights, and that of the pretrained adapter."""
         base = [replace(s, covers=partial(_covers_base, s)) for s in self.inner.sources()]
         folder = self.adapter.folder
         return base if folder is None else [*base, Source(folder, _peft_name, is_adapter)]
 
 
 class AdaptedStructure(Around):
-    """The structure of a model that has adapters."""
+    """Structure of a model with adapters."""
 
     def __init__(self, inner: Any, adapter: Lora) -> None:
         super().__init__(inner)
         self.adapter, self.reads_across = adapter, bool(adapter.settings.dora)
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """B is sharded like a map's output features, A like its input features."""
+        """Shard B like the layer's output features, and A like its input features."""
         if self.adapter.settings.dora:
             return {}
         plan = self.inner.tensor_parallel_plan()
@@ -144,18 +149,18 @@ class AdaptedStructure(Around):
         return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Count as the whole model does, without the gradients of frozen weights."""
+        """Return the model's FLOPs per token, without those for the gradients of frozen weights."""
         flops = self.inner.flops_per_token(sequence_length)
         return None if flops is None else flops - self.adapter.spared_flops
 
 
 class AdaptedExport(Around):
-    """The export of a model that has adapters."""
+    """Export of a model with adapters."""
 
     adapter: Lora
 
     def merges(self) -> dict[str, Merge]:
-        """Merges of adapters into their linear maps."""
+        """Return the merges of adapters into their linear layers."""
         found = self.inner.merges()
         for name, module in self.model.named_modules():
             if hasattr(module, "lora_A"):
@@ -171,7 +176,7 @@ class AdaptedExport(Around):
         return found
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
-        """Write the adapter as peft does, so that `PeftModel.from_pretrained` opens the folder."""
+        """Write the adapter in peft's format; `PeftModel.from_pretrained` opens the folder."""
         base = self.model.weights.folder()
         targets = [self.model.weights.canonical_name(name) for name in self.adapter.targets]
         settings = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
@@ -186,24 +191,24 @@ def _covers_base(source: Source, name: str) -> bool:
 
 
 def _peft_name(name: str, available: set[str]) -> str:
-    """Its name in a checkpoint, where it may be a part of a larger model, or in peft's files."""
+    """Return a parameter's name in a checkpoint, possibly that of a larger model, or in peft's files."""
     return next((key for key in available if f".{key}".endswith(f".{name}")), _saved_name(name))
 
 
 def _saved_name(name: str) -> str:
-    """A parameter's name in peft's files."""
+    """Return a parameter's name in peft's files."""
     return _PREFIX + name.replace(f"{_MAGNITUDE}weight", _MAGNITUDE[:-1])
 
 
 def _norms(weight: Tensor, transposed: bool) -> Tensor:
-    """Norm of each output's weights [out]."""
+    """Return the norm of the weights of each output feature, [out]."""
     return torch.linalg.norm(weight.T if transposed else weight, dim=1)
 
 
 def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
-    """The model's own names of the linear maps in its blocks that `targets`, names or their ends, match; None: of all.
+    """Return the names of the linear layers in the model's blocks that match `targets`; None: all of them.
 
-    Raises OptionError for a target that matches none.
+    A target is a full name, or a suffix that begins after a dot. Raises OptionError for a target without a match.
     """
     inside = {id(module) for block in model.blocks() for module in block.modules()}
     maps = [
@@ -217,9 +222,9 @@ def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
 
 
 def adapter_folder(source: str) -> Path:
-    """The folder with the weights of the adapter that `source` names: a run, a checkpoint or a peft folder.
+    """Return the folder with an adapter's weights; `source` is a run, a checkpoint or a peft folder.
 
-    Raises CheckpointError where there is none, and ConfigError where the configuration is not trusted with it.
+    Raises CheckpointError if there is no adapter, and ConfigError if the configuration is not trusted to use `source`.
     """
     check_source(f"the adapter {source}")
     path = Path(source).expanduser()
@@ -230,7 +235,10 @@ def adapter_folder(source: str) -> Path:
 
 
 def _published(options: Lora.Options, folder: Path) -> Lora.Options:
-    """The options with the settings of the adapter in `folder`, which they must not contradict."""
+    """Return the options, completed with the settings of the adapter in `folder`.
+
+    Raises OptionError if a given option contradicts the adapter, and CheckpointError if the adapter is not supported.
+    """
     config = read_json(folder / _CONFIG, most_bytes=1 << 24)
     match config:
         case {
@@ -260,14 +268,14 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of an adapter's parameter."""
+    """Return True for the name of an adapter's parameter."""
     return ".lora_A." in name or ".lora_B." in name or _MAGNITUDE in name
 
 
 def merged(
     weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None = None, *, scale: float, transposed: bool
 ) -> Tensor:
-    """Merge an adapter into a linear map's weight [out, in], or `transposed`.
+    """Merge an adapter into a linear layer's weight [out, in], or [in, out] if `transposed`.
 
     a: [rank, in]; b: [out, rank]; magnitude: DoRA's norms [out].
     """

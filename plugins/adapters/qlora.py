@@ -1,4 +1,4 @@
-"""QLoRA: low-rank adapters on linear maps whose frozen weights are kept in four bits."""
+"""QLoRA: low-rank adapters on linear layers with frozen weights in four bits."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from crosstrain import Around, Box, Model, OptionError, dtensor_pieces, registry
 
 from .lora import Lora
 
-_BLOCK = 64  # weights that share a scale, as published
-_PER_WORD = 8  # weights in a 32-bit word, the type in which they are stored and gathered
+_BLOCK = 64  # weights per scale, as in the paper
+_PER_WORD = 8  # weights per 32-bit word; weights are stored and gathered as words
 
 
 @registry.register_adapter("qlora")
 class QLora(Lora):
-    """LoRA on weights in NF4 (Dettmers et al., 2023) by bitsandbytes: all linear maps in the blocks, at half a byte.
+    """LoRA on frozen weights in bitsandbytes' NF4 (Dettmers et al., 2023): four bits for linear layers in the blocks.
 
-    Weights are quantised as they are read, before anything is sharded. Their scales are whole on every rank.
+    Full weights are quantized when they are loaded, and each rank keeps its part. Scales are replicated.
     """
 
     @dataclass
     class Options(Lora.Options):
-        """The options of lora, dora excepted."""
+        """Options of lora; dora is not supported."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -48,7 +48,7 @@ class QLora(Lora):
 
 
 class _QuantizedWeights(Around):
-    """The weights of a model that keeps some in four bits."""
+    """Weights of a model with some parameters in four bits."""
 
     def quantized(self) -> dict[str, NF4Linear]:
         return {
@@ -63,9 +63,9 @@ class _QuantizedWeights(Around):
 
 
 class NF4Linear(nn.Module):
-    """A linear map with a frozen weight in NF4; the input's gradient alone is computed.
+    """A linear layer with a frozen weight in NF4; the backward computes only the input's gradient.
 
-    weight: fp32 [elements / 8, 1], each word eight weights; scales: fp32 [elements / 64].
+    weight: fp32 [elements / 8, 1], eight weights in each word; scales: fp32 [elements / 64].
     """
 
     scales: Tensor
@@ -82,7 +82,7 @@ class NF4Linear(nn.Module):
         self.register_buffer("code", get_4bit_type("nf4", device="cpu", blocksize=_BLOCK), persistent=False)
 
     def quantize(self, value: Tensor) -> None:
-        """Quantise the whole weight, fp32 of `shape`, and keep this rank's part."""
+        """Quantize the full weight, fp32 of `shape`, and keep this rank's part."""
         whole = (value.T if self.transposed else value).contiguous().to(self.scales.device)
         words, state = quantize_4bit(whole, blocksize=_BLOCK, quant_type="nf4", quant_storage=torch.float32)
         self.scales.copy_(state.absmax)

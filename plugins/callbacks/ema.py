@@ -1,4 +1,4 @@
-"""A moving average of the weights."""
+"""Exponential moving average of the weights."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ class EMA(Callback):
 
     @dataclass
     class Options:
-        decay: Annotated[float, Interval(ge=0, lt=1)] = 0.999  # share of the average that stays at each step
+        decay: Annotated[float, Interval(ge=0, lt=1)] = 0.999  # weight of the old average at each step
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
@@ -25,7 +25,7 @@ class EMA(Callback):
         ]
 
     def weights(self) -> list[Shard]:
-        """This rank's part of the parameters that train."""
+        """Return this rank's shards of the trained parameters."""
         runner = self.trainer.runner
         trained = {name for name, p in runner.model.weights.parameters().items() if p.requires_grad}
         return [s for s in runner.held.shards() if s.kind == "param" and s.name in trained]

@@ -1,4 +1,4 @@
-"""The batch size up to which more samples per step pay."""
+"""Gradient noise scale: the batch size up to which more samples per step help."""
 
 import math
 from dataclasses import dataclass
@@ -13,26 +13,27 @@ from crosstrain.checkpoint.assignment import assign, holdings
 
 @registry.register_callback("gradient_noise_scale")
 class GradientNoiseScale(Callback):
-    """Logs the simple noise scale tr(S) / |G|^2 in samples (McCandlish et al., 2018, appendix A.1).
+    """Logs the simple noise scale tr(S) / |G|^2, in samples (McCandlish et al., 2018, appendix A.1).
 
-    Its two unbiased estimates need the gradients of a small and a big batch at the same weights. Here the gradients g1
-    and g2 of two consecutive steps of B samples are the small ones, and their mean is that of 2 B: an approximation,
-    which ignores the update between them. Then |G|^2 is g1 g2, and tr(S) is B |g1 - g2|^2 / 2; averages of both are
-    divided. A rank keeps a copy of its share of the gradients; a resumed run misses one pair.
+    The paper's two unbiased estimates need the gradients of a small and a large batch at the same weights. This
+    callback takes the gradients g1 and g2 of two consecutive steps of B samples for small batches, and their mean for a
+    batch of 2 B. This approximation ignores the update between the steps. The estimates are then g1 . g2 for |G|^2 and
+    B |g1 - g2|^2 / 2 for tr(S); the noise scale is the ratio of their moving averages. Each rank keeps a copy of its
+    share of the gradients. A resumed run misses one pair of steps.
     """
 
     @dataclass
     class Options:
-        smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.95  # share of the averages that stays at each step
+        smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.95  # weight of the old averages at each step
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"square": 0.0, "noise": 0.0}  # averages, which both begin at 0
+        self.state = {"square": 0.0, "noise": 0.0}  # moving averages; the bias of their start at 0 cancels
         self.last: dict[tuple[str, Box], Tensor] = {}
         world = trainer.runner.world
         parameters = [s for s in trainer.runner.held.shards() if s.kind == "param"]
         writers = assign(world.all_gather(list(holdings(parameters))))
-        self.mine = {(h.name, h.box) for h, rank in writers.items() if rank == world.rank}  # every element once
+        self.mine = {(h.name, h.box) for h, rank in writers.items() if rank == world.rank}  # each element counts once
 
     def after_backward(self, batch: Step, loss: float) -> None:
         runner, last = self.trainer.runner, self.last
@@ -42,7 +43,7 @@ class GradientNoiseScale(Callback):
         product = sum((a.double() * b).sum().item() for a, b in pairs)
         change = sum((a.double() - b).square().sum().item() for a, b in pairs)
         product, change, count = runner.world.all_reduce_sum(product, change, len(pairs))
-        if not count or not math.isfinite(product + change):  # the first step, or one that will be skipped
+        if not count or not math.isfinite(product + change):  # the first step, or a step that will be skipped
             return
         stays = self.options.smoothing
         for name, value in (("square", product), ("noise", self.trainer.plan.global_batch * change / 2)):

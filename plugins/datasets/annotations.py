@@ -1,4 +1,4 @@
-"""Read annotations of images in the layouts that are published: LLaVA's, MiniGPT-4's, LAVIS', COCO's, chat messages."""
+"""Read image annotations in published layouts: LLaVA, MiniGPT-4, LAVIS, COCO and chat messages."""
 
 import base64
 import re
@@ -8,33 +8,34 @@ from typing import Any
 
 from crosstrain import IMAGE, SampleError
 from crosstrain.data.chat_template import ChatError, refuse_if
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.data.vision.image import LARGEST_IMAGE
 from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import read_regular
 
 from ..commands.prepare.conversation_files import rows_as_given
 from ..commands.prepare.conversations import Turn, conversations
+from .row_audit import RowAudit
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
-_IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys of names of images
-_KNOWN = ("conversations", "caption", "questions")  # of which an annotation has one, beside what a processor reads
-_PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # MiniGPT-4's
+_IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys that hold image names
+_KNOWN = ("conversations", "caption", "questions")  # an annotation has one of these or a key that a processor reads
+_PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # MiniGPT-4's image placeholders
 _READ = {"role", "content", "weight"}  # keys of a turn that processors read
-_SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")  # of an image that is described by an object
-_EMPTY = (None, "", [], {})  # values without a meaning
-_DATA = "data:"  # begins an image that stands in the annotation itself, in base64
+# Keys of an image object that hold the image or its name.
+_SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")
+_EMPTY = (None, "", [], {})  # values that count as missing
+_DATA = "data:"  # prefix of an image stored in the annotation itself, in base64
 
 
 def read_annotations(
     path: Path, audit: RowAudit | None = None, used: frozenset[str] = frozenset(), max_dropped: float = 0.1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the annotation of each sample, in the form that `annotation_of` describes.
+    """Yield (location, annotation) of each sample; annotations have the form that `annotation_of` returns.
 
-    The file is one of rows, as `conversation_files.rows` reads them, or an object with a list of rows under
-    `annotations`, where COCO's `images` give the names. `audit` counts the rows, those that are dropped, and their
-    keys; without `used` no keys. Raises DataError for a file that cannot be read, and where more than the share
-    `max_dropped` of the rows is dropped.
+    The file holds rows in a format that `conversation_files.rows` reads, or an object with the rows under
+    `annotations`; in COCO's layout, `images` has the file names. `audit` counts rows, dropped rows and, if `used` is
+    not empty, keys. Raises DataError if the file cannot be read, and if the fraction of dropped rows is above
+    `max_dropped`.
     """
     audit = audit or RowAudit(used)
     for entry, place in _entries(path, audit):
@@ -53,7 +54,7 @@ def read_annotations(
 
 
 def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a file with their places; those of COCO with the objects that describe their images."""
+    """Yield (row, location) of each row in a file; rows in COCO's layout get the image object that they refer to."""
     for row, place in rows_as_given(str(path)):
         if not isinstance(row, dict) or not isinstance(row.get("annotations"), list):
             yield row, place
@@ -70,12 +71,12 @@ def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
 
 
 def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set[str]]:
-    """Return an entry with `images`, a list of names, and `conversations`, `caption` or `questions`, as it has them.
+    """Normalize an entry: return `images`, a list of names, with `conversations`, `caption` or `questions`.
 
-    Also returns paths of keys that are left out. Conversations are turns of the normal form; a question and its
-    answers become `questions`. Keys that are not read here stay. beside: the images stand beside the entry, so that it
-    names none. Raises SampleError for an entry that is no object, or that has other media, or images in an unknown
-    form.
+    Also returns the paths of ignored keys. A conversation becomes a list of turns in normal form; a question and its
+    answers become `questions`. Keys that this function does not read are kept. beside: the images are stored next to
+    the entry, so it does not name them. Raises SampleError for an entry that is not an object, contains other media, or
+    refers to images in an unknown form.
     """
     refuse_if(not isinstance(entry, Mapping), str(entry) if isinstance(entry, str) else "it is no JSON object")
     row = {key: value for key, value in entry.items() if value not in _EMPTY}
@@ -86,17 +87,17 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
     images = [_reference(image, unread) for image in (given if isinstance(given, list) else [given])]
     if "question" in row and "answer" in row:
         row["questions"] = [{"question": row.pop("question"), "answer": row.pop("answer")}]
-    match row:  # MiniGPT4Qwen's
+    match row:  # layout of MiniGPT4Qwen
         case {"instruction": [*asked], "output": [*answered]} if len(asked) == len(answered):
             *earlier, (row["instruction"], row["output"]) = zip(asked, answered, strict=True)
             row["history"] = [*row.get("history", []), *earlier]
     try:
         found, left = conversations(row, images=parts)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # JSON may be anything
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # the entry can be any JSON
         raise ChatError(f"it is malformed ({first_line(error)})") from None
     made = {key: value for key, value in row.items() if key in left} | named
     unread |= (left - row.keys()) | (left & {"conversations"})
-    for one in found:  # or none
+    for one in found:  # `found` is empty if the entry has no conversation
         made["conversations"] = [_plain(turn) for turn in one.messages]
         unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - _READ}
         unread |= {"tools"} if one.tools else set()
@@ -110,15 +111,15 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
 
 
 def _plain(turn: Turn) -> dict[str, Any]:
-    """Return a turn with the keys that processors read."""
+    """Return the parts of a turn that processors read."""
     plain = {key: getattr(turn, key) for key in turn.model_fields_set & _READ}
     return plain | {"content": turn.content and _PLACEHOLDERS.sub(IMAGE, turn.content)}
 
 
 def _reference(given: Any, unread: set[str]) -> str:
-    """Return a file's name, or a data: URL, from a name or an object of the Hugging Face hub, of COCO or of OpenAI.
+    """Return the file name or data: URL in a name or an image object (Hugging Face, COCO or OpenAI).
 
-    Paths of other keys of the object are added to `unread`.
+    Adds the paths of the object's other keys to `unread`.
     """
     name = given
     while isinstance(name, dict):
@@ -127,7 +128,7 @@ def _reference(given: Any, unread: set[str]) -> str:
         unread |= {f"image.{key}" for key in beside}
         held = name.get(source)
         name = f"{_DATA};base64,{held}" if source == "bytes" and isinstance(held, str) else held
-    if isinstance(name, bytes):  # of a table
+    if isinstance(name, bytes):  # from a Parquet table
         name = f"{_DATA};base64,{base64.b64encode(name).decode()}"
     refuse_if(
         not isinstance(name, str) or not name or name.startswith(("http:", "https:")),
@@ -137,7 +138,7 @@ def _reference(given: Any, unread: set[str]) -> str:
 
 
 def read_image(name: str, folder: Path) -> bytes:
-    """Return the bytes of an image that an annotation names or holds. Raises SampleError where they cannot be read."""
+    """Return the bytes of an image from its file name or data: URL. Raises SampleError if they cannot be read."""
     if name.startswith(_DATA):
         try:
             return base64.b64decode(name.partition(",")[2], validate=True)
@@ -148,7 +149,7 @@ def read_image(name: str, folder: Path) -> bytes:
 
 
 def keys_of(annotation: Mapping[str, Any]) -> list[str]:
-    """Return the keys that have a value: KEY, or KEY.NAME for a name within a list of objects."""
+    """Return the keys that have a value: KEY, or KEY.NAME for the keys of objects in a list."""
     found = dict[str, None]()
     for key, value in annotation.items():
         inner = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""Conversations for instruction tuning, rendered by the tokenizer's own chat template."""
+"""Conversations for instruction tuning, rendered by a chat template."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -22,40 +22,40 @@ from crosstrain import (
     Text,
     registry,
 )
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.packing import pack
 from crosstrain.data.tokenizer import load_cached
 
 from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_audit
+from .indexed_dataset import TokenFile
+from .packing import pack
 
 
 @dataclass
 class ConversationOptions(SplitOptions):
     """Files of conversations, their splits, and the length of a sample."""
 
-    # JSON lines, JSON lists or Parquet, folders of them, or a folder of `datasets.save_to_disk`
+    # files of JSON lines, JSON lists or Parquet, folders of such files, or a folder written by `datasets.save_to_disk`
     path: FilePath | list[FilePath]
-    tokenizer: FilePath  # a Hugging Face name or a folder: the model's
-    seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # most tokens of a conversation
-    # in place of the tokenizer's own: a name in configs/chat_templates, Jinja, or the file of it
+    tokenizer: FilePath  # the model's tokenizer: a Hugging Face name or a folder
+    seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # maximum number of tokens in a conversation
+    # name of a template in configs/chat_templates, Jinja source, or a Jinja file; None: the tokenizer's own template
     chat_template: Text | None = None
-    unusable: Literal["drop", "error"] = "drop"  # rows that are malformed, too long or without a target
-    max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1  # share of dropped rows; more stop the start
-    # keys of rows that need not be named where nothing reads them: columns, or paths such as messages.name
+    unusable: Literal["drop", "error"] = "drop"  # how to treat rows that are malformed, too long or without a target
+    max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1  # maximum fraction of dropped rows; more is an error
+    # unused row keys that should not be reported: columns, or paths such as messages.name
     ignore_columns: list[str] = field(default_factory=list)
 
 
 class ConversationDataset(Dataset):
-    """Rendered conversations, some of which are a sample."""
+    """Base class of datasets of rendered conversations; a sample has one or more conversations."""
 
     Options = ConversationOptions
     options: ConversationOptions
-    row_documents = 1  # conversations that a row of the files has
+    row_documents = 1  # conversations per row of the input files
 
     @classmethod
     @abstractmethod
     def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        """Return the conversations and the way to render them."""
+        """Return the source of the conversations, with the rules for rendering them."""
 
     @classmethod
     def tokenizer_of(cls, options: Any) -> str | None:
@@ -63,7 +63,7 @@ class ConversationDataset(Dataset):
 
     @classmethod
     def prepare(cls, options: Any) -> None:
-        """Render and tokenize the conversations once, in a folder of the cache."""
+        """Render and tokenize the conversations once, into a cache folder."""
         for split in ("train", *cls.named_splits(options)):
             cls.prepared(options.of(split)[0])
 
@@ -75,7 +75,10 @@ class ConversationDataset(Dataset):
 
     @classmethod
     def prepared(cls, options: Any) -> Path:
-        """The folder of the rendered conversations, made if it is not there. DataError if too many are dropped."""
+        """Return the folder with the rendered conversations, and create it if needed.
+
+        Raises DataError if too many rows are dropped.
+        """
         tokenizer = load_cached(options.tokenizer, options.chat_template)[1]
         folder = prepare_chat(cls.source(options, _paths(options), tokenizer))
         row_audit(folder, ()).check(" and ".join(_paths(options)), options.max_dropped)
@@ -97,16 +100,16 @@ class ConversationDataset(Dataset):
         targets = (~ids[ids < 0] for ids in map(self.file.document, first))
         ends = {int(ids[np.isin(ids, special)][-1]) for ids in targets if np.isin(ids, special).any()}
         self.end_tokens = tuple(sorted({tokenizer.end_id} | ends))
-        self.start, self.count = rows.start * self.row_documents, len(rows) * self.row_documents  # of conversations
+        self.start, self.count = rows.start * self.row_documents, len(rows) * self.row_documents  # in conversations
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a conversation of this split, and for each itself if it is a target, else IGNORE_INDEX."""
+        """Return a conversation's tokens and targets; each target is the token itself or IGNORE_INDEX."""
         stored = self.file.document(self.start + number).astype(np.int64)
         return np.where(stored < 0, ~stored, stored), np.where(stored < 0, ~stored, IGNORE_INDEX)
 
     @abstractmethod
     def numbers(self, index: int) -> list[int]:
-        """Return the conversations of a sample."""
+        """Return the indices of a sample's conversations."""
 
     def location(self, index: int) -> str:
         places = _places(self.folder)
@@ -114,9 +117,9 @@ class ConversationDataset(Dataset):
 
 
 def padded_rows(rows: list[Sample], most: int) -> Batch:
-    """Pad rows, whose values are arrays [length], on the right; padding is a document of its own.
+    """Right-pad rows of arrays [length] to equal length; the padding is a document of its own.
 
-    Lengths are multiples of 8, up to `most`: tensor cores want that, and sequence parallelism can cut them.
+    The length is rounded up to a multiple of 8, but not above `most`, for tensor cores and sequence parallelism.
     """
     longest = max(len(row["input_ids"]) for row in rows)
     longest = max(longest, min(-(-longest // 8) * 8, most))
@@ -133,18 +136,18 @@ def padded_rows(rows: list[Sample], most: int) -> Batch:
 
 @registry.register_dataset("chat")
 class Chat(ConversationDataset):
-    """Conversations whose targets are what the assistant writes, one in a sample or packed.
+    """Conversations with the assistant's turns as targets; one conversation per sample, or several packed ones.
 
-    input_ids, labels: int64 [length]. With `packing`, whole conversations share a sample; position_ids restart at
-    each, and attention does not cross them.
+    input_ids, labels: int64 [length]. With `packing`, a sample has several complete conversations: position_ids
+    restart at each one, and there is no attention between them.
     """
 
     @dataclass
     class Options(ConversationOptions):
-        """Conversation options, and what is learned."""
+        """Conversation options, targets and packing."""
 
-        train_on: Literal["assistant", "last", "all"] = "assistant"  # turns: the assistant's, its last one, or all
-        packing: bool = False  # True: several conversations share a sample, and do not see each other
+        train_on: Literal["assistant", "last", "all"] = "assistant"  # turns to train on; last: the last assistant turn
+        packing: bool = False  # True: pack several conversations into a sample, without attention between them
 
     options: Options
 

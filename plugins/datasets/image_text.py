@@ -31,11 +31,11 @@ from crosstrain import (
     processors,
     registry,
 )
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
-from .packing import PackOptions, pack
+from .row_audit import RowAudit
+from .shard_writer import PackOptions, pack
 from .streaming import ShardStream
 from .webdataset import TEXTS, Shards, check_there, expand, prepare
 
@@ -44,26 +44,27 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
 @registry.register_dataset("image_text")
 class ImageText(ImageDataset):
-    """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt (a caption), or both.
+    """Samples in tar shards: KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt (a caption) or both.
 
-    Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. A streamed train
-    split is the exception: see `ShardStream`.
+    Samples are read by index, so the platform shuffles them and resumes exactly. A streamed train split is the
+    exception: see `ShardStream`.
     """
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions):
-        """Names of the shards, with braces or wildcards: local, http(s):// or pipe:COMMAND."""
+        """Shard names, with braces or wildcards: local, http(s):// or pipe:COMMAND."""
 
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("captions", "captions"))
-        train: Text | list[Text] | None = None  # shards of the split, such as data/laion/{00000..00099}.tar
-        val: Text | list[Text] | None = None  # shards of the split
-        test: Text | list[Text] | None = None  # shards of the split
-        cache: FilePath | None = None  # folder of indexes and copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
-        prepare: PackOptions | None = None  # how to make the shards when there are none
-        streaming: bool = False  # the train split is read as it comes, without index, copy and exact resume
-        samples: PositiveInt | None = None  # in an epoch of a streamed split, which nobody has counted
-        # samples of a stream, still compressed, among which the next one is drawn
+        train: Text | list[Text] | None = None  # shards to train on, such as data/laion/{00000..00099}.tar
+        val: Text | list[Text] | None = None  # shards of the val split; None: no val split
+        test: Text | list[Text] | None = None  # shards of the test split; None: no test split
+        # folder for indexes and for copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
+        cache: FilePath | None = None
+        prepare: PackOptions | None = None  # pack images into shards first; None: the shards already exist
+        streaming: bool = False  # stream the train split: no index, no copy, no exact resume
+        samples: PositiveInt | None = None  # samples per epoch; only for streaming, and required there
+        # number of samples in the shuffle buffer of a stream, with images still compressed
         shuffle_buffer: Annotated[int, Interval(ge=1, le=10**7)] = 1000
 
         def __post_init__(self) -> None:
@@ -96,12 +97,12 @@ class ImageText(ImageDataset):
 
     @classmethod
     def streams(cls, options: Any, split: Split) -> bool:
-        """Tell whether a split is streamed."""
+        """Return True if a split is streamed."""
         return options.streaming and split == "train"
 
     @classmethod
     def cache(cls, options: Any) -> Path:
-        """Return the folder of indexes and of copies of remote shards."""
+        """Return the folder for indexes and for copies of remote shards."""
         return Path(options.cache).expanduser() if options.cache else cache_folder("shards")
 
     def __init__(self, options: Any, split: Split) -> None:
@@ -130,7 +131,7 @@ class ImageText(ImageDataset):
 
     def _next(self, rng: np.random.Generator) -> Sample:
         """Return the next usable sample of the stream."""
-        if self._stream is None:  # here, because this is the process that reads it
+        if self._stream is None:  # opened on first use, in the worker process that reads it
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
             given = (self.context, worker, workers, self.options.shuffle_buffer, self.options.max_skipped)
@@ -146,7 +147,7 @@ class ImageText(ImageDataset):
                 self.skip(self.tried, str(error))
 
     def _account(self, name: str, annotation: Annotation) -> None:
-        """Count the keys of a streamed sample, and name those that are new and not used."""
+        """Count the unused keys of a streamed sample, and log a warning for new ones."""
         before = len(self.audit.plain["unread"])
         self.audit.row(name, keys_of(annotation) if self.audit.ignore_columns else [])
         if len(self.audit.plain["unread"]) > before:
@@ -164,7 +165,7 @@ class ImageText(ImageDataset):
 def _keys(name: str, content: dict[str, bytes]) -> list[str]:
     try:
         return keys_of(_annotation(name, content))
-    except SampleError:  # said when the sample is read
+    except SampleError:  # reported when the sample is read
         return []
 
 
@@ -178,16 +179,16 @@ def _parsed(name: str, content: dict[str, bytes]) -> tuple[list[Any], Annotation
 
 
 def _number(extension: str) -> tuple[int, str]:
-    """Return a sort key for a sample's images: 0.jpg, 1.jpg, ..., 10.jpg."""
+    """Return a key that sorts a sample's images numerically: 0.jpg, 1.jpg, ..., 10.jpg."""
     number = extension.partition(".")[0]
     return (int(number) if number.isdecimal() else -1, extension)
 
 
 def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
-    """Return a sample's annotation: its .json object; a .txt is the caption, if the object has none or the same.
+    """Return a sample's annotation: its .json object, with the .txt as caption if the object has no caption.
 
-    A caption that differs is there as `txt`, and so are, to be reported, members of other kinds by their extensions,
-    and keys that nothing reads.
+    If the .txt differs from the object's caption, it is returned under `txt`. Unread keys, and the extensions of other
+    members, are returned as keys too, so that they are reported.
     """
     described, texts, others = list[str](), list[str](), list[str]()
     for extension in content:

@@ -1,4 +1,4 @@
-"""Instructions about images: JSON files and a folder of images, as LLaVA and MiniGPT-4 publish them."""
+"""Instructions about images: JSON files and a folder of images, as published by LLaVA and MiniGPT-4."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,35 +21,35 @@ from crosstrain import (
     processors,
     registry,
 )
-from crosstrain.data.row_audit import RowAudit
 
 from .annotations import read_annotations, read_image
+from .row_audit import RowAudit
 
-Entry = tuple[str, dict[str, Any]]  # place, annotation
+Entry = tuple[str, dict[str, Any]]  # (location, annotation)
 
 
 @registry.register_dataset("instructions")
 class Instructions(ImageDataset):
-    """Conversations of one or several turns; entries without images are text alone."""
+    """Conversations about images, with one or more turns; entries without images are text only."""
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions, SplitOptions):
         """Files and their splits."""
 
         files: ClassVar[str] = "annotations"
-        annotations: FilePath  # a JSON file in a layout that docs/vision-language.md lists
+        annotations: FilePath  # JSON file in a layout described in docs/vision-language.md
         images: FilePath  # folder that image names are relative to
-        val: FilePath | None = None  # annotations of the split, in place of a share of the others
-        test: FilePath | None = None  # annotations of the split
+        val: FilePath | None = None  # annotations of the val split; None: a share of `annotations`
+        test: FilePath | None = None  # annotations of the test split; None: a share of `annotations`
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
-        max_dropped: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # largest share of entries that cannot be used
+        max_dropped: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # maximum fraction of dropped rows; more is an error
 
     options: Options
 
     @classmethod
     def prepare(cls, options: Any) -> None:
-        """Read the annotations, so that mistakes in them show before any worker starts."""
+        """Read the annotations, so that errors in them are raised before any worker starts."""
         for split in SPLITS:
             cls._entries(options, split)
 
@@ -78,7 +78,7 @@ class Instructions(ImageDataset):
 
     @classmethod
     def _entries(cls, options: Any, split: Split) -> tuple[list[Entry], str]:
-        """Return the entries of a split's file with their places, and a notice on what is not used of them."""
+        """Return a split's entries with their locations, and a notice about unused keys and dropped entries."""
         path = Path(options.of(split)[0].annotations).expanduser()
         modified = path.stat().st_mtime_ns if path.exists() else 0
         return _read(path, modified, cls.used(options, split), options.max_dropped)

@@ -1,4 +1,4 @@
-"""Mix several datasets in given shares."""
+"""A mixture of datasets in given proportions."""
 
 import math
 from collections.abc import Sequence
@@ -36,31 +36,30 @@ from crosstrain.data.splits import open_dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.data.vision.image_dataset import prompt_builder
 
-from .mixing import MixtureOrder, quantise
+from .mixture_order import MixtureOrder, quantise
 
 
 @dataclass
 class MixturePart:
     """A dataset and its share of the samples."""
 
-    dataset: Annotated[Component, "dataset"]  # any dataset of the registry
-    ratio: PositiveFloat | None = None  # relative to the others'; None in all parts: in proportion to their sizes
-    label: str | None = None  # its name in samples, scores and errors; None: its number
+    dataset: Annotated[Component, "dataset"]  # any registered dataset
+    ratio: PositiveFloat | None = None  # share relative to other parts; None for all: proportional to size
+    label: str | None = None  # name in samples, scores and errors; None: the part's index and dataset name
 
 
 @registry.register_dataset("mixture")
 class Mixture(VqaDataset):
-    """A mixture that gives each part its share of the first n samples of a run, less than one sample off, for every n.
+    """A mixture of datasets: after any number of samples, the count of each part is within one sample of its share.
 
-    Each part is shuffled and repeated as if it were alone, at the pace of its share. An epoch is long enough for every
-    sample of every part; a part whose share is larger than its size is repeated. The parts must have the same
-    tokenizer. In the val and test splits each sample comes once, the first ones in the shares; parts without a sample
-    are left out.
+    Each part is shuffled and repeated independently. An epoch contains every sample of every part; parts that are too
+    small for their share are repeated. The parts must have the same tokenizer. The val and test splits use each sample
+    once, in the given proportions until the smaller parts run out; parts without samples are skipped.
     """
 
     @dataclass
     class Options:
-        """Datasets to mix."""
+        """Datasets to mix, with their shares."""
 
         parts: Annotated[list[MixturePart], MinLen(1)]  # datasets and their shares
 
@@ -82,13 +81,13 @@ class Mixture(VqaDataset):
 
     @classmethod
     def named_splits(cls, options: Any) -> list[Split]:
-        """Return the splits that every part has files for."""
+        """Return the splits for which every part has files."""
         named = [registry.get("dataset", p.dataset.name).named_splits(p.dataset.options) for p in options.parts]
         return [split for split in SPLITS if all(split in names for names in named)]
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """Return the largest of the parts' shapes."""
+        """Return the shapes of the part with the largest batch; None if those of any part are unknown."""
         found = [registry.get("dataset", p.dataset.name).shapes(p.dataset.options) for p in options.parts]
         known = [batch for batch in found if batch is not None]
         if len(known) < len(found):
@@ -129,7 +128,7 @@ class Mixture(VqaDataset):
         weights = lengths if ratios[0] is None else ratios
         self.order = MixtureOrder(quantise(weights))
         self.starts = [0, *accumulate(epoch_counts(lengths, ratios) if split == "train" else lengths)]
-        # In evaluation each sample comes once, the first ones in the shares.
+        # Evaluation uses each sample once, in the given proportions until the smaller parts run out.
         due = [np.arange(1, n + 1) / weight for n, weight in zip(lengths, weights, strict=True)]
         self.places = None if split == "train" else np.argsort(np.concatenate(due), kind="stable")
 
@@ -191,7 +190,7 @@ class Mixture(VqaDataset):
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
-        """The prompt builder of the parts with conversations; where they differ, of most of them, which is logged."""
+        """Return the prompt builder that most parts with conversations use, and log a warning if they differ."""
         parts = [part.dataset for part in options.parts]
         talking = [k for k, p in enumerate(parts) if issubclass(registry.get("dataset", p.name), VqaDataset)] or [0]
         builders = [prompt_builder(parts[k], tokenizer) for k in talking]
@@ -201,13 +200,14 @@ class Mixture(VqaDataset):
         if forms.count(forms[n]) < len(forms):
             log.warning(
                 "the mixture's parts have several forms of conversations; a chat has that of part %d (%s)",
-                talking[n], options.parts[talking[n]].label or parts[talking[n]].name,
-            )  # fmt: skip
+                talking[n],
+                options.parts[talking[n]].label or parts[talking[n]].name,
+            )
         return builders[n]
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
-    """Return the samples of each part, rounded up, in the shortest epoch that has all of them in these shares."""
+    """Return the number of samples per part, rounded up, in the shortest epoch that has all samples at these ratios."""
     if ratios[0] is None:
         return lengths
     shares = [(r or 0.0) / sum(r or 0.0 for r in ratios) for r in ratios]
@@ -216,7 +216,7 @@ def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
 
 
 def _same_vocabulary(first: Path | None, second: Path | None) -> bool:
-    """Tell whether the tokenizers in two folders give every token the same id; None is like itself alone."""
+    """Return True if the tokenizers in two folders have the same vocabulary; None matches only None."""
     if first is None or second is None or first == second:
         return first == second
     one, other = first / TOKENIZER, second / TOKENIZER

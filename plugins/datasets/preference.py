@@ -1,4 +1,4 @@
-"""Answers that are preferred to others, or are good or bad, for `run.objective`."""
+"""Preference data for `run.objective`: chosen and rejected answers, or answers labelled good or bad."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,18 @@ from .chat import ConversationDataset, ConversationOptions, padded_rows
 
 @registry.register_dataset("preference")
 class Preference(ConversationDataset):
-    """Conversations with a chosen and a rejected last answer; its tokens alone are targets.
+    """Conversations with a chosen and a rejected last answer; only the answer's tokens are targets.
 
-    A sample has two rows: with `pairs` the chosen answer and the rejected one; without, an answer, and the answer of
-    the next conversation to the same prompt. `preferred` [rows] is 1 for a good answer, -1 for a bad one and 0 for
-    the next conversation's; `reference` [rows] what an objective has measured.
+    A sample has two rows: with `pairs`, the chosen and the rejected answer; otherwise an answer, and the same prompt
+    with the next conversation's answer. `preferred` [rows] is 1 for a good answer, -1 for a bad one and 0 for the next
+    conversation's answer. `reference` [rows] has the log-probabilities under the reference model.
     """
 
     @dataclass
     class Options(ConversationOptions):
-        """Conversation options, and how answers become samples."""
+        """Conversation options, and the pairing of answers."""
 
-        pairs: bool = True  # a chosen and a rejected answer (dpo, orpo); False: each answer alone, good or bad (kto)
+        pairs: bool = True  # True: chosen and rejected answers (dpo, orpo); False: single answers, good or bad (kto)
 
     options: Options
 
@@ -68,9 +68,9 @@ class Preference(ConversationDataset):
         return sample
 
     def _mismatched(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """A prompt with the answer of the next conversation, as long as seq_length allows."""
+        """Return a prompt followed by the next conversation's answer, truncated to seq_length."""
         ids, targets = self.tokens(index)
-        after = 2 if self.answers[index] == 1 else 1  # the next one may be the rejected answer to the same prompt
+        after = 2 if self.answers[index] == 1 else 1  # the next conversation may be the rejected answer to this prompt
         others, other_targets = self.tokens((index + after) % self.count)
         prompt = int((targets != IGNORE_INDEX).argmax())
         answer = int((other_targets != IGNORE_INDEX).argmax())

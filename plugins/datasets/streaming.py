@@ -1,4 +1,4 @@
-"""Stream shards without an index or a copy, for data that are too large to keep, or that have no names."""
+"""Stream shards without an index or a copy, for data that is too large to store."""
 
 import logging
 import tarfile
@@ -16,18 +16,19 @@ from .webdataset import is_remote, local_path, members, open_remote
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Sample = tuple[str, dict[str, bytes]]  # shard and key, content by extension
+_Sample = tuple[str, dict[str, bytes]]  # ("SHARD: KEY", extension -> content)
 _CHUNK = 1 << 20
 
 
 class ShardStream:
-    """Endless samples of this reader's share of the shards, pass after pass, each in another order.
+    """Endless samples of this reader's share of the shards, in passes, each in a new order.
 
-    Every loading process of every rank is a reader. A pass takes all shards in an order drawn from (seed, first sample
-    of the run, number of the pass) and deals them out to the readers. Each reader mixes its samples in a buffer of
-    `buffer`, which is emptied at the end of the pass. If a shard cannot be read to its end, the rest is skipped, and
-    `lost` has the reason by name. Raises DataError for fewer shards than readers, and while iterating if more than a
-    share `max_lost` of all shards are lost, or a pass has no sample.
+    Every worker process of every rank is a reader. Each pass shuffles all shards, with a seed derived from the run's
+    seed, the run's first sample and the index of the pass, and distributes them over the readers. Each reader shuffles
+    its samples in a buffer of `buffer` samples, which it empties at the end of the pass. If a shard cannot be read to
+    its end, the rest of it is skipped, and `lost` has shard name -> reason. Raises DataError if there are fewer shards
+    than readers. Iteration raises DataError if more than the fraction `max_lost` of all shards is lost, or if a pass
+    has no sample.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class ShardStream:
 
 
 def read_shard(name: str) -> Iterator[_Sample]:
-    """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system.
+    """Yield the samples of a shard, compressed or not, in order. Raises tarfile.TarError or OSError.
 
-    Raises TarError too where the members of a sample are not side by side: only an index can bring them together.
+    TarError is also raised if the members of a sample are not adjacent, because reading them needs an index.
     """
     seen = set[str]()
     with open_remote(name) if is_remote(name) else open_regular(local_path(name)) as stream:
@@ -89,12 +90,12 @@ def read_shard(name: str) -> Iterator[_Sample]:
                 seen.add(key)
                 files = ((extension, tar.extractfile(member)) for _, extension, member in run)
                 yield f"{name}: {key}", {extension: file.read() for extension, file in files if file}
-        while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed
+        while stream.read(_CHUNK):  # a command fails if its output is not read to the end
             pass
 
 
 def mixed(items: Iterator[T], size: int, rng: np.random.Generator) -> Iterator[T]:
-    """Yield each item once, in an order that is random among `size` neighbours."""
+    """Yield each item once, shuffled in a buffer of `size` items."""
     waiting: list[T] = []
     for item in items:
         if len(waiting) < size:

@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes on a grid of three by three, and questions about them."""
+"""Pictures of coloured shapes on a 3 x 3 grid, and questions about them."""
 
 import io
 import itertools
@@ -15,8 +15,8 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
 NUMBERS = ("zero", "one", "two", "three", "four")
-CELL = 16  # pixels; a picture has three by three
-KINDS = ("colour", "shape", "count", "above", "left")  # of questions
+CELL = 16  # pixels; a picture has 3 x 3 cells
+KINDS = ("colour", "shape", "count", "above", "left")  # kinds of questions
 
 Kind = tuple[str, str]  # (colour, shape)
 COMBINATIONS: list[Kind] = list(itertools.product(COLOURS, SHAPES))
@@ -25,19 +25,19 @@ KNOWN = [c for c in COMBINATIONS if c not in NOVEL]
 
 
 def _every_fifth(items: list[Any]) -> frozenset[Any]:
-    """Return a fifth of the items, spread evenly by a fixed shuffle."""
+    """Return a fifth of the items, chosen by a fixed shuffle."""
     order = np.random.default_rng(0).permutation(len(items))
     return frozenset(items[i] for i in order[: len(items) // 5])
 
 
-# Held out from training: a fifth of the pairs of kinds in one picture, and a fifth of the sets of occupied cells.
+# Held out from training: a fifth of the pairs of kinds that share a picture, and a fifth of the sets of occupied cells.
 HELD_PAIRS = _every_fifth([frozenset(pair) for pair in itertools.combinations(KNOWN, 2)])
 HELD_LAYOUTS = _every_fifth([frozenset(c) for n in (2, 3, 4) for c in itertools.combinations(range(9), n)])
 
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape in a cell, counted from 0 by rows."""
+    """A shape in a cell; cells are numbered from 0, row by row."""
 
     colour: str
     shape: str
@@ -60,12 +60,12 @@ Scene = list[Thing]
 
 
 def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> Scene:
-    """Draw a scene of the split with `least` to `most` things of different kinds.
+    """Draw a random scene for a split, with `least` to `most` things of different kinds.
 
-    `train` has nothing that is held out; `val` and `test` have at least two things, in a held-out layout and with a
-    held-out pair; `novel` has one of a combination of colour and shape that training never shows.
+    Scenes of `train` have no held-out layout or pair. Scenes of `val` and `test` have both, so they need at least two
+    things. Scenes of `novel` have one thing with a combination of colour and shape that never occurs in training.
     """
-    number = int(rng.integers(least, most + 1))  # kept below, so that counts are balanced
+    number = int(rng.integers(least, most + 1))  # drawn once, because redrawing it would bias the counts
     while True:
         cells = rng.choice(9, number, replace=False)
         kinds = [KNOWN[i] for i in rng.choice(len(KNOWN), number, replace=False)]
@@ -74,13 +74,11 @@ def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> S
         held_layout = frozenset(map(int, cells)) in HELD_LAYOUTS
         held_pair = any(frozenset(pair) in HELD_PAIRS for pair in itertools.combinations(kinds, 2))
         if split == "novel" or (held_layout, held_pair) == ((split != "train",) * 2):
-            return [
-                Thing(*kind, int(cell), bool(rng.integers(2))) for kind, cell in zip(kinds, cells, strict=True)
-            ]  # fmt: skip
+            return [Thing(*kind, int(cell), bool(rng.integers(2))) for kind, cell in zip(kinds, cells, strict=True)]
 
 
 def render(scene: Scene, rng: np.random.Generator) -> bytes:
-    """Render a JPEG of the scene: grey ground, shapes a little off their cells' middles, noise over everything."""
+    """Render the scene as a JPEG: grey background, shapes slightly off the centers of their cells, noise on top."""
     ground = int(rng.integers(80, 140))
     image = Image.new("RGB", (3 * CELL, 3 * CELL), (ground, ground, ground))
     draw = ImageDraw.Draw(image)
@@ -108,9 +106,9 @@ def _draw(draw: ImageDraw.ImageDraw, shape: str, x: int, y: int, r: int, colour:
 
 
 def describe(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
-    """Return the scene's annotation: a caption by rows, questions with answers, a conversation of three turns.
+    """Return the scene's annotation: a caption in row order, questions with answers, and a three-turn conversation.
 
-    Things are named by what is unique to them in the picture. A yes is as likely as a no.
+    Questions refer to a thing by properties that are unique in the picture. Yes and no are equally likely answers.
     """
     questions = [_q("count", "how many things are there", NUMBERS[len(scene)])]
     for thing in scene:
@@ -155,7 +153,7 @@ def _by_columns(scene: Scene) -> str:
 
 
 def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]]:
-    """Return turns that build on one another: `it` is the subject of the question before."""
+    """Return turns that build on each other: `it` refers to the subject of the previous question."""
     thing = scene[rng.integers(len(scene))]
     turns = [
         ("how many things are there", NUMBERS[len(scene)]),

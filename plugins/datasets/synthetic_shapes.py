@@ -1,4 +1,4 @@
-"""A synthetic test of vision: questions about pictures of coloured shapes."""
+"""A synthetic vision benchmark: questions about pictures of coloured shapes."""
 
 import json
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from crosstrain import FilePath, NonNegativeInt, Processors, Split, Text, derive
 from crosstrain.utils.files import write_json
 
 from .image_text import ImageText
-from .packing import Packed, write_once
+from .shard_writer import Packed, write_once
 from .synthetic_scenes import describe, draw_scene, render, words
 from .webdataset import expand
 
-# (percentage of the training up to which it holds, (least, most) things in a picture)
+# (end of the phase in percent of the training pictures, (minimum, maximum) number of objects in a picture)
 _CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_UNKNOWN = "<|unknown|>"  # any other word
+_UNKNOWN = "<|unknown|>"  # token for all other words
 _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -32,25 +32,26 @@ _CHATML = (
 class Shapes(ImageText):
     """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 60 words.
 
-    Splits train, val and test; `novel` evaluates combinations of colour and shape that training never shows.
+    The splits are train, val and test. The option `novel` evaluates combinations of colour and shape that never occur
+    in training.
     """
 
     @dataclass(kw_only=True)
     class Options(ImageText.Options):
-        """Number, seed and folder of the pictures; the other options are those of `image_text`."""
+        """Number, seed and folder of the pictures, and the options of `image_text`."""
 
-        path: FilePath  # the folder of the shards and their tokenizer, the default one; made if it does not exist
+        path: FilePath  # folder of the shards and their tokenizer; created if it does not exist
         vis_processor: Processors = field(
-            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # left stays left
+            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # never flips
         )
         text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
-        # keys of annotations that are not reported as unused; these are made for every purpose
+        # annotation keys that are not reported as unused; every sample has these three
         ignore_columns: list[Text] = field(default_factory=lambda: ["caption", "questions", "conversations"])
-        images: Annotated[int, Interval(ge=1, le=10**8)] = 24_000  # of the train split
-        held_out: Annotated[int, Interval(ge=1, le=10**8)] = 1_000  # of each of val, test and novel
-        data_seed: NonNegativeInt = 0  # splits are drawn from seeds of their own
-        curriculum: bool = False  # pictures with few things come first, and are trained on in that order
-        novel: bool = False  # what is evaluated as test is the split `novel`
+        images: Annotated[int, Interval(ge=1, le=10**8)] = 24_000  # pictures in the train split
+        held_out: Annotated[int, Interval(ge=1, le=10**8)] = 1_000  # pictures in each of val, test and novel
+        data_seed: NonNegativeInt = 0  # seed for drawing the pictures; each split derives its own
+        curriculum: bool = False  # pictures with few objects come first; training keeps this order
+        novel: bool = False  # use the split `novel` as the test split
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -93,7 +94,7 @@ def _samples(split: str, number: int, seed: int, curriculum: bool) -> Iterator[d
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face tokenizer of whole words to `folder`/tokenizer, with Qwen's chat template."""
+    """Write a word-level Hugging Face tokenizer to `folder`/tokenizer, with Qwen's chat template."""
     vocabulary = {word: i for i, word in enumerate([*words(), "user", "assistant", "system", _UNKNOWN])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""Next-token prediction over tokenized documents, prepared by Crosstrain or by Megatron-LM."""
+"""Next-token prediction on tokenized documents, prepared by Crosstrain or Megatron-LM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,47 +25,48 @@ from crosstrain import (
     SplitOptions,
     registry,
 )
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
 
 from ..commands.prepare.options import PrepareOptions
 from ..commands.prepare.prepare import prepare
 from ..commands.prepare.sources import sources
+from .indexed_dataset import TokenFile
+from .prepared import Summary, locate
 
-_BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
+_BASELINE_TOKENS = 20_000_000  # enough to estimate token frequencies; counting them takes seconds
 
 
 @registry.register_dataset("text")
 class TextDataset(Dataset):
-    """Documents end to end in one stream of tokens, cut into samples of seq_length.
+    """Documents concatenated into one stream of tokens, cut into samples of `seq_length` tokens.
 
     Sample i has input_ids = tokens [i*S, i*S + S) of its split and labels = tokens [i*S + 1, i*S + S + 1), both
-    int64 [S]: each target is one token on, the last one the next sample's first input. With `document_mask`,
-    position_ids [S] restart at each document, attention does not cross documents, and their last tokens have no target.
+    int64 [S]; the last target is the next sample's first input. With `document_mask`, position_ids [S] restart at each
+    document, attention does not cross documents, and the last token of a document has no target.
     """
 
     @dataclass
     class Options(SplitOptions):
-        """Files of tokens, their splits, and the length of a sample."""
+        """Token files, their splits, and the sample length."""
 
-        # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder; or its URL
+        # prepared folder, or prefix (data/meg-gpt2_text_document) or folder of Megatron's files; a path or a URL
         path: FilePath
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
-        # shares of train, val, test, by documents; of a single document, by tokens
+        # relative sizes of train, val and test, in documents; in tokens if there is only one document
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(
             default_factory=lambda: [949.0, 50.0, 1.0], kw_only=True
         )
-        # as `path`, for the split, in place of a share of `path`
+        # path of the val split; None: a share of `path`
         val: FilePath | None = field(default=None, kw_only=True)
-        test: FilePath | None = field(default=None, kw_only=True)  # as `path`, for the split
-        # Megatron's: core rounds the ends of splits; legacy rounds their sizes, as runs do that began without this key
+        test: FilePath | None = field(default=None, kw_only=True)  # path of the test split; None: a share of `path`
+        # how splits are rounded to whole documents; core: round their ends, like Megatron Core; legacy: round their
+        # sizes, like older versions of Megatron-LM, and for runs that predate this option
         split_rounding: Literal["core", "legacy"] = "core"
-        document_mask: bool = False  # True: documents of a sample do not see each other
-        tokenizer: FilePath | None = None  # a name or a path; a prepared folder has its own
-        vocab_file: FilePath | None = None  # GPT-2's vocab.json, with merge_file instead of `tokenizer`
+        document_mask: bool = False  # True: no attention between documents of a sample
+        tokenizer: FilePath | None = None  # Hugging Face name or path; None: that of the prepared folder
+        vocab_file: FilePath | None = None  # GPT-2's vocab.json; with merge_file, replaces `tokenizer`
         merge_file: FilePath | None = None  # GPT-2's merges.txt
-        prepare: PrepareOptions | None = None  # how to make `path` when it does not exist
+        prepare: PrepareOptions | None = None  # prepare `path` if it does not exist; None: error if it does not
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -80,7 +81,7 @@ class TextDataset(Dataset):
 
     @classmethod
     def prepare(cls, options: Options) -> None:
-        """Make `path` if it does not exist and `prepare` is given; cache the tokenizer once for all workers.
+        """Prepare `path` if it does not exist and `prepare` is given; cache the tokenizer once for all workers.
 
         Raises DataError if `path` was prepared with other options, or does not exist and `prepare` is not given.
         """
@@ -105,8 +106,8 @@ class TextDataset(Dataset):
             locate(options.path)
         except DataError:
             if options.prepare is not None:
-                sources(options.prepare.input, {})  # raises DataError where one is missing
-            return options.prepare is None  # then there is nothing to wait for
+                sources(options.prepare.input, {})  # raises DataError if an input is missing
+            return options.prepare is None  # without `prepare`, there is nothing to create
         return True
 
     @classmethod
@@ -136,12 +137,12 @@ class TextDataset(Dataset):
             raise self._empty(split)
 
     def _range(self, split: Split) -> tuple[int, int]:
-        """Return the first token of a split, and its last one + 1."""
+        """Return the token range [first, end) of a split."""
         rounding = self.options.split_rounding
         parts, start = self.file.num_documents, self.file.document_start
-        if rounding == "core":  # documents that were split into sentences are several
+        if rounding == "core":  # Megatron core counts sequences, such as sentences
             parts, start = self.file.num_sequences, self.file.sequence_start
-        if parts == 1:  # such as a long text
+        if parts == 1:  # a single document is split by tokens
             parts, start = self.file.num_tokens, int
         first, last = split_bounds(self.options.split, parts, rounding)[SPLITS.index(split) :][:2]
         return start(first), start(last)
@@ -156,8 +157,9 @@ class TextDataset(Dataset):
         return EmptySplit(
             f"the {split} split of {self.options.path} has no sample: it gets {tokens} of {self.file.num_tokens} tokens"
             f" in {self.file.num_documents} documents, and one sample takes seq_length + 1 ="
-            f" {self.options.seq_length + 1}", f"{advice}, or add documents",
-        )  # fmt: skip
+            f" {self.options.seq_length + 1}",
+            f"{advice}, or add documents",
+        )
 
     def __len__(self) -> int:
         return max(self.stop - self.start - 1, 0) // self.options.seq_length
@@ -192,9 +194,9 @@ class TextDataset(Dataset):
         return {key: tokens[:, :length] for key, tokens in batch.items()}
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return int64 tokens [start, stop) of the file. DataError if one is not in the vocabulary."""
+        """Return int64 tokens [start, stop) of the file. Raises DataError if a token is not in the vocabulary."""
         tokens = self.file.tokens(start, stop).astype(np.int64)
-        if np.maximum.reduce(tokens.view(np.uint64)) >= self._num_ids:  # a negative id is 2^63 or more there
+        if np.maximum.reduce(tokens.view(np.uint64)) >= self._num_ids:  # as uint64, a negative id is at least 2^63
             low, high = tokens.min(), tokens.max()
             raise DataError(
                 f"{self.file.bin_path} holds token {low if low < 0 else high}, and the tokenizer has ids 0 to"
@@ -203,9 +205,9 @@ class TextDataset(Dataset):
         return tokens
 
     def baselines(self) -> dict[str, float]:
-        """Return the perplexities of a uniform and of a unigram model of the train split on this split's targets.
+        """Return the perplexities of a uniform model and of the train split's unigram model on this split's targets.
 
-        The frequencies are smoothed by adding one to every count; at most 20 million tokens are counted on each side.
+        Unigram counts use add-one smoothing. At most 20 million tokens are counted in each split.
         """
         if self.vocab_size is None:
             return {}
@@ -217,17 +219,17 @@ class TextDataset(Dataset):
         return {"uniform": float(self.vocab_size), "unigram": unigram}
 
     def _counts(self, start: int, stop: int) -> np.ndarray:
-        """Count each id in tokens [start, stop), in the first 20 million of them."""
+        """Count the occurrences of each token ID in the first 20 million tokens of [start, stop)."""
         tokens = self._tokens(start, min(stop, start + _BASELINE_TOKENS))
         return np.bincount(tokens, minlength=self.vocab_size or 0)
 
 
 def split_bounds(split: list[float], documents: int, rounding: str = "core") -> list[int]:
-    """Return [0, end of train, end of val, end of test] in documents, rounded as Megatron rounds.
+    """Return [0, end of train, end of val, end of test] in documents, rounded as in Megatron.
 
-    core: the cumulative shares are rounded, as in megatron/core/datasets/blended_megatron_dataset_builder.py. legacy:
-    each share is, and the sum's error is taken off all three ends: `get_train_valid_test_split_` in
-    megatron/data/dataset_utils.py.
+    core: round the cumulative shares, as in megatron/core/datasets/blended_megatron_dataset_builder.py. legacy: round
+    the size of each split, then subtract the total rounding error from all three ends, like
+    `get_train_valid_test_split_` in megatron/data/dataset_utils.py.
     """
     bounds, shares = [0], [*split, 0.0, 0.0][:3]
     if rounding == "core":
@@ -242,7 +244,7 @@ def split_bounds(split: list[float], documents: int, rounding: str = "core") -> 
 def _tokenizer_folder(
     tokenizer: str | None, vocab_file: str | None, merge_file: str | None
 ) -> tuple[Path, int, int] | None:
-    """Return (folder, vocabulary size, end-of-text id) of the tokenizer that the options name; None if none."""
+    """Return (folder, vocabulary size, end-of-text id) of the given tokenizer; None if no tokenizer is given."""
     loaded: TextTokenizer
     if vocab_file is not None and merge_file is not None:
         loaded = load_gpt2(vocab_file, merge_file)

@@ -1,4 +1,4 @@
-"""Random access to samples in tar files: WebDataset's layout with an index of positions."""
+"""Random access to samples in tar files: WebDataset's layout with an index of file offsets."""
 
 import glob
 import hashlib
@@ -19,28 +19,30 @@ from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain import DataError, check_command
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import open_regular, write_atomically
 from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
-Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
+from .row_audit import RowAudit
+
+Files = dict[str, tuple[int, int]]  # extension -> (offset, size) in bytes
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
 _VERSION = 2
-TEXTS = ("json", "txt", "text", "caption")  # the last extensions of members that are texts
-_TEXT_BYTES = 1 << 24  # of a text that is read for the index
+TEXTS = ("json", "txt", "text", "caption")  # final file extensions of text members
+_TEXT_BYTES = 1 << 24  # maximum number of bytes of a text member to read for the index
 _COMMAND = "pipe:"
 _MOST_SHARDS = 1_000_000
-_SEARCH = 10.0  # seconds of computing in which patterns become names
-_BUCKETS = ("s3", "gcs", "az", "abfs", "memory")  # besides those of webdataset, which calls programs for some
+_SEARCH = 10.0  # time limit for expanding patterns, in CPU seconds
+# URL schemes that `storage` reads; webdataset has more, but runs external programs for some of them.
+_BUCKETS = ("s3", "gcs", "az", "abfs", "memory")
 _NO_SCHEME = ("pipe", "__default__")
 
 
 def expand(patterns: str | list[str]) -> list[str]:
-    """Expand braces and wildcards into names of shards, in order: local files, or remote ones (see `is_remote`).
+    """Expand braces and wildcards to the names of local and remote shards, in order.
 
-    Raises DataError if a wildcard matches nothing or too much, and for a name that `is_remote` refuses.
+    Raises DataError if a wildcard has no match, if there are too many shards, or if `is_remote` rejects a name.
     """
     given = [patterns] if isinstance(patterns, str) else patterns
     if not any(set(pattern) & set("{*?[") for pattern in given):
@@ -69,10 +71,10 @@ def _names(patterns: list[str]) -> list[str]:
 
 
 def is_remote(name: str) -> bool:
-    """Tell whether a shard is no local file: pipe:COMMAND, or SCHEME://... of a scheme that webdataset knows.
+    """Return True for a remote shard: pipe:COMMAND, or SCHEME://... with a supported scheme.
 
-    Raises DataError for a name with control characters and for an address of another scheme, and ConfigError for a
-    command if the configuration is not trusted with commands.
+    Raises DataError for control characters, leading or trailing blanks and unsupported schemes, and ConfigError for a
+    command if the configuration is not trusted to run commands.
     """
     if name != name.strip() or not name.isprintable():
         raise DataError(f"{name!r}: a shard's name neither begins nor ends with blanks, nor has control characters")
@@ -89,7 +91,7 @@ def is_remote(name: str) -> bool:
 
 
 def open_remote(name: str) -> IO[bytes]:
-    """Open a remote shard; one of a bucket is a copy that goes when it is closed."""
+    """Open a remote shard; a shard in a bucket is first downloaded to a temporary file, which is deleted on close."""
     if name.partition(":")[0] not in _BUCKETS:
         return gopen(name, "rb")
     with tempfile.NamedTemporaryFile() as copy:
@@ -103,10 +105,10 @@ def local_path(name: str) -> Path:
 
 
 def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content: ()) -> None:
-    """Fetch and index new shards; several processes may call it at once. DataError if it fails.
+    """Fetch and index new shards; several processes may call this at the same time.
 
-    keys: names of what a sample has, of its name and its content by extension; the index counts them. Members that are
-    no text are empty there.
+    keys: function that returns the annotation keys of a sample, which the index counts. Its arguments are the sample's
+    name and a dict extension -> content, with empty bytes for members that are not text. Raises DataError on failure.
     """
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -119,7 +121,7 @@ def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content
 
 
 def check_there(names: Iterable[str]) -> None:
-    """Raise DataError for a local shard that is no file."""
+    """Raise DataError if a local shard is missing or not a regular file."""
     for name in names:
         if not is_remote(name):
             _state(local_path(name))
@@ -135,7 +137,7 @@ def _digest(name: str) -> str:
 
 
 def _fetch(name: str, path: Path) -> None:
-    """Copy a remote shard; the copy appears complete or not at all."""
+    """Copy a remote shard to `path` atomically."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder) / path.name
         try:
@@ -148,7 +150,7 @@ def _fetch(name: str, path: Path) -> None:
         os.replace(partial, path)
 
 
-# ---- the index: a line about the shard, a line for each sample, and a table of the lines' beginnings (int64)
+# ---- the index: a header line, one line per sample, and a separate table with the offset of each line (int64)
 
 
 def _index_path(path: Path, cache: Path) -> Path:
@@ -156,7 +158,10 @@ def _index_path(path: Path, cache: Path) -> Path:
 
 
 def _state(path: Path) -> dict[str, int]:
-    """Return values that change with a shard. DataError if there is none."""
+    """Return the format version and the shard's size and modification time, to detect an outdated index.
+
+    Raises DataError if the shard is missing or not a regular file.
+    """
     with os_errors_as(DataError, f"the shard {path} cannot be opened"):
         found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -165,7 +170,7 @@ def _state(path: Path) -> dict[str, int]:
 
 
 def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
-    """Return the index's line about the shard; None unless the index is complete and fits the shard."""
+    """Return the header of a shard's index; None if the index is incomplete or outdated."""
     state = _state(path)
     if not _index_path(path, cache).with_suffix(".table").exists():
         return None
@@ -178,7 +183,7 @@ def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
 
 
 def _write_index(path: Path, cache: Path, keys: Keys) -> None:
-    """Write the index of a shard. The table comes first, so an index that exists is complete."""
+    """Write the index of a shard. The table is written first, so an existing index is complete."""
     lines, audit = [], RowAudit()
     with open_regular(path) as file:
         for key, files in _scan(path).items():
@@ -194,7 +199,7 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
 
 
 def _scan(path: Path) -> dict[str, Files]:
-    """Return the files of each sample by its key, in the order of first members; others may stand anywhere."""
+    """Return sample key -> files, in the order of first members; the members of a sample need not be adjacent."""
     samples = dict[str, Files]()
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -206,9 +211,9 @@ def _scan(path: Path) -> dict[str, Files]:
 
 
 def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield the sample's key, the extension and the place of each file; the key is the name up to its first dot.
+    """Yield (sample key, extension, tar entry) of each file; the key ends before the first dot of the file name.
 
-    Raises TarError for two files of one name.
+    Raises TarError if two files have the same name.
     """
     seen = set[tuple[str, str]]()
     for member in tar:
@@ -223,7 +228,7 @@ def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
 
 
 class Shards:
-    """The samples of several prepared shards, one after another; `audit` counts them, and their keys but for `used`."""
+    """Samples of several prepared shards, concatenated; `audit` counts samples, and keys that are not in `used`."""
 
     def __init__(self, names: list[str], cache: Path, used: Collection[str] = ()) -> None:
         self.paths = [_local(name, cache) for name in names]
@@ -241,7 +246,10 @@ class Shards:
         return int(self.starts[-1])
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
-        """Return (shard and key, content by extension) of a sample. DataError if the shard has changed."""
+        """Return ("SHARD: KEY", extension -> content) of a sample.
+
+        Raises DataError if the shard cannot be read or has become shorter.
+        """
         path, key, files = self._find(index)
         content = {}
         with os_errors_as(DataError, f"the shard {path} cannot be read"), open(path, "rb") as file:
@@ -253,12 +261,12 @@ class Shards:
         return f"{path.name}: {key}", content
 
     def name(self, index: int) -> str:
-        """Return the shard and key of a sample."""
+        """Return "SHARD: KEY" of a sample."""
         path, key, _ = self._find(index)
         return f"{path.name}: {key}"
 
     def _find(self, number: int) -> tuple[Path, str, Files]:
-        """Return (shard, key, files) of a sample."""
+        """Return (path of the shard, key, files) of a sample."""
         shard = int(np.searchsorted(self.starts, number, "right")) - 1
         index = _index_path(self.paths[shard], self.cache)
         offset = 8 * (number - int(self.starts[shard]))

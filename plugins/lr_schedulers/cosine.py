@@ -1,4 +1,4 @@
-"""Cosine decay, in two versions that differ in the angle's denominator."""
+"""Cosine decay, in two versions with different denominators of the angle."""
 
 import math
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from crosstrain import registry
 
 @registry.register_lr_scheduler("cosine")
 def cosine(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """Angle pi*(n-w)/(D-w): from `init_lr` at the warmup's end w to `min_lr` at step D."""
+    """Cosine decay with angle pi*(n-w)/(D-w), from `init_lr` at the warmup's end w to `min_lr` at step D."""
     return lambda applied: _half_cosine((applied - warmup_steps) / max(decay_steps - warmup_steps, 1))
 
 
 @registry.register_lr_scheduler("cosine_megatron_v1")
 def cosine_megatron_v1(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """Angle pi*(n-w)/D, as in Megatron-LM's first release: above `min_lr` at step D unless w is 0."""
+    """Cosine decay with angle pi*(n-w)/D, as in Megatron-LM's first release; above `min_lr` at step D unless w is 0."""
     return lambda applied: _half_cosine((applied - warmup_steps) / decay_steps)
 
 
 def _half_cosine(progress: float) -> float:
-    """Half a cosine from 1 at progress 0 to 0 at progress 1, and 0 beyond."""
+    """Return a half cosine: 1 at progress 0, and 0 from progress 1 on."""
     return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

@@ -1,4 +1,4 @@
-"""Linear decay and a constant rate."""
+"""Linear decay and a constant learning rate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ from crosstrain import registry
 
 @registry.register_lr_scheduler("linear")
 def linear(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """A straight line from `init_lr` at the warmup's end to `min_lr` at step D."""
+    """Linear decay from `init_lr` at the warmup's end to `min_lr` at step D."""
     return lambda applied: 1 - min(max((applied - warmup_steps) / max(decay_steps - warmup_steps, 1), 0), 1)
 
 
 @registry.register_lr_scheduler("constant")
 def constant(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """`init_lr` after the warmup."""
+    """Constant `init_lr` after the warmup."""
     return lambda applied: 1.0

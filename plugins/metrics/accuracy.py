@@ -1,4 +1,4 @@
-"""The share of right answers."""
+"""Accuracy of classification and next-token prediction."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from crosstrain import IGNORE_INDEX, Batch, Metric, registry
 
 @registry.register_metric("accuracy")
 class Accuracy(Metric):
-    """Share of the labels that have the highest logit; of a language model, share of all target tokens."""
+    """Fraction of labels that have the highest logit; for language models, over all target tokens."""
 
     token_hits = "accuracy"
 

@@ -1,4 +1,4 @@
-"""Errors of predicted numbers."""
+"""Regression errors."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from crosstrain import Batch, Metric, registry
 
 @registry.register_metric("regression_error")
 class RegressionError(Metric):
-    """MAE, RMSE and R2 over all elements of the labels, which have the shape of the outputs."""
+    """MAE, RMSE and R2 over all elements; labels have the shape of the outputs."""
 
     def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         labels = batch["labels"].double().reshape(outputs.shape)
@@ -18,6 +18,6 @@ class RegressionError(Metric):
 
     def values(self, sums: list[float]) -> dict[str, float]:
         count, absolute, squared, total, squares = sums
-        spread = squares - total**2 / count  # of the labels around their mean
+        spread = squares - total**2 / count  # sum of squared deviations of the labels from their mean
         r2 = 1 - squared / spread if spread > 0 else float("nan")
         return {"mae": absolute / count, "rmse": (squared / count) ** 0.5, "r2": r2}

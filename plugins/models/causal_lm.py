@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, unmodified, by its configuration or its folder."""
+"""Causal language models of transformers, unmodified, from a configuration or a folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -24,40 +24,43 @@ from crosstrain import (
     pretrained_folder,
     registry,
 )
-from crosstrain.checkpoint.weights import open_weights
-from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
-from crosstrain.modeling.hf_internals import routers_of
-from crosstrain.modeling.hf_tables import keys_beside_fields
-from crosstrain.modeling.hf_weights import dense_place
+from crosstrain.checkpoint.load_weights import open_weights
 from crosstrain.modeling.pretrained import Place, names_at
 from crosstrain.modeling.routers import Routers, Scope
 from crosstrain.utils.errors import did_you_mean, sentence
 
-# Keys of PreTrainedConfig that training does not use.
+from .hugging_face.attention import Attention
+from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
+from .hugging_face.internals import routers_of
+from .hugging_face.tables import keys_beside_fields
+from .hugging_face.weights import dense_place
+
+# PreTrainedConfig keys that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
 
 
 @registry.register_model("causal_lm")
 class CausalLM(TransformersModel):
-    """Any model of transformers' AutoModelForCausalLM: Llama, GPT-Neo, OPT and many more."""
+    """Any model of transformers' AutoModelForCausalLM: Llama, GPT-Neo, OPT and many others."""
 
     @dataclass
     class Options:
-        """The model is given by `config` or `pretrained`."""
+        """`config` or `pretrained` selects the model."""
 
-        pretrained: Text | None = None  # a Hugging Face name or folder to start from
-        config: dict[str, Any] = field(default_factory=dict)  # of transformers, with model_type; or what differs
-        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
-        # transformers' attention implementation; None: sdpa where the model has it, else eager
+        pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
+        # transformers' configuration with model_type; with pretrained, only the keys to change
+        config: dict[str, Any] = field(default_factory=dict)
+        make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
+        # transformers' attention implementation; None: sdpa if the model supports it, else eager
         attention: Attention | None = None
-        from_dense: Text | None = None  # a dense model's folder, whose MLPs all experts of this mixture begin with
-        # Tokens over which a mixture of experts is balanced by a loss: each document, the step, or each micro batch
+        from_dense: Text | None = None  # name or folder of a dense model; all experts start from its MLP; None: unused
+        # tokens of the loss that balances a mixture of experts; sequence: each document; batch: the whole step;
+        # micro_batch: a micro batch on one rank; none: no loss
         router_loss: Scope = "sequence"
-        router_loss_coef: NonNegativeFloat | None = None  # None: the model's own router_aux_loss_coef, else 0
-        # of the mean squared log-sum-exp of router logits; None: the model's own router_z_loss_coef, else 0
+        router_loss_coef: NonNegativeFloat | None = None  # weight of router_loss; None: the model's own, else 0
+        # weight of the mean squared log-sum-exp of router logits; None: the model's own, else 0
         router_z_loss_coef: NonNegativeFloat | None = None
-        router_bias_rate: NonNegativeFloat = 0.001  # a step's change of the biases that balance some models' routers
+        router_bias_rate: NonNegativeFloat = 0.001  # change per step of the biases that balance some models' routers
 
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
@@ -75,7 +78,7 @@ class CausalLM(TransformersModel):
             lm = build_transformers(AutoModelForCausalLM, config, multiple, options.attention)
         except UserError:
             raise
-        except Exception as error:  # of many kinds, where values do not go together
+        except Exception as error:  # transformers raises many kinds
             raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
         super().__init__(options, config, lm, source)
         self.dense = pretrained_folder(options.from_dense) if options.from_dense else None
@@ -83,14 +86,12 @@ class CausalLM(TransformersModel):
         self.route(options)
 
     def route(self, options: Options) -> None:
-        """Watch the model's routers, if it has any."""
+        """Attach the balancing of the model's routers, if it has any."""
         given = {"router_aux_loss_coef": options.router_loss_coef, "router_z_loss_coef": options.router_z_loss_coef}
         balance, z = (getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items())
         if modules := routers_of(self.lm):
             scope, balance = options.router_loss, balance * (options.router_loss != "none")
-            self.routers = Routers(
-                modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load
-            )
+            self.routers = Routers(modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load)
         elif any(given.values()):
             raise ConfigError(
                 f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance; where its "
@@ -102,7 +103,7 @@ class _Weights(TransformersWeights):
     model: CausalLM
 
     def sources(self) -> list[Source]:
-        """The folder `pretrained`, or the dense model's; its routers begin with initial values."""
+        """Return the source `pretrained`, or the dense model; routers then start from initial values."""
         if self.model.dense is None:
             return super().sources()
         there = open_weights(self.model.dense).names("param")
@@ -133,7 +134,7 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
 
 
 def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Raise ConfigError for values that a model can be built with but not run with."""
+    """Raise ConfigError for values that build a model but fail in its forward."""
     named = {config.attribute_map.get(key, key) for key in given}
     for key in (*SIZES, "max_position_embeddings"):
         if config.attribute_map.get(key, key) not in named:
@@ -150,15 +151,15 @@ def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _global(config: PreTrainedConfig, key: str) -> Any:
-    """A value of the whole model; None where there is none, or each layer has its own."""
+    """Return a value of the whole model; None if it is missing or each layer has its own."""
     try:
         return getattr(config, key, None)
-    except RuntimeError:  # transformers will not say for some
+    except RuntimeError:  # transformers refuses to read some per-layer values
         return None
 
 
 def _check_keys(family: str, config: Mapping[str, Any]) -> None:
-    """Raise OptionError for a key that transformers' configuration of this model_type would store and never read."""
+    """Raise OptionError for a key that transformers' configuration of this model_type would store but never read."""
     if str(family) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "transformers' documentation lists them")
         raise OptionError("config.model_type", f"transformers has no causal language model {family!r}; {hint}")
@@ -182,7 +183,7 @@ def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: st
 
 
 def _check_rope(given: Mapping[str, Any], at: str) -> None:
-    """Check a mapping of rotary parameters, or one such mapping for each type of layer."""
+    """Check a mapping of rotary parameters, or one mapping per layer type."""
     known = {*RopeParameters.__annotations__, "type"}
     for key, value in given.items():
         if key in ALLOWED_LAYER_TYPES and isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""GPT-2: transformers' GPT2LMHeadModel, unmodified, with a loss that never builds all logits."""
+"""GPT-2: transformers' GPT2LMHeadModel, unmodified, with a loss that never materializes all logits."""
 
 import math
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from crosstrain import (
     pretrained_folder,
     registry,
 )
-from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
-from crosstrain.modeling.hf_internals import padded, without_initial_values
+
+from .hugging_face.attention import Attention
+from .hugging_face.base import DropRate, Layers, Size, check_published
+from .hugging_face.internals import padded, without_initial_values
 
 
 @registry.register_model("gpt2")
@@ -30,19 +31,19 @@ class GPT2(TransformersModel):
 
     @dataclass
     class Options:
-        """Sizes default to GPT-2 small's, or to the pretrained model's."""
+        """None for a size: as in the pretrained model, or in GPT-2 small."""
 
         published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
-        pretrained: Text | None = None  # a Hugging Face name or folder to start from
-        vocab_size: Size | None = None  # ids; 50257
-        n_positions: Size | None = None  # longest sequence, in tokens; 1024
-        n_embd: Size | None = None  # hidden size; 768
-        n_layer: Layers | None = None  # blocks; 12
-        n_head: Size | None = None  # heads of each block; 12
-        initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; 0.02
-        dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
-        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
+        pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
+        vocab_size: Size | None = None  # number of token ids; None: as pretrained, else 50257
+        n_positions: Size | None = None  # longest sequence in tokens; None: as pretrained, else 1024
+        n_embd: Size | None = None  # hidden size; None: as pretrained, else 768
+        n_layer: Layers | None = None  # number of blocks; None: as pretrained, else 12
+        n_head: Size | None = None  # attention heads per block; None: as pretrained, else 12
+        initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; None: 0.02
+        dropout: DropRate = 0.1  # dropout rate of embeddings, residuals and attention
+        make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         attention: Attention = "sdpa"  # transformers' attention implementation
 
     def __init__(self, options: Options) -> None:
@@ -59,7 +60,7 @@ class GPT2(TransformersModel):
         if config.n_embd % config.n_head:
             raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
         made = padded(config, options.make_vocab_size_divisible_by, options.attention, GPT2LMHeadModel)
-        # The same function as gelu_new, as one operator: less time and a third of the MLP's activations.
+        # Same function as gelu_new in one operator: faster, with a third of the MLP's activations.
         if made.activation_function == "gelu_new":
             made.activation_function = "gelu_pytorch_tanh"
         with without_initial_values():
@@ -87,7 +88,7 @@ class _Structure(TransformersStructure):
 
 class _Weights(TransformersWeights):
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """transformers' GPT2PreTrainedModel._init_weights: N(0, initializer_range), residual ones / sqrt(2 n_layer)."""
+        """Like GPT2PreTrainedModel._init_weights: N(0, initializer_range), output projections / sqrt(2 n_layer)."""
         if name.endswith(".bias"):
             value.zero_()
         elif ".ln_" in name:

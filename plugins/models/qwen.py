@@ -17,8 +17,9 @@ from crosstrain import (
     pretrained_folder,
     registry,
 )
-from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import SIZES, DropRate, Layers, Size, check_published
+
+from .hugging_face.attention import Attention
+from .hugging_face.base import SIZES, DropRate, Layers, Size, check_published
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -33,25 +34,25 @@ class Qwen(TransformersModel):
 
     @dataclass
     class Options:
-        """Sizes default to transformers' for the family, or to the pretrained model's, under the same names."""
+        """None for a size: as in the pretrained model, or transformers' default for the family, under the same name."""
 
         published: ClassVar = ("family", *_SIZES, "rope_theta")
 
-        pretrained: Text | None = None  # a Hugging Face name or folder to start from, which says the family too
-        family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalises queries and keys
-        vocab_size: Size | None = None  # ids
-        hidden_size: Size | None = None  # width
-        intermediate_size: Size | None = None  # width of the MLP
-        num_hidden_layers: Layers | None = None  # blocks
-        num_attention_heads: Size | None = None  # of queries
-        num_key_value_heads: Size | None = None  # each serves num_attention_heads / num_key_value_heads queries
-        head_dim: Size | None = None  # qwen3 alone; qwen2's is hidden_size / num_attention_heads
-        max_position_embeddings: Size | None = None  # longest sequence, in tokens
+        pretrained: Text | None = None  # Hugging Face name or folder, sets the family; None: random initialization
+        family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalizes queries and keys
+        vocab_size: Size | None = None  # number of token ids
+        hidden_size: Size | None = None  # width of the residual stream
+        intermediate_size: Size | None = None  # MLP width
+        num_hidden_layers: Layers | None = None  # number of blocks
+        num_attention_heads: Size | None = None  # query heads per block
+        num_key_value_heads: Size | None = None  # key/value heads per block; groups of query heads share one
+        head_dim: Size | None = None  # qwen3 only; in qwen2 it is hidden_size / num_attention_heads
+        max_position_embeddings: Size | None = None  # longest sequence in tokens
         rope_theta: PositiveFloat | None = None  # base of the rotary frequencies
-        tie_word_embeddings: bool | None = None  # the head is the embedding
+        tie_word_embeddings: bool | None = None  # the head uses the embedding's weight
         initializer_range: PositiveFloat | None = None  # standard deviation of initial weights
-        attention_dropout: DropRate = 0.0  # of attention weights
-        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
+        attention_dropout: DropRate = 0.0  # dropout rate of attention weights
+        make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         attention: Attention = "sdpa"  # transformers' attention implementation
 
         def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class Qwen(TransformersModel):
 
 
 def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
-    """transformers' configuration with the options' sizes; ConfigError where they do not go together."""
+    """Return transformers' configuration with the options' sizes. Raises ConfigError if they do not fit together."""
     given = {key: getattr(options, key) for key in _SIZES if getattr(options, key) is not None}
     given["attention_dropout"] = options.attention_dropout
     family = options.family
@@ -90,6 +91,8 @@ def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
     if family == "qwen2" and config.hidden_size % heads:
         raise ConfigError(f"model.num_attention_heads: {heads} does not divide hidden_size={config.hidden_size} evenly")
     if family == "qwen2" and config.hidden_size // heads % 2:
-        raise ConfigError(f"model.num_attention_heads: rotary positions need heads of an even width, and {heads} have "
-                          f"{config.hidden_size // heads}")  # fmt: skip
+        raise ConfigError(
+            f"model.num_attention_heads: rotary positions need heads of an even width, and {heads} have "
+            f"{config.hidden_size // heads}"
+        )
     return config

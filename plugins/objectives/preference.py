@@ -1,4 +1,4 @@
-"""Objectives that learn from preferences: DPO, ORPO and KTO."""
+"""Preference objectives: DPO, ORPO and KTO."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,7 +14,7 @@ _REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
 class _OfPairs(Objective):
-    """An objective of pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
+    """Base class of objectives on pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
 
     fields = ("preferred", "reference")
     row_layout = unit = "pairs"
@@ -30,14 +30,14 @@ class _OfPairs(Objective):
 
 @registry.register_objective("dpo")
 class DPO(_OfPairs):
-    """Direct preference optimization (Rafailov et al., 2023, equation 7), against the model before training."""
+    """Direct preference optimization (Rafailov et al., 2023, equation 7); the initial model is the reference."""
 
     @dataclass
     class Options:
-        """The published default is that of the authors' code."""
+        """The defaults are those of the authors' code."""
 
-        beta: PositiveFloat = 0.1  # how strongly the reference holds
-        # share of pairs whose order is taken to be wrong (Mitchell, 2023)
+        beta: PositiveFloat = 0.1  # strength of the penalty for deviating from the reference model
+        # assumed share of pairs in the wrong order (Mitchell, 2023)
         label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
 
     options: Options
@@ -53,23 +53,24 @@ class DPO(_OfPairs):
 
 @registry.register_objective("orpo")
 class ORPO(_OfPairs):
-    """Odds ratio preference optimization (Hong et al., 2024, equations 6 and 7), which has no reference.
+    """Odds ratio preference optimization (Hong et al., 2024, equations 6 and 7); needs no reference model.
 
-    A sequence's likelihood is the geometric mean of its tokens'; each pair's cross-entropy is a mean over its tokens.
+    A sequence's likelihood is the geometric mean over its tokens; a pair's cross-entropy is the mean over the chosen
+    answer's tokens.
     """
 
     @dataclass
     class Options:
-        """The published default."""
+        """The default is the paper's."""
 
-        beta: PositiveFloat = 0.1  # weight of the odds ratio, lambda in the paper
+        beta: PositiveFloat = 0.1  # weight of the odds ratio loss, lambda in the paper
 
     options: Options
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         lengths = (batch["labels"] != IGNORE_INDEX).sum(1).clamp(min=1)
         means = log_probabilities(losses) / lengths
-        odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log p / (1 - p)
+        odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log(p / (1 - p))
         chosen, rejected = odds[0::2], odds[1::2]
         self.record_rewards(self.options.beta * means[0::2], self.options.beta * means[1::2])
         return -(means[0::2] + self.options.beta * logsigmoid(chosen - rejected)).sum()
@@ -77,19 +78,19 @@ class ORPO(_OfPairs):
 
 @registry.register_objective("kto")
 class KTO(Objective):
-    """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), of answers that are good or bad.
+    """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), on answers labelled good or bad.
 
-    Rows 2 i are answers, rows 2 i + 1 answers to other prompts, which estimate the divergence from the reference: one
-    number for a micro batch, as in the paper, without a gradient.
+    Rows 2 i are answers. Rows 2 i + 1 are answers to other prompts; they give one estimate per micro batch of the
+    divergence from the reference model, without a gradient, as in the paper.
     """
 
     @dataclass
     class Options:
-        """The published defaults."""
+        """The defaults are the paper's."""
 
-        beta: PositiveFloat = 0.1  # how strongly the reference holds
-        desirable_weight: PositiveFloat = 1.0  # of good answers
-        undesirable_weight: PositiveFloat = 1.0  # of bad ones
+        beta: PositiveFloat = 0.1  # strength of the penalty for deviating from the reference model
+        desirable_weight: PositiveFloat = 1.0  # loss weight of good answers
+        undesirable_weight: PositiveFloat = 1.0  # loss weight of bad answers
 
     options: Options
     fields = ("preferred", "reference")

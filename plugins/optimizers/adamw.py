@@ -13,15 +13,15 @@ Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 @registry.register_optimizer("adamw")
 class AdamW(torch.optim.AdamW):
-    """Adam with torch's fused kernel, and decoupled weight decay (Loshchilov & Hutter, 2019) unless told otherwise."""
+    """torch's fused AdamW (Loshchilov & Hutter, 2019), optionally with L2 regularization instead of weight decay."""
 
     @dataclass
     class Options:
         """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of the averages of gradients and of their squares
-        eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8  # added to the square root
-        decoupled: bool = True  # False: the decay is added to the gradient, which is Adam with L2 regularization
+        betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of the averages of gradients and of their squares
+        eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8  # added to the square root in the denominator
+        decoupled: bool = True  # False: add the weight decay to the gradient (Adam with L2 regularization)
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr=lr, betas=tuple(options.betas), eps=options.eps, fused=True)

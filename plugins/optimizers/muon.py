@@ -12,30 +12,31 @@ from crosstrain import MatrixOptimizer, PositiveFloat, registry
 
 from .adamw import AdamW, Beta
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic, from Keller Jordan's post
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic iteration, from Keller Jordan's blog post
 _EPS = 1e-7
 
 
 @registry.register_optimizer("muon")
 class Muon(MatrixOptimizer):
-    """Momentum, orthogonalised (Jordan et al., 2024), for hidden matrices, and AdamW for everything else.
+    """Orthogonalized momentum (Jordan et al., 2024) for hidden matrices, and AdamW for all other parameters.
 
-    The mathematics are those of torch.optim.Muon. A fused matrix, as of queries, keys and values, is one matrix.
+    The formulas are those of torch.optim.Muon. A fused matrix, such as that of queries, keys and values, is updated as
+    one matrix.
     """
 
     @dataclass
     class Options:
         """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        momentum: Beta = 0.95  # decay of the average of gradients
-        nesterov: bool = True  # look ahead by the momentum
+        momentum: Beta = 0.95  # decay rate of the average of gradients
+        nesterov: bool = True  # use Nesterov momentum
         ns_steps: Annotated[int, Interval(ge=1, lt=100)] = 5  # Newton-Schulz iterations
-        ns_dtype: Literal["bf16", "fp32"] = "bf16"  # in which they are computed
-        # factor on a matrix's rate by its shape [m, n]: 0.2 sqrt(max(m, n)), with which a rate that is tuned for AdamW
-        # serves both, sqrt(max(1, m / n)), or sqrt(m / n)
+        ns_dtype: Literal["bf16", "fp32"] = "bf16"  # dtype of these iterations
+        # factor on the learning rate of a matrix [m, n]; match_rms_adamw: 0.2 sqrt(max(m, n)), for a rate tuned for
+        # AdamW; original: sqrt(max(1, m / n)); spectral_unclamped: sqrt(m / n)
         adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
-        adamw_lr_scale: PositiveFloat = 1.0  # factor on the rate of what AdamW updates
-        adamw: AdamW.Options = field(default_factory=AdamW.Options)  # of embeddings, heads, norms and biases
+        adamw_lr_scale: PositiveFloat = 1.0  # factor on the learning rate of AdamW's parameters
+        adamw: AdamW.Options = field(default_factory=AdamW.Options)  # AdamW for embeddings, heads, norms and biases
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr, lambda plain: AdamW(plain, lr, options.adamw))

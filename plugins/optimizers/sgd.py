@@ -11,14 +11,14 @@ from crosstrain import OptionError, registry
 
 @registry.register_optimizer("sgd")
 class SGD(torch.optim.SGD):
-    """SGD, plain or with momentum. Its steps scale with the gradients, unlike Adam's, so it is the sharper test."""
+    """SGD, optionally with momentum; updates scale with the gradients, so it tests runners more strictly than Adam."""
 
     @dataclass
     class Options:
         """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # decay of the sum of gradients
-        nesterov: bool = False  # look ahead by the momentum
+        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # decay rate of the sum of gradients; 0: no momentum
+        nesterov: bool = False  # use Nesterov momentum
 
         def __post_init__(self) -> None:
             if self.nesterov and not self.momentum:

@@ -1,4 +1,4 @@
-"""Process images for vision encoders: timm's transforms, with the encoder's own size, mean and deviation."""
+"""Image processors for vision encoders: timm's transforms, with the encoder's size, mean and standard deviation."""
 
 import random
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from crosstrain import Fraction, OptionError, PositiveFloat, Text, registry
 
 
 class _Transform:
-    """One of timm's transforms."""
+    """Base class of image processors: applies one of timm's transforms."""
 
     def __init__(self, encoder: str | None, **arguments: Any) -> None:
         given = {key: value for key, value in arguments.items() if value is not None}
@@ -30,12 +30,12 @@ class _Transform:
         self.normalization = last.mean.tolist(), last.std.tolist()
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """Return fp32 [3, height, width] of a PIL image, normalized by the encoder's mean and deviation."""
+        """Return a PIL image as fp32 [3, height, width], normalized by mean and standard deviation."""
         return self.transform(image).numpy()
 
 
 def _published(encoder: str) -> dict[str, Any]:
-    """Return timm's description of an encoder. OptionError if it has none of that name."""
+    """Return timm's configuration for an encoder. Raises OptionError if timm has no model of that name."""
     config = timm.get_pretrained_cfg(encoder, allow_unregistered=False) if timm.is_model(encoder) else None
     if config is None:
         near = timm.list_models(f"*{encoder.split('_')[0]}*")[:3]
@@ -59,9 +59,9 @@ def _drawing_from(rng: np.random.Generator) -> Iterator[None]:
 
 
 def _random_augment() -> RandAugment:
-    """BLIP's RandomAugment(2, 5): two of ten operations, of which each is applied half the time."""
+    """Return BLIP's RandomAugment(2, 5): two of ten operations, each applied with probability 0.5."""
     names = ("AutoContrast", "Equalize", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-    names += ("Brightness", "Sharpness", "Brightness")  # no change at this magnitude, as of BLIP's Identity
+    names += ("Brightness", "Sharpness", "Brightness")  # no change at this magnitude, like BLIP's Identity
     hparams = {"translate_const": 10, "img_mean": (128, 128, 128), "interpolation": Image.Resampling.BILINEAR}
     return RandAugment([AugmentOp(name, prob=0.5, magnitude=5, hparams=hparams) for name in names], num_layers=2)
 
@@ -71,11 +71,12 @@ Share = Annotated[float, Interval(gt=0, le=1)]
 
 @dataclass
 class _Options:
-    encoder: Text | None = None  # a timm model, whose published size, mean and deviation are the defaults
-    image_size: Annotated[int, Interval(ge=1, le=8192)] | None = None  # height and width; 224 without an encoder
-    mean: list[Fraction] | None = None  # per channel, of values from 0 to 1; ImageNet's without an encoder
-    std: list[Share] | None = None  # standard deviation per channel
-    # when the size changes; None: the encoder's, or bicubic
+    encoder: Text | None = None  # timm model; sets the defaults of size, mean, std and interpolation
+    # height and width in pixels; None: the encoder's, or 224 without an encoder
+    image_size: Annotated[int, Interval(ge=1, le=8192)] | None = None
+    mean: list[Fraction] | None = None  # mean per channel, from 0 to 1; None: the encoder's, or ImageNet's
+    std: list[Share] | None = None  # standard deviation per channel; None: the encoder's, or ImageNet's
+    # interpolation for resizing; None: the encoder's, or bicubic
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class _Options:
             _published(self.encoder)
 
     def common(self) -> dict[str, Any]:
-        """Return the arguments of both transforms."""
+        """Return the arguments common to both transforms."""
         size = None if self.image_size is None else (3, self.image_size, self.image_size)
         mean, std = (None if v is None else tuple(v) for v in (self.mean, self.std))
         return {"input_size": size, "mean": mean, "std": std, "interpolation": self.interpolation}
@@ -93,17 +94,17 @@ class _Options:
 
 @registry.register_processor("image_train")
 class ImageTrain(_Transform):
-    """Take a random part of the image, mirrored or recoloured at random: timm's training transform."""
+    """Crop, flip and recolour an image at random: timm's training transform."""
 
     @dataclass
     class Options(_Options):
-        """Options; the defaults are BLIP-2's: at least half the area, mirrored half the time, colours kept."""
+        """Options; the defaults are BLIP-2's: crop at least half the area, flip half the time, keep colours."""
 
-        scale: tuple[Share, Share] = (0.5, 1.0)  # least and largest share of the area that is kept
-        ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # least and largest width / height of the part
-        hflip: Fraction = 0.5  # probability of mirroring; 0 where text says left and right
-        color_jitter: Fraction = 0.0  # how far brightness, contrast and saturation may go
-        augment: bool = False  # shear, move, rotate and recolour at random, as BLIP does
+        scale: tuple[Share, Share] = (0.5, 1.0)  # smallest and largest area of the crop, as a fraction of the image
+        ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # smallest and largest width / height of the crop
+        hflip: Fraction = 0.5  # probability of a horizontal flip; use 0 if texts mention left and right
+        color_jitter: Fraction = 0.0  # largest relative change of brightness, contrast and saturation
+        augment: bool = False  # shear, shift, rotate and recolour at random, like BLIP
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -113,31 +114,39 @@ class ImageTrain(_Transform):
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.encoder, is_training=True, scale=options.scale, ratio=options.ratio, hflip=options.hflip,
-            color_jitter=options.color_jitter, **options.common(),
-        )  # fmt: skip
+            options.encoder,
+            is_training=True,
+            scale=options.scale,
+            ratio=options.ratio,
+            hflip=options.hflip,
+            color_jitter=options.color_jitter,
+            **options.common(),
+        )
         if options.augment:
-            self.transform.transforms.insert(-2, _random_augment())  # before tensors are made and normalized
+            self.transform.transforms.insert(-2, _random_augment())  # before conversion to a tensor and normalization
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """Transform an image, with random numbers from the sample's generator alone."""
+        """Transform an image; all random numbers come from the sample's generator."""
         with _drawing_from(rng):
             return super().__call__(image, rng)
 
 
 @registry.register_processor("image_eval")
 class ImageEval(_Transform):
-    """Transform the image without randomness: timm's evaluation transform."""
+    """Resize and crop an image without randomness: timm's evaluation transform."""
 
     @dataclass
     class Options(_Options):
-        """Options; the default is BLIP-2's: the whole image, squeezed to the encoder's size."""
+        """Options; the default is BLIP-2's: the full image, resized to the encoder's size."""
 
-        crop_mode: Literal["squash", "center"] = "squash"  # center: keeps the proportions, and loses the edges
-        crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # share of the height and width that is kept
+        crop_mode: Literal["squash", "center"] = "squash"  # squash: distort to the size; center: crop the edges
+        crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # fraction of height and width to keep
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.encoder, is_training=False, crop_mode=options.crop_mode, crop_pct=options.crop_pct,
+            options.encoder,
+            is_training=False,
+            crop_mode=options.crop_mode,
+            crop_pct=options.crop_pct,
             **options.common(),
-        )  # fmt: skip
+        )

@@ -1,4 +1,4 @@
-"""Turn annotations into conversations: captions, questions, dialogues."""
+"""Text processors: make conversations from captions, questions and dialogues in annotations."""
 
 import re
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, Sa
 from ..commands.prepare.conversations import KEYS, Turn, conversations
 
 Asked = list[tuple[Conversation, str, str]]
-_OTHERS = (("caption", "captions"), ("questions", "vqa"))  # keys of other processors
-_READ = ("from", "role", "value", "content", *KEYS["learned"])  # keys of a turn
+_OTHERS = (("caption", "captions"), ("questions", "vqa"))  # (annotation key, processor that reads it)
+_READ = ("from", "role", "value", "content", *KEYS["learned"])  # keys of a turn that are read
 
 
 @registry.register_processor("captions")
 class Caption:
-    """Make a conversation of the images, a prompt if there is one, and a caption."""
+    """Make a conversation from the images, an optional prompt and a caption."""
 
     @dataclass
     class Options:
         """The caption and its prompts."""
 
-        prompts: list[Text] = field(default_factory=list)  # one is drawn in training, the first is used to evaluate
-        key: Text = "caption"  # where the annotation has it: a text, or a list of which one is drawn
-        style: Literal["plain", "chat"] = "plain"  # plain: as BLIP-2, the caption alone follows the images
-        max_words: PositiveInt | None = None  # longer captions are cut
-        clean: bool = False  # as BLIP: lower case, and spaces in the place of .!"()*#:;~
+        prompts: list[Text] = field(default_factory=list)  # prompts; training draws one, evaluation takes the first
+        key: Text = "caption"  # annotation key of the caption: a text, or a list to draw from
+        style: Literal["plain", "chat"] = "plain"  # plain: no chat template, as in BLIP-2
+        max_words: PositiveInt | None = None  # longer captions are truncated; None: no limit
+        clean: bool = False  # True: convert to lower case, and replace .!"()*#:;~ with spaces, as in BLIP
 
     def __init__(self, options: Options) -> None:
         self.options, self.style, self.keys = options, options.style, (options.key,)
@@ -57,16 +57,16 @@ class Caption:
 
 @registry.register_processor("dialogue")
 class Dialogue:
-    """Read conversations of one or more turns as LLaVA writes them, in Qwen's chat template."""
+    """Read conversations with one or more turns in LLaVA's layout, for Qwen's chat template."""
 
     style: Style = "chat"
 
     @dataclass
     class Options:
-        """The conversation's key, and the system prompt."""
+        """The annotation key of the conversation, and the system prompt."""
 
-        key: Text = "conversations"  # a list of {from: human or gpt, value: text}
-        system: str | None = "You are a helpful assistant."  # what the model is told first; None: nothing
+        key: Text = "conversations"  # annotation key of a list of {from: human or gpt, value: text}
+        system: str | None = "You are a helpful assistant."  # system prompt; None: no system prompt
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -74,7 +74,7 @@ class Dialogue:
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         conversation = self._conversation(annotation, images)
-        if conversation[-1].role != "assistant":  # nobody answers it, so nothing can be learned of it
+        if conversation[-1].role != "assistant":  # drop an unanswered last turn
             conversation.pop()
         if not any(m.role == "assistant" and m.learned for m in conversation):
             raise SampleError("there is no assistant turn, so nothing to learn")
@@ -94,11 +94,12 @@ class Dialogue:
         messages = [_message(turn) for turn in found.messages]
         first = next((i for i, m in enumerate(messages) if m.role == "user"), None)
         if first is not None and images and not any(IMAGE in m.text for m in messages):
-            messages[first] = Message("user", f"{IMAGE * images}\n{messages[first].text}")  # it does not say where
+            # Without placeholders, the images go first.
+            messages[first] = Message("user", f"{IMAGE * images}\n{messages[first].text}")
         return _told(self.options.system, messages)
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Return a chat as training has it: after the system prompt, and with a line of its own for leading images."""
+        """Format a chat as in training: after the system prompt, with leading images on their own line."""
         lines = [Message(m.role, re.sub(rf"^({IMAGE})+(?!\n|$|{IMAGE})", r"\g<0>\n", m.text)) for m in conversation]
         return _told(self.options.system, lines)
 
@@ -116,20 +117,20 @@ def _message(turn: Turn) -> Message:
 
 @registry.register_processor("vqa")
 class Questions:
-    """Make a conversation of each short question about the same images, and of the caption."""
+    """Make one conversation per short question about the images, and one for the caption."""
 
     style: Style = "chat"
 
     @dataclass
     class Options:
-        """The questions of an annotation to use."""
+        """Questions to take from an annotation."""
 
-        key: Text = "questions"  # a list of {question, answer, kind}; one of several answers is drawn
-        caption_key: Text | None = "caption"  # a caption to go with them; None: no captions
-        caption_prompt: Text = "describe the image"  # the question before a caption
-        dialogue_key: Text | None = None  # a conversation as LLaVA writes it to go with them; None: none
-        per_sample: PositiveInt | None = None  # so many questions are drawn; None: all, packed into one sequence
-        system: str | None = None  # what the model is told first; None: nothing
+        key: Text = "questions"  # annotation key of a list of {question, answer, kind}; draws one of several answers
+        caption_key: Text | None = "caption"  # annotation key of a caption to add; None: no captions
+        caption_prompt: Text = "describe the image"  # question to ask for the caption
+        dialogue_key: Text | None = None  # annotation key of a LLaVA conversation to add; None: no conversations
+        per_sample: PositiveInt | None = None  # number of conversations to draw; None: all, packed into one sequence
+        system: str | None = None  # system prompt; None: no system prompt
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -143,7 +144,7 @@ class Questions:
             [*before, Message("assistant", answers[rng.integers(len(answers))])]
             for before, answers, _ in self._short(annotation, images)
         ]
-        if self.dialogue is not None:  # whose turns are all learned at once
+        if self.dialogue is not None:  # one conversation, with all its turns
             learned += self.dialogue(annotation, images, rng)
         if self.options.per_sample is not None and self.options.per_sample < len(learned):
             chosen = rng.choice(len(learned), self.options.per_sample, replace=False)
@@ -156,7 +157,7 @@ class Questions:
         return short + [(before, answer, "dialogue") for before, answer, _ in turns]
 
     def _short(self, annotation: Annotation, images: int) -> list[tuple[Conversation, list[str], str]]:
-        """Return all questions of one turn, with the answers that were given to each."""
+        """Return (messages, answers, kind) of all single-turn questions."""
         found = annotation.get(self.options.key)
         if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):
             raise SampleError(f"its {self.options.key} are not a list of {{question, answer}}")
@@ -167,7 +168,7 @@ class Questions:
         return [(self.asked([Message("user", f"{IMAGE * images}{q}")]), answers, kind) for q, answers, kind in pairs]
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Return a chat as training has it, after the system prompt."""
+        """Format a chat as in training: after the system prompt."""
         return _told(self.options.system, conversation)
 
 
@@ -177,5 +178,5 @@ def _is_question(entry: Any) -> bool:
 
 
 def _listed(answer: Any) -> list[Any]:
-    """Return the answers to a question, as often as each was given."""
+    """Return the answers to a question as a list; duplicates are kept."""
     return answer if isinstance(answer, list) else [answer]

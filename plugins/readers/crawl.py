@@ -1,4 +1,4 @@
-"""Fetch the pages of a list of URLs politely, into one SQLite file."""
+"""Fetch the pages of a list of URLs politely into one SQLite file."""
 
 import http.client
 import sqlite3
@@ -21,7 +21,7 @@ from crosstrain import PositiveInt, Text
 from ..commands.prepare.download import AGENT
 from .web_page import TYPES
 
-_LONGEST_WAIT = 120.0  # seconds, whatever a server asks for
+_LONGEST_WAIT = 120.0  # maximum wait before a retry, in seconds
 _TABLE = """CREATE TABLE IF NOT EXISTS pages (
     id INTEGER PRIMARY KEY, url TEXT UNIQUE, host TEXT, state TEXT, kind TEXT, body BLOB, size INTEGER DEFAULT 0
 )"""
@@ -40,21 +40,24 @@ _NOT_TEXT = [
 class CrawlOptions:
     """Pages to fetch, and limits on the requests. robots.txt is obeyed."""
 
-    path: Text | list[Text]  # lists, compressed or not, and folders of them
-    domains: list[Text] = field(default_factory=list)  # only these and what is below them; none: all
-    blocked_domains: list[Text] = field(default_factory=list)  # not these, nor what is below them
-    blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # of the URL's path
-    limit: PositiveInt | None = None  # pages; the first ones of the list
-    hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # visited at the same time, each by one connection
-    # seconds between two requests to a host; its robots.txt may ask for more
+    path: Text | list[Text]  # URL lists, compressed or not, or folders of them
+    domains: list[Text] = field(default_factory=list)  # fetch only these domains and their subdomains; empty: all
+    blocked_domains: list[Text] = field(default_factory=list)  # skip these domains and their subdomains
+    blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # skip these file extensions
+    limit: PositiveInt | None = None  # maximum number of pages, from the start of the list; None: no limit
+    hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # hosts to fetch from in parallel, one connection each
+    # seconds between two requests to a host; its robots.txt may require more
     delay: Annotated[float, Interval(ge=0, le=86_400)] = 1.0
-    timeout: Annotated[float, Interval(gt=0, le=86_400)] = 30.0  # seconds for an answer
-    retries: Annotated[int, Interval(ge=0, le=100)] = 3  # after an error that may pass
-    max_bytes: Annotated[int, Interval(ge=1, le=2**31)] = 10_000_000  # of a page; longer ones are left out
+    timeout: Annotated[float, Interval(gt=0, le=86_400)] = 30.0  # seconds to wait for a response
+    retries: Annotated[int, Interval(ge=0, le=100)] = 3  # retries after a temporary error
+    max_bytes: Annotated[int, Interval(ge=1, le=2**31)] = 10_000_000  # larger pages are skipped
 
 
 class PageStore:
-    """The SQLite file: a row per URL, in the order of the list. state: NULL, `ok`, or the reason for no page."""
+    """The SQLite file of pages: one row per URL, in list order.
+
+    The column `state` is NULL (not fetched), `ok`, or the reason for a failure.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +68,7 @@ class PageStore:
         self.base.execute("CREATE INDEX IF NOT EXISTS waiting ON pages (host) WHERE state IS NULL")
 
     def add(self, urls: Iterable[str]) -> int:
-        """Add new URLs; returns the number of those that were there already."""
+        """Add new URLs, and return the number of URLs that were already stored."""
         known, query = 0, "INSERT OR IGNORE INTO pages (url, host) VALUES (?, ?)"
         with self.lock, self.base:
             for url in urls:
@@ -73,37 +76,37 @@ class PageStore:
         return known
 
     def hosts(self) -> list[str]:
-        """Return the hosts with pages to fetch."""
+        """Return the hosts that have pages to fetch."""
         with self.lock:
             return [row[0] for row in self.base.execute("SELECT DISTINCT host FROM pages WHERE state IS NULL")]
 
     def waiting(self, host: str) -> list[tuple[int, str]]:
-        """Return (id, URL) of some pages of a host to fetch."""
+        """Return (id, URL) of up to 100 pages to fetch from a host."""
         with self.lock:
             query = "SELECT id, url FROM pages WHERE state IS NULL AND host = ? ORDER BY id LIMIT 100"
             return self.base.execute(query, (host,)).fetchall()
 
     def settle(self, number: int, state: str, kind: str = "", body: bytes = b"") -> None:
-        """Record the result for a page."""
+        """Store the result of a page."""
         packed = zlib.compress(body) if body else None
         with self.lock, self.base:
             query = "UPDATE pages SET state = ?, kind = ?, body = ?, size = ? WHERE id = ?"
             self.base.execute(query, (state, kind, packed, len(body), number))
 
     def states(self) -> dict[str, int]:
-        """Count the pages of each state."""
+        """Count the pages by state."""
         with self.lock:
             query = "SELECT state, COUNT(*) FROM pages GROUP BY state ORDER BY COUNT(*) DESC"
             return {str(state): count for state, count in self.base.execute(query)}
 
 
 def crawl(pages: PageStore, options: CrawlOptions, advance: Callable[[int], object]) -> None:
-    """Fetch every page that has no state yet. One thread visits a host, one request after another."""
+    """Fetch every page without a state. Each host has one thread, and one request at a time."""
     stop = threading.Event()
     with ThreadPoolExecutor(options.hosts) as pool:
         visits = pool.map(lambda host: _visit(host, pages, options, advance, stop), pages.hosts())
         try:
-            list(visits)  # an error cancels those that have not begun
+            list(visits)  # an error cancels visits that have not started
         finally:
             stop.set()
 
@@ -131,7 +134,10 @@ def _visit(
 
 
 def _robots(url: str, options: CrawlOptions) -> urllib.robotparser.RobotFileParser | None:
-    """Fetch a host's rules for robots (RFC 9309); all is allowed if it has none. None if the request fails."""
+    """Fetch a host's robots.txt (RFC 9309); None if the request fails.
+
+    All URLs are allowed if the host has none.
+    """
     robots = urllib.robotparser.RobotFileParser(url)
     try:
         with _open(url, options) as answer:
@@ -146,7 +152,7 @@ def _robots(url: str, options: CrawlOptions) -> urllib.robotparser.RobotFilePars
 
 
 def _page(url: str, options: CrawlOptions, stop: threading.Event) -> tuple[str, str, bytes]:
-    """Return (state, content type, content) of a page, after retries where they may help."""
+    """Fetch a page, with retries after temporary errors, and return (state, content type, content)."""
     state = "no answer"
     for attempt in range(options.retries + 1):
         if attempt:

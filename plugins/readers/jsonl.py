@@ -1,4 +1,4 @@
-"""Read JSON objects with a text: one per line, or those of a list."""
+"""Read JSON objects that contain a text: one per line, or in a list."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ..commands.prepare.reader import ColumnReader, row_document, split_file
 
 @registry.register_reader("jsonl")
 class JsonLinesReader(ColumnReader):
-    """JSON lines: an object per line, its text under a key. Also a list of objects, by itself or under a key."""
+    """JSON lines: one object per line, with its text under a key; or a list of objects, at the top or under a key."""
 
     suffixes = (".jsonl", ".json", ".ndjson", ".jl", ".jsonlines")
     contents = ("JSON document",)

@@ -1,4 +1,4 @@
-"""Read the running Python's standard library: about 30 MB of text on every machine."""
+"""Read the standard library of the running Python: about 30 MB of text on every machine."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 
 @registry.register_reader("stdlib")
 class StandardLibraryReader(FileReader):
-    """The Python standard library, a document per .py file; needs no path."""
+    """The Python standard library, one document per .py file; needs no path."""
 
     @dataclass
     class Options:
-        """None."""
+        """No options."""
 
     _paths = ()
 

@@ -1,4 +1,4 @@
-"""Read tables with a column of text: CSV files, Parquet files, and datasets that Hugging Face's library saved."""
+"""Read tables with a text column: CSV files, Parquet files and saved Hugging Face datasets."""
 
 import csv
 import hashlib
@@ -13,13 +13,13 @@ from crosstrain import Chunk, DataError, Document, FilePath, Reader, Task, Text,
 from ..commands.prepare import io
 from ..commands.prepare.reader import ColumnReader, check_column, row_document
 
-_ROWS = 4096  # of a saved dataset in a task
-csv.field_size_limit(1 << 28)  # characters of a value; a quotation mark that never closes takes the rest of the file
+_ROWS = 4096  # rows of a saved dataset per task
+csv.field_size_limit(1 << 28)  # characters per value: an unclosed quotation mark makes the rest of the file one value
 
 
 @registry.register_reader("csv")
 class CsvReader(ColumnReader):
-    """CSV and TSV files: a document per row, its text in a column that the first row names."""
+    """CSV and TSV files: one document per row, with its text in a column; the first row has the column names."""
 
     suffixes = (".csv", ".tsv")
     contents = ()
@@ -47,13 +47,13 @@ class CsvReader(ColumnReader):
 
 @registry.register_reader("parquet")
 class ParquetReader(ColumnReader):
-    """Parquet files: a document per row, its text in a column."""
+    """Parquet files: one document per row, with its text in a column."""
 
     suffixes = (".parquet",)
     contents = ("Parquet table",)
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        """Yield a chunk per row group; start and stop divide the file's bytes evenly among the groups."""
+        """Yield one chunk per row group; start and stop divide the file's bytes evenly among the groups."""
         with io.parquet_table(file) as table:
             check_column(file, table.names, self.options.text_key)
             groups = table.metadata.num_row_groups
@@ -72,7 +72,7 @@ class ParquetReader(ColumnReader):
 
 @registry.register_reader("huggingface")
 class HuggingFaceReader(Reader):
-    """Folders that `datasets.save_to_disk` wrote: a document per row of each split, its text in a column."""
+    """Folders written by `datasets.save_to_disk`: one document per row of each split, with its text in a column."""
 
     shared_options = ("text_key",)
 
@@ -80,9 +80,9 @@ class HuggingFaceReader(Reader):
     class Options:
         """Folder, column and splits to read."""
 
-        path: FilePath  # a folder that save_to_disk wrote, of a dataset or of several splits
-        text_key: Text = "text"  # the column that holds the text
-        splits: list[Text] | None = None  # of a folder of several; None: all, sorted by name
+        path: FilePath  # folder written by save_to_disk, with one dataset or several splits
+        text_key: Text = "text"  # column with the text
+        splits: list[Text] | None = None  # splits to read if the folder has several; None: all, sorted by name
 
     options: Options
 

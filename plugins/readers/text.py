@@ -1,4 +1,4 @@
-"""Read text files: each is a document, or a separator cuts it into several."""
+"""Read text files: one document per file, or several with a separator between them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ..commands.prepare.reader import split_file
 
 @registry.register_reader("text")
 class TextReader(FileReader):
-    """Text files in UTF-8: a file is a document, or a separator cuts it into several."""
+    """Text files in UTF-8: one document per file, or several with a separator between them."""
 
     suffixes = (".txt",)
     contents = ()
@@ -19,9 +19,9 @@ class TextReader(FileReader):
 
     @dataclass
     class Options(FileReader.Options):
-        """Files to read, and the separator of documents."""
+        """Files to read, and the separator between documents."""
 
-        separator: Text | None = None  # cuts a file into documents; None: a file is a document
+        separator: Text | None = None  # text between documents of a file; None: one document per file
 
     options: Options
 

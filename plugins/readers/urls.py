@@ -1,4 +1,4 @@
-"""Read the main texts of the pages of a list of URLs."""
+"""Read the main text of the pages in lists of URLs."""
 
 import hashlib
 import sqlite3
@@ -17,12 +17,12 @@ from ..commands.prepare.io import existing, files_below, opened, pieces
 from .crawl import CrawlOptions, PageStore, crawl
 from .web_page import page_document
 
-_IN_TASK = 256  # pages
+_IN_TASK = 256  # pages per task
 
 
 @registry.register_reader("urls")
 class UrlListReader(Reader):
-    """Lists of URLs, one per line: fetched politely, a document per page, its main text taken out by trafilatura."""
+    """Lists of URLs, one per line, fetched politely: the main text of each page, extracted by trafilatura."""
 
     Options = CrawlOptions
     options: CrawlOptions
@@ -70,7 +70,7 @@ class UrlListReader(Reader):
                         yield url
 
     def _refusal(self, url: str) -> str | None:
-        """Return the reason not to request a URL; None if there is none."""
+        """Return the reason for skipping a URL, or None to fetch it."""
         try:
             parts = urlsplit(url)
             host = (parts.hostname or "").lower()

@@ -1,4 +1,4 @@
-"""Read the main texts of web pages: HTML files, web archives, and pages that other readers bring."""
+"""Read the main text of web pages: HTML files, web archives, and pages fetched by other readers."""
 
 import re
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from crosstrain import Chunk, DataError, Document, FileReader, registry, require
 
 from ..commands.prepare import io
 
-TYPES = ("text/html", "application/xhtml+xml", "text/plain")  # of pages with a text
+TYPES = ("text/html", "application/xhtml+xml", "text/plain")  # content types of pages with text
 _CHARSET = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
-_LOOK = 2048  # bytes that are searched for the encoding of a page
-_MOST = 64 << 20  # bytes of a page of an archive
-# Encodings that browsers read instead of the ones that pages name.
+_LOOK = 2048  # number of bytes at the start of a page to search for its encoding
+_MOST = 64 << 20  # maximum size of a page in an archive, in bytes
+# Encodings that browsers use instead of the declared ones.
 _READ_AS = {
     "iso-8859-1": "cp1252", "latin1": "cp1252", "latin-1": "cp1252", "us-ascii": "cp1252", "ascii": "cp1252",
     "iso-8859-9": "cp1254", "iso-8859-11": "cp874", "tis-620": "cp874", "gb2312": "gb18030", "gbk": "gb18030",
@@ -26,7 +26,7 @@ _READ_AS = {
 
 @registry.register_reader("html")
 class HtmlReader(FileReader):
-    """HTML files: the main text of each, extracted by trafilatura."""
+    """HTML files: the main text of each file, extracted by trafilatura."""
 
     suffixes = (".html", ".htm", ".xhtml")
     contents = ("HTML page", "XML document")
@@ -37,7 +37,7 @@ class HtmlReader(FileReader):
 
 @registry.register_reader("warc")
 class WarcReader(FileReader):
-    """WARC and WET files: a document per page, of HTML the main text, extracted by trafilatura."""
+    """WARC and WET files: one document per page; the main text of HTML is extracted by trafilatura."""
 
     suffixes = (".warc", ".wet")
     contents = ("WARC archive",)
@@ -50,7 +50,7 @@ class WarcReader(FileReader):
             try:
                 for number, record in enumerate(archive, 1):
                     document = _page(record, f"{chunk.file}: {record.rec_headers.get_header('WARC-Target-URI')}")
-                    with redirect_stderr(StringIO()):  # warcio writes of damage and goes on
+                    with redirect_stderr(StringIO()):  # warcio prints errors and continues
                         archive.read_to_end()
                     size, end = record.rec_headers.get_header("Content-Length"), archive.offset
                     if (
@@ -68,9 +68,10 @@ class WarcReader(FileReader):
 
 
 def page_document(content: bytes, content_type: str, source: str, url: str | None = None) -> Document:
-    """Return the document of a page: plain text as it is, of HTML the main text, empty if it has none.
+    """Return a page as a document: plain text is unchanged; HTML is reduced to its main text, which may be empty.
 
-    content_type: the HTTP header. A page that is neither UTF-8 nor in the encoding that it names is left out.
+    content_type: value of the HTTP header. The document is empty if the page is neither in Unicode nor in its declared
+    encoding.
     """
     header = Message()
     header["Content-Type"] = content_type
@@ -89,7 +90,7 @@ def page_document(content: bytes, content_type: str, source: str, url: str | Non
 
 
 def _page(record: Any, source: str) -> Document:
-    """Return the document of a record, an empty one if it is no page with a text."""
+    """Return a record as a document; empty if the record is not a page with text."""
     http = record.http_headers
     kind = str((http or record.rec_headers).get_header("Content-Type"))
     content_type, status = kind.partition(";")[0].strip().lower(), http.get_statuscode() if http else "200"

@@ -1,4 +1,4 @@
-"""Read dumps of a MediaWiki: pages-articles.xml, compressed or not."""
+"""Read MediaWiki dumps: pages-articles.xml, compressed or not."""
 
 import re
 from collections.abc import Iterator
@@ -19,35 +19,53 @@ from ..commands.prepare import io
 from ..commands.prepare.reader import line_number, split_file
 
 _END = b"</page>"
-_SITE = 1 << 16  # bytes at the beginning of a dump that describe the wiki
-_TAGS = {"br": "\n"} | dict.fromkeys((
-    "table", "ref", "references", "gallery", "categorytree", "graph", "imagemap", "includeonly", "indicator",
-    "inputbox", "mapframe", "maplink", "score", "section", "templatedata", "timeline"), "")  # fmt: skip
+_SITE = 1 << 16  # number of bytes at the start of a dump to search for its siteinfo
+_TAGS = {"br": "\n"} | dict.fromkeys(
+    (
+        "table",
+        "ref",
+        "references",
+        "gallery",
+        "categorytree",
+        "graph",
+        "imagemap",
+        "includeonly",
+        "indicator",
+        "inputbox",
+        "mapframe",
+        "maplink",
+        "score",
+        "section",
+        "templatedata",
+        "timeline",
+    ),
+    "",
+)
 _PARAMETER = re.compile(r"\{([^}]+)\}")
 _FILE = re.compile(r"\.(jpe?g|png|svg|gif|tiff?|webp|xcf|webm|ogv|stl)$", re.IGNORECASE)
-_SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # such as __NOTOC__
+_SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # switches, such as __NOTOC__
 _VARIANTS = re.compile(r"-\{(?:([^{}|]*)\|)?(?:\s*zh[\w-]*\s*:)?([^{};]*)[^{}]*\}-")  # -{zh-hans:软件; zh-hant:軟體}-
 
 
 @registry.register_reader("wikipedia")
 class WikipediaReader(FileReader):
-    """XML dumps of Wikipedia and other MediaWikis: a document per page, its markup taken off by mwparserfromhell."""
+    """XML dumps of Wikipedia and other MediaWikis: one document per page, markup removed by mwparserfromhell."""
 
     suffixes = (".xml",)
     contents = ("MediaWiki dump", "XML document", "HTML page")
 
     @dataclass
     class Options(FileReader.Options):
-        """Files to read, and the namespaces of pages."""
+        """Files to read, and the namespaces of the pages."""
 
-        namespaces: list[int] = field(default_factory=lambda: [0])  # 0: articles; 1: talk, 10: templates, ...
-        titles: bool = True  # the page's title is its first line
+        namespaces: list[int] = field(default_factory=lambda: [0])  # 0: articles, 1: talk, 10: templates, ...
+        titles: bool = True  # start each document with the page's title
 
     options: Options
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        # The parser needs hours for some pages of 100 KB.
+        # The parser takes hours on some pages of 100 KB.
         advice = "remove the page, or drop such pages with unusable: drop"
         self.shown = LimitedProcess(_shown_text, "cannot be read: its markup", advice=advice)
 
@@ -83,14 +101,14 @@ class WikipediaReader(FileReader):
 
 
 def _shown_text(given: tuple[str, frozenset[str]]) -> tuple[str, tuple[str, ...]]:
-    """Return the text of a page from (markup, prefixes of hidden links), and the templates that leave a gap in it."""
+    """Return a page's text, and the templates that leave a gap in it; `given` is (markup, prefixes of hidden links)."""
     page = WikiPage(*given)
     return page.text, tuple(page.vanished)
 
 
 @lru_cache(maxsize=16)
 def _hidden(file: Path) -> frozenset[str]:
-    """Return the prefixes of links to files, categories and other languages, by the head of a dump and by name."""
+    """Return prefixes of links to files, categories and other languages: those in the dump, and well-known ones."""
     with io.opened(file) as stream:
         head = stream.read(_SITE).partition(b"</siteinfo>")[0].decode(errors="replace")
     declared = re.findall(r'<namespace key="(?:6|14)"[^>]*>([^<]+)<', head)
@@ -99,7 +117,7 @@ def _hidden(file: Path) -> frozenset[str]:
 
 
 def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in the content, <page> element) of each page. DataError if one is cut off."""
+    """Yield (offset in the content, <page> element) of each page. Raises DataError for a truncated page."""
     data, at = chunk.read(), 0
     while (start := data.find(b"<page>", at)) >= 0:
         stop = data.find(_END, start)
@@ -121,14 +139,14 @@ def _rules() -> dict[str, Any]:
 class WikiPage:
     """The text of a page, without tables, references, files, categories and most templates.
 
-    hidden: prefixes of links that a page does not show, in lower case.
+    hidden: prefixes of links that are not displayed, in lower case.
     """
 
     def __init__(self, markup: str, hidden: frozenset[str]) -> None:
         self.hidden, self.vanished = hidden, dict[str, None]()  # templates that leave a gap in a line
         text = self._plain(require("mwparserfromhell", "taking the markup off wiki pages").parse(markup))
         text = _SWITCH.sub(_shown, text)
-        # A rule that shows nothing has the flag H, T or -.
+        # Language variant rules with the flag H, T or - display no text.
         text = _VARIANTS.sub(lambda found: "" if set(found[1] or "") & set("HT-") else found[2], text)
         self.text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.strip() for line in text.split("\n"))).strip()
 
@@ -158,7 +176,7 @@ class WikiPage:
         return str(node.__strip__(normalize=True, collapse=True, keep_template_params=False) or "")
 
     def _template(self, node: Any, in_line: bool) -> str:
-        """Return the text that stays of a template; one that leaves a gap in a line is noted."""
+        """Return the text of a template, and record the template if it leaves a gap in a line."""
         given = {str(each.name).strip(): self._plain(each.value).strip() for each in node.params}
         name, _, given[":"] = self._plain(node.name).strip().lower().replace("_", " ").partition(":")
         second = f"{name}|{given.get('2', '')}"
@@ -174,5 +192,5 @@ class WikiPage:
 
 
 def _shown(found: re.Match[str]) -> str:
-    """Return a name between double underscores, empty if it is a switch of MediaWiki and no word of a program."""
+    """Return a name between double underscores, or an empty string if it is in upper case and not a known macro."""
     return found[0] if found[0] != found[0].upper() or found[0] in _rules()["macros"] else ""

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model and sees other samples. With one process, plain training."""
+"""Data parallelism: every rank holds the full model and trains on its own samples; on one process, plain training."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -27,24 +27,24 @@ from crosstrain.engine.footprint import data_parallel
 
 @registry.register_runner("ddp")
 class DDPRunner(Runner):
-    """torch's DistributedDataParallel: gradients are averaged while the backward still runs."""
+    """torch's DistributedDataParallel: gradients are averaged during the backward."""
 
     @dataclass
     class Options(ContextOptions):
         """Options of `run.runner` for ddp."""
 
-        # gradients are exchanged in buckets of this many MiB
+        # size of gradient buckets in MiB
         bucket_cap_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25
-        find_unused_parameters: bool = False  # for models that leave parameters out of some steps
+        find_unused_parameters: bool = False  # True: allow steps that do not use every parameter
 
     _bucket_ready: float | None = None
-    _used: UsedParameters | None = None  # None: not watched
+    _used: UsedParameters | None = None  # None: unused parameters are not detected
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         out = data_parallel(at)
         if at.world_size > 1:
-            buckets = Sizes.of(at.model).trainable  # are kept; gradients that wait for an exchange lie beside them
+            buckets = Sizes.of(at.model).trainable  # buckets stay allocated; accumulation doubles this memory
             out.gradients, out.retained_grad_fraction = buckets * (2 if at.batch.accumulation > 1 else 1), 0.0
         return [out]
 
@@ -58,19 +58,19 @@ class DDPRunner(Runner):
             bucket_cap_mb=self.options.bucket_cap_mb,
             find_unused_parameters=self.options.find_unused_parameters,
             forward_sync_buffers=False,
-            init_sync=False,  # every rank fills in the same weights itself
+            init_sync=False,  # every rank initializes the same weights itself
             gradient_as_bucket_view=True,
         )
         if not self.options.find_unused_parameters:
             self._used = UsedParameters(model)
-        # A lambda, because torch checks a hook's annotations and cannot read postponed ones.
+        # A lambda, because torch checks a hook's annotations but cannot resolve postponed ones.
         self.module.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
 
     def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average one bucket over the ranks, noting when it was ready."""
+        """Average one bucket over the ranks, and record when it was ready."""
         self._bucket_ready = time.perf_counter()
         gradients = bucket.buffer().div_(self.world.size)
-        # `value` raises what went wrong; a fake process group's is nothing.
+        # `value` raises the collective's error. Its result is not used, because a fake process group has none.
         return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: (done.value(), gradients)[1])
 
     def backward(self, loss: Tensor) -> None:
@@ -78,9 +78,9 @@ class DDPRunner(Runner):
         if self._used is not None:
             self._used.clear()
         super().backward(loss)
-        # On a GPU a bucket is announced long before the device gets there, so nothing can be said.
+        # On a GPU the hook runs long before the device reaches the bucket, so its time is meaningless.
         if self._bucket_ready is not None and self.device.type == "cpu":
-            # Once the last bucket is ready the backward only waits: that is the communication it could not hide.
+            # After the last bucket is ready, the backward only waits: this is the communication that is not overlapped.
             waited = time.perf_counter() - self._bucket_ready
             self.timers.add("backward", -waited)
             self.timers.add("allreduce", waited)

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank holds a share of each parameter and gathers a block when it computes."""
+"""Fully sharded data parallelism: every rank holds a shard of each parameter, and gathers one block at a time."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -36,12 +36,12 @@ from crosstrain.engine.precision import DTYPES, computes_in_half, is_linear, lin
 
 
 def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
-    """True where linear layers are gathered in bf16."""
+    """Return True if linear layers are gathered in bf16."""
     return options.param_dtype == "amp" and options.expert_parallel == 1 and computes_in_half(run, model)
 
 
 def unrounded(block: nn.Module) -> list[nn.Module]:
-    """Modules of a block with parameters that autocast may use as they are, such as norms."""
+    """Return a block's modules with parameters that autocast does not round, such as norms."""
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
     return [module for module in own if not is_linear(module)]
 
@@ -54,16 +54,16 @@ class FSDPRunner(Runner):
     class Options(ExpertOptions):
         """Options of `run.runner` for fsdp."""
 
-        shard_size: PositiveInt | None = None  # ranks that share one copy of the model (hybrid sharding); None: all
-        reshard_after_forward: bool = True  # False: blocks stay gathered until their backward (ZeRO-2): faster
-        cpu_offload: bool = False  # shards and optimizer live in host memory
-        sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
-        # type in which blocks' linear layers are gathered; amp: bf16 under run.amp=bf16, which computes in it anyway
+        shard_size: PositiveInt | None = None  # ranks that share a copy of the model (hybrid sharding); None: all
+        reshard_after_forward: bool = True  # False: keep blocks gathered until their backward (ZeRO-2)
+        cpu_offload: bool = False  # keep shards and optimizer state in host memory
+        sync_each_micro_batch: bool = False  # reduce gradients after every micro batch; slower, saves memory
+        # dtype in which linear layers of blocks are gathered; amp: bf16, their compute dtype, under run.amp=bf16
         param_dtype: Literal["amp", "fp32"] = "amp"
-        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients of what is gathered in bf16 are summed
+        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype for summing gradients of weights gathered in bf16
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, saves_memory=("sync_each_micro_batch=true",))
-    module: FSDPModule  # type: ignore[assignment] # the model itself, whose class fully_shard changes
+    module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
@@ -82,7 +82,9 @@ class FSDPRunner(Runner):
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options, run)
         if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype, run.amp.linear) != (
-            "amp", "bf16", None
+            "amp",
+            "bf16",
+            None,
         ):
             raise ConfigError("run.runner.reduce_dtype: bf16 is for what run.amp=bf16 gathers in it, without float8")
 
@@ -96,10 +98,15 @@ class FSDPRunner(Runner):
 
         def layout(sizes: Sizes, ranks: int) -> Layout:
             return fully_sharded(
-                sizes, at, ranks, regather=options.reshard_after_forward, offload=options.cpu_offload,
-                every=options.sync_each_micro_batch, gathered=Sizes.of(model) if half else None,
+                sizes,
+                at,
+                ranks,
+                regather=options.reshard_after_forward,
+                offload=options.cpu_offload,
+                every=options.sync_each_micro_batch,
+                gathered=Sizes.of(model) if half else None,
                 half_sums=options.reduce_dtype == "bf16",
-            )  # fmt: skip
+            )
 
         if experts == 1:
             out = layout(Sizes.of(at.model), ranks)
@@ -120,7 +127,7 @@ class FSDPRunner(Runner):
             self.expert_mesh = self.mesh._unflatten("shard", (shard // experts, experts), ("expert_data", "expert"))
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
-        with parameters_on_meta():  # memory is given to the shards alone, in `prepare`
+        with parameters_on_meta():  # `prepare` allocates only the shards
             return make_model()
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
@@ -141,13 +148,13 @@ class FSDPRunner(Runner):
             if apart and block not in apart:
                 fully_shard(apart, **in_blocks)
             fully_shard(block, **in_blocks | ({} if block in apart else {"mp_policy": half}))
-        # What is outside the blocks, the embedding and the head among it, is needed again as soon as backward begins.
+        # Parameters outside the blocks, such as the embedding and the head, are needed again when the backward starts.
         fully_shard(model, reshard_after_forward=False, **options)
         materialize(model, torch.device("cpu") if self.options.cpu_offload else self.device)
         super().prepare(model, make_optimizer)
 
     def _shard_experts(self, model: Model, options: dict[str, Any]) -> None:
-        """Keep some experts of each layer; their features are sharded over the ranks that hold the same."""
+        """Keep this rank's experts of each layer; shard their features over the ranks that hold the same experts."""
         mesh = self.expert_mesh["expert"]
         names, same = ExpertParallel(mesh.get_group()).shard(model), self.expert_mesh["expert_data"].size()
         for name in names:
@@ -162,9 +169,12 @@ class FSDPRunner(Runner):
             module._parameters[own] = nn.Parameter(whole, mine.requires_grad)
         data = tuple(name for name in self.expert_mesh.mesh_dim_names or () if name != "expert")
         fully_shard_experts(
-            model, copies=self.world.size, reshard_after_forward=self.options.reshard_after_forward,
-            shard_placement_fn=lambda _: Shard(1), **options | {"mesh": self.expert_mesh[data]},
-        )  # fmt: skip
+            model,
+            copies=self.world.size,
+            reshard_after_forward=self.options.reshard_after_forward,
+            shard_placement_fn=lambda _: Shard(1),
+            **options | {"mesh": self.expert_mesh[data]},
+        )
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
@@ -177,7 +187,7 @@ class FSDPRunner(Runner):
         try:
             with super().evaluating():
                 yield
-        finally:  # no backward follows that would put what is still gathered back into its shards
+        finally:  # no backward follows that would reshard gathered parameters
             for module in self.module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

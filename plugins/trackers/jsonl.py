@@ -1,4 +1,4 @@
-"""metrics.jsonl, for programs; resuming and `crosstrain report` rely on it."""
+"""metrics.jsonl: metrics for other programs, for resumed runs and for `crosstrain report`."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from crosstrain.utils.units import finite
 
 @registry.register_tracker("jsonl")
 class JsonlTracker(Tracker):
-    """metrics.jsonl: one JSON object per logged step, there when the step is done; no step stands twice."""
+    """metrics.jsonl: one JSON object per logged step, written when the step is done; no step is repeated."""
 
     def __init__(self, options: Any, run: TrackedRun) -> None:
         super().__init__(options, run)
@@ -28,7 +28,7 @@ class JsonlTracker(Tracker):
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drop the rows after `step`, and the unfinished line that a kill may leave."""
+    """Drop the rows after `step`, and an unfinished line that a killed run left."""
     kept, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
     for text in lines:
         try:

@@ -7,21 +7,21 @@ from typing import Any
 
 from crosstrain import Row, Text, TrackedRun, Tracker, flat, registry, require, scalars, texts
 
-_MAX_VALUE = 500  # characters of a parameter's value that every MLflow server accepts
-_MAX_BATCH = 100  # parameters that servers accept per request
+_MAX_VALUE = 500  # maximum length of a parameter's value that all MLflow servers accept
+_MAX_BATCH = 100  # maximum number of parameters per request
 
 
 @registry.register_tracker("mlflow")
 class MlflowTracker(Tracker):
-    """MLflow, on a server, in a database, or in the run's folder."""
+    """MLflow, on a server, in a database or in the run's folder."""
 
     remote = True
 
     @dataclass
     class Options:
-        uri: Text | None = None  # None: MLFLOW_TRACKING_URI, or a SQLite file in the run's folder
-        experiment: Text = "crosstrain"  # made if it does not exist
-        run_name: Text | None = None  # None: the name of the run's folder
+        uri: Text | None = None  # server or database; None: MLFLOW_TRACKING_URI, or SQLite in the run's folder
+        experiment: Text = "crosstrain"  # name of the experiment; created if it does not exist
+        run_name: Text | None = None  # name of the run; None: the name of the run's folder
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -40,10 +40,10 @@ class MlflowTracker(Tracker):
         self._id = run.remembered("mlflow", lambda: self._create(artifacts))
         self._client.update_run(self._id, status="RUNNING")
         known = self._client.get_run(self._id).data.metrics
-        self._last = int(known.get("step", 0))  # the last step that the server has: none is sent twice
+        self._last = int(known.get("step", 0))  # last step on the server; a resumed run logs only later steps
 
     def _create(self, artifacts: str | None) -> str:
-        """Create a run with its hyper-parameters; returns its id."""
+        """Create a run with its hyperparameters, and return its ID."""
         client, options = self._client, self.options
         experiment = client.get_experiment_by_name(options.experiment)
         number = experiment.experiment_id if experiment else client.create_experiment(options.experiment, artifacts)

@@ -14,7 +14,7 @@ from crosstrain.utils.files import append
 
 @registry.register_tracker("tensorboard")
 class TensorBoardTracker(Tracker):
-    """TensorBoard: curves, generated text, the configuration and the hyper-parameters."""
+    """TensorBoard: curves, generated text, the configuration and the hyperparameters."""
 
     def __init__(self, options: Any, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -25,7 +25,7 @@ class TensorBoardTracker(Tracker):
         self._folder.mkdir(exist_ok=True)
         self._file = self._folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._write(file_version="brain.Event:2")
-        # TensorBoard hides the points of an earlier start from here on.
+        # A START event makes TensorBoard hide the points of earlier starts from this step on.
         self._write(step=run.resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         if not run.resumed_step:
             self._summarize(0, _text("config", yaml.safe_dump(run.config, sort_keys=False)))
@@ -49,16 +49,16 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # torch's SummaryWriter opens its file in a thread, when another run's folder may already be at the path.
+        # torch's SummaryWriter opens its file in a thread, when another run's folder may already be at this path.
         RecordWriter(self).write(Event(wall_time=time.time(), **event).SerializeToString())
 
     def write(self, record: bytes) -> None:
-        """Append a record to the file, whole or not at all."""
+        """Append a record to the file atomically."""
         append(self._file, record)
 
 
 def _text(tag: str, content: str) -> Any:
     from torch.utils.tensorboard.summary import text
 
-    # TensorBoard reads Markdown; indented by four spaces, nothing in the text is markup.
+    # TensorBoard renders Markdown; four spaces make the text a code block.
     return text(tag, textwrap.indent(content, "    ", lambda _: True))

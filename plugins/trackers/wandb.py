@@ -12,18 +12,18 @@ from crosstrain import Row, Text, TrackedRun, Tracker, UserError, registry, requ
 
 @registry.register_tracker("wandb")
 class WandbTracker(Tracker):
-    """Weights & Biases, on its servers or kept on disk for `wandb sync`."""
+    """Weights & Biases, on its servers or on disk for `wandb sync`."""
 
     remote = True
 
     @dataclass
     class Options:
-        project: Text = "crosstrain"  # made if it does not exist
-        entity: Text | None = None  # a user or a team; None: the account's default
-        run_name: Text | None = None  # None: the name of the run's folder
-        group: Text | None = None  # of runs that belong together
-        tags: list[Text] = field(default_factory=list)  # to find runs by
-        mode: Literal["online", "offline"] | None = None  # None: WANDB_MODE, or online
+        project: Text = "crosstrain"  # name of the project; created if it does not exist
+        entity: Text | None = None  # user or team; None: the account's default
+        run_name: Text | None = None  # name of the run; None: the name of the run's folder
+        group: Text | None = None  # group of related runs; None: no group
+        tags: list[Text] = field(default_factory=list)  # tags for filtering runs
+        mode: Literal["online", "offline"] | None = None  # None: WANDB_MODE, else online
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -41,15 +41,23 @@ class WandbTracker(Tracker):
         super().__init__(options, run)
         wandb = self._wandb = require("wandb", "tracker 'wandb'")
         self._run = wandb.init(
-            project=options.project, entity=options.entity, name=options.run_name or run.name, group=options.group,
-            tags=options.tags or None, mode=options.mode, config=run.config, dir=str(run.folder.resolve()),
-            id=run.remembered("wandb", lambda: secrets.token_hex(4)), resume="allow", reinit="create_new",
-            # log.txt has the console's lines, and the project's code is none of a tracker's business.
+            project=options.project,
+            entity=options.entity,
+            name=options.run_name or run.name,
+            group=options.group,
+            tags=options.tags or None,
+            mode=options.mode,
+            config=run.config,
+            dir=str(run.folder.resolve()),
+            id=run.remembered("wandb", lambda: secrets.token_hex(4)),
+            resume="allow",
+            reinit="create_new",
+            # log.txt already has the console output, and a tracker should not upload the project's code.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
-        )  # fmt: skip
+        )
 
     def log(self, row: Row) -> None:
-        # wandb ignores a step that the interrupted run has already sent.
+        # wandb ignores steps that the interrupted run already sent.
         pages = {tag: self._wandb.Html(f"<pre>{escape(text)}</pre>") for tag, text in texts(row)}
         self._run.log(dict(scalars(row)) | pages, step=row["step"])
 

@@ -170,9 +170,7 @@ def test_a_plan_is_the_command_lines(workspace: Workspace, capsys: pytest.Captur
     command = ["plan", "--cfg-path", str(workspace.project), *flags, "--output", str(output), "--options", *options]
     assert main(command) == 0
     values = {"run.runner": "zero2", "run.micro_batch_size": 1}
-    plan = crosstrain.plan(
-        workspace.config, values, world_size=4, device_memory="1MiB", tokens="1M", presets=False
-    )  # fmt: skip
+    plan = crosstrain.plan(workspace.config, values, world_size=4, device_memory="1MiB", tokens="1M", presets=False)
     assert plan.as_json() == json.loads(output.read_text())
     assert capsys.readouterr().out == f"{plan}\n"
 
@@ -215,9 +213,14 @@ def test_ctrl_c_has_the_workers_save(workspace: Workspace, workers: int) -> None
         "    print('interrupted')\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "script.py"], cwd=workspace.path, env=PLAIN, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "script.py"],
+        cwd=workspace.path,
+        env=PLAIN,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     wait_until(lambda: logged_step(workspace.path / "out") > 20, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook do
     out, _ = process.communicate(timeout=60)

@@ -264,10 +264,29 @@ def test_commands_take_urls(
         (["export", "--checkpoint", RUN, "--output", "s3://bucket/exported"], "there is something at s3://bucket/exp"),
         (["report", "s3://bucket/none", "--output", str(tmp_path / "report.html")], "there is no metrics.jsonl"),
         (["evaluate", "--checkpoint", "s3://bucket/none"], "s3://bucket/none: not a checkpoint, and holds none"),
-        (["train", "--cfg-path", str(WRITTEN / "project.yaml"), "--fresh", "--options", f"run.output_dir={RUN}",
-          f"datasets.tiny.path={WRITTEN / 'tiny'}"], "a folder in a bucket cannot be renamed"),
-        (["train", "--cfg-path", str(WRITTEN / "project.yaml"), "--options", "run.output_dir=s3://no-bucket/run",
-          f"datasets.tiny.path={WRITTEN / 'tiny'}"], "s3://no-bucket/run cannot be written to"),
-    ):  # fmt: skip
+        (
+            [
+                "train",
+                "--cfg-path",
+                str(WRITTEN / "project.yaml"),
+                "--fresh",
+                "--options",
+                f"run.output_dir={RUN}",
+                f"datasets.tiny.path={WRITTEN / 'tiny'}",
+            ],
+            "a folder in a bucket cannot be renamed",
+        ),
+        (
+            [
+                "train",
+                "--cfg-path",
+                str(WRITTEN / "project.yaml"),
+                "--options",
+                "run.output_dir=s3://no-bucket/run",
+                f"datasets.tiny.path={WRITTEN / 'tiny'}",
+            ],
+            "s3://no-bucket/run cannot be written to",
+        ),
+    ):
         assert main(command) == 1
         assert complaint in capsys.readouterr().err

@@ -21,8 +21,8 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import IncompatibleCheckpointError, manifest_text
-from crosstrain.checkpoint.weights import load_shards
 from crosstrain.cli.main import main
 from crosstrain.distributed.group import Group
 from crosstrain.training.state import State, starting_point
@@ -358,8 +358,12 @@ def test_a_manifest_that_is_no_file_is_named(run: Path, kind: str) -> None:
 def test_a_step_that_was_no_checkpoint_is_saved_again(run: Path, kind: str) -> None:
     for path in (newest(run), newest(run).with_name(f"{newest(run).name}.damaged")):
         shutil.rmtree(path, ignore_errors=True)
-        {"file": path.touch, "fifo": lambda p=path: os.mkfifo(p), "dangling": lambda p=path: p.symlink_to("nothing"),
-         "folder": path.mkdir}[kind]()  # fmt: skip
+        {
+            "file": path.touch,
+            "fifo": lambda p=path: os.mkfifo(p),
+            "dangling": lambda p=path: p.symlink_to("nothing"),
+            "folder": path.mkdir,
+        }[kind]()
     keeper = Checkpointer(run / "checkpoints", Group(), Retention(), lambda folder: None)
     keeper.save(NEWER, shards(NEWER, cut=False), state(NEWER).document(), background=False)
     keeper.wait()

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.commands.export import folder as exporting
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from conftest import ENVIRONMENT, ROOT, Workspace, kill, wait_until
-from crosstrain.checkpoint import export as exporting
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
@@ -181,7 +181,7 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
-import crosstrain.checkpoint.export, crosstrain.inference.open_checkpoint  # imports are not measured
+import crosstrain_plugins.builtin.commands.export.folder, crosstrain.inference.open_checkpoint  # not measured
 from crosstrain.cli.main import main
 
 def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked
@@ -195,9 +195,11 @@ assert main(["export", "--checkpoint", {str(large)!r}, "--output", {str(tmp_path
 print("PEAK", peak() - before)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
         env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     used = int(done.stdout.split("PEAK")[1])
     # The tensor itself, and its boxes in the mapped files, which count while they are mapped: twice 16 MB. A second
@@ -211,9 +213,13 @@ def test_killed_it_leaves_nothing_that_looks_finished(tmp_path: Path, large: Pat
     out = tmp_path / "out"
     arguments = ["export", "--checkpoint", str(large), "--output", str(out), "--max-shard-size", "16MiB"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "crosstrain", *arguments], env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "crosstrain", *arguments],
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     wait_until(lambda: any(tmp_path.glob(".out.export/model-00002*")), process)
     kill(process)
     assert not out.exists()
@@ -309,8 +315,13 @@ def test_only_what_transformers_knows_is_handed_on(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == usual
     left = {"tokenizer.model", "spm.model", "merges.txt", "added_tokens.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "model.safetensors", "config.json", "generation_config.json", "vocab.txt", "spiece.model", "tiktoken.model",
-    }  # fmt: skip
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "vocab.txt",
+        "spiece.model",
+        "tiktoken.model",
+    }
     assert {line.partition(":")[0] for line in said if "does not hold what its name says" in line} == left
     assert "config.json: left out auto_map, draft, name_or_path, nested, quantization_config" in " ".join(said)
 

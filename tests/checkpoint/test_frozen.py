@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from conftest import Run, Workspace
 from crosstrain.checkpoint.boxes import Box, flat_range_pieces
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.weights import fingerprint
+from crosstrain.checkpoint.load_weights import fingerprint
 from crosstrain.cli.main import main
 from fixtures_processes import program
 from fixtures_ranks import mostly_slow, train

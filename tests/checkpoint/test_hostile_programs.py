@@ -107,9 +107,12 @@ CONFIGS: dict[str, Callable[[dict], object]] = {
 
 @pytest.mark.parametrize("attack", CONFIGS)
 def test_a_configuration_that_asks_for_too_much_is_refused(
-    copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nothing_launched: list[Any],
+    copied: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_launched: list[Any],
     attack: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("SECRET", "swordfish")
     reconfigure(copied, CONFIGS[attack])
     code, lines = said(capsys, copied)
@@ -132,6 +135,7 @@ def test_a_checkpoint_does_not_say_how_many_processes_start(
     assert nothing_launched[0][0]["run"]["num_workers"] == os.cpu_count()
 
 
+@pytest.mark.slow
 @FEW
 @given(st.data())
 def test_any_change_of_the_configuration_is_refused_or_harmless(

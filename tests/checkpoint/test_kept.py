@@ -58,9 +58,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     place = tmp_path_factory.mktemp("kept")
     (place / "tiny").symlink_to(dataset)
     for family, (cls, options) in {
-        "gpt2": (GPT2Config, FAMILIES["gpt2"]), "qwen": (Qwen2Config, FAMILIES["qwen"]),
+        "gpt2": (GPT2Config, FAMILIES["gpt2"]),
+        "qwen": (Qwen2Config, FAMILIES["qwen"]),
         "causal_lm": (LlamaConfig, FAMILIES["causal_lm"]["config"]),
-    }.items():  # fmt: skip
+    }.items():
         given = {key: value for key, value in options.items() if key not in ("arch", "model_type")}
         model = AutoModelForCausalLM.from_config(cls(**given, vocab_size=VOCABULARY))
         model.save_pretrained(place / family)

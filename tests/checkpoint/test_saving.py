@@ -124,9 +124,14 @@ def test_a_rank_killed_while_it_saves(workspace: Workspace) -> None:
     folder = workspace.path / "out"
     model = json.dumps(workspace.config["model"] | {"arch": "slow_to_save"})
     process = workspace.start(
-        "out", f"run.plugins=[{workspace.path}/plugins]", f"model={model}", "run.runner=zero3",
-        "run.save_interval=5", "run.max_iters=10", nproc=2,
-    )  # fmt: skip
+        "out",
+        f"run.plugins=[{workspace.path}/plugins]",
+        f"model={model}",
+        "run.runner=zero3",
+        "run.save_interval=5",
+        "run.max_iters=10",
+        nproc=2,
+    )
     try:
         wait_until(lambda: (folder / "checkpoints" / ".step_000010.tmp" / "config.json").exists(), process)
         os.kill(max(workers(process.pid)), signal.SIGKILL)

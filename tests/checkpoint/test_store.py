@@ -18,8 +18,8 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
 from crosstrain.checkpoint.files import Reader, write_safetensors
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import manifest_text
-from crosstrain.checkpoint.weights import load_shards
 from crosstrain.distributed.group import Group
 from crosstrain.utils.errors import CheckpointError
 

@@ -60,9 +60,12 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ],
 )
 def test_mistakes_in_options(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    options: list[str], expected: str,
-) -> None:  # fmt: skip
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    expected: str,
+) -> None:
     monkeypatch.chdir(workspace.path)
     line = complaint(capsys, "train", "--cfg-path", "project.yaml", "--nproc-per-node", "1", "--options", *options)
     assert expected in line
@@ -80,6 +83,7 @@ class LooksUp(Objective):
 """
 
 
+@pytest.mark.slow
 def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
     plugin = workspace.path / "looks_up.py"
     plugin.write_text(PLUGIN)
@@ -119,9 +123,12 @@ def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
     ],
 )
 def test_mistakes_on_the_command_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    arguments: list[str], expected: str,
-) -> None:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    expected: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert expected in complaint(capsys, *arguments)
 
@@ -263,20 +270,27 @@ def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_run_from_nothing_to_text(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Prepares its data, trains, validates, evaluates and generates, as the quickstart does."""
     text = write_text(workspace.path / "text.jsonl")
     workspace.config["datasets"]["tiny"] |= {
-        "path": "data/new", "prepare": {"input": str(text), "train_tokenizer": 300},
-    }  # fmt: skip
+        "path": "data/new",
+        "prepare": {"input": str(text), "train_tokenizer": 300},
+    }
     workspace.project.write_text(yaml.safe_dump(workspace.config))
     run = workspace.train(
-        "out", "run.max_iters=60", "run.eval_interval=30", "run.save_interval=30", "run.log_interval=10",
+        "out",
+        "run.max_iters=60",
+        "run.eval_interval=30",
+        "run.save_interval=30",
+        "run.log_interval=10",
         "run.sample_prompts=['ban ']",
-    )  # fmt: skip
-    for expected in ("learning rate", "time (ms)", "validation perplexity", "of the unigram model", "open next:"):
+    )
+    for expected in ("  lr ", " tok/s  ", "validation perplexity", "of the unigram model", "open next:"):
         assert expected in run.out
     assert "| ban " in run.out
     assert run.column("step") == [10, 20, 30, 40, 50, 60]
@@ -318,9 +332,13 @@ def test_conversation_ends_at_stop(workspace: Workspace) -> None:
     train(workspace.project, "out", "run.max_iters=2")
     done = subprocess.run(
         [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", "out", "--interactive", "--max-new-tokens", "4"],
-        input="ban\n" + "ban " * 200 + "\nstop\nnot read\n", cwd=workspace.path, env=ENVIRONMENT,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        input="ban\n" + "ban " * 200 + "\nstop\nnot read\n",
+        cwd=workspace.path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "`stop` to end" in done.stdout
     assert "shorten it" in done.stdout

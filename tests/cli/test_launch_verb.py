@@ -71,9 +71,24 @@ TINY = ("--nodes", "2", "--cfg-path", "projects/gpt2_345m_8gpu.yaml")
 
 def test_flags_are_in_the_manifest_or_refused() -> None:
     text = said(
-        "--to", "jobset", "--name", "mine", "--image", "registry/image:1", "--claim", "disk", "--queue", "team",
-        "--grace", "777", "--spot", *TINY, "--options", "run.seed=5", "run.max_restarts=3",
-    )  # fmt: skip
+        "--to",
+        "jobset",
+        "--name",
+        "mine",
+        "--image",
+        "registry/image:1",
+        "--claim",
+        "disk",
+        "--queue",
+        "team",
+        "--grace",
+        "777",
+        "--spot",
+        *TINY,
+        "--options",
+        "run.seed=5",
+        "run.max_restarts=3",
+    )
     jobset = list(yaml.safe_load_all(text))[-1]
     assert jobset["metadata"] == {"name": "mine", "labels": {"kueue.x-k8s.io/queue-name": "team"}}
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
@@ -215,11 +230,17 @@ def test_a_jobsets_restart_ends_as_an_undisturbed_run_does(shared_workspace: Wor
             flags = [re.sub(r"\$\((\w+)\)", lambda name, own=own: own[name[1]], flag) for flag in container["args"]]
             flags = [flag.replace("/project/", f"{path}/mounted/") for flag in flags]
             flags = [flag.replace("project-node-0-0.project", "127.0.0.1") for flag in flags]  # the set's name service
-            pods.append(subprocess.Popen(
-                [sys.executable, *container["command"][1:], *flags], cwd=path, text=True, start_new_session=True,
-                env=inherited | own | {"PYTHONPATH": str(ROOT / "platform")},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            ))  # fmt: skip
+            pods.append(
+                subprocess.Popen(
+                    [sys.executable, *container["command"][1:], *flags],
+                    cwd=path,
+                    text=True,
+                    start_new_session=True,
+                    env=inherited | own | {"PYTHONPATH": str(ROOT / "platform")},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
         return pods
 
     pods = start()
@@ -274,9 +295,13 @@ def test_a_ray_cluster_that_loses_a_machine_trains_to_the_end(shared_workspace: 
     paths = os.pathsep.join(map(str, (ROOT / "platform", ROOT / "tests")))
     alone = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]  # where Ray listens for nobody
     done = subprocess.run(
-        [*alone, sys.executable, "drive.py", "job.py", f"{path}/on_ray"], cwd=path, capture_output=True, text=True,
-        env=ENVIRONMENT | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled"}, timeout=600,
-    )  # fmt: skip
+        [*alone, sys.executable, "drive.py", "job.py", f"{path}/on_ray"],
+        cwd=path,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled"},
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a machine was lost" in done.stdout
     undisturbed = shared_workspace.train("beside", *options, nproc=2)

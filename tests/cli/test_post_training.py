@@ -26,9 +26,13 @@ SAYS = {"red": "hello", "blue": "world"}
 
 def crosstrain(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "crosstrain", *arguments], cwd=folder, env=PLAIN, capture_output=True, text=True,
+        [sys.executable, "-m", "crosstrain", *arguments],
+        cwd=folder,
+        env=PLAIN,
+        capture_output=True,
+        text=True,
         timeout=280,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -44,13 +48,19 @@ def chats(workspace: Workspace) -> Workspace:
     rng = random.Random(0)
     write_tokenizer(workspace.path / "tokenizer", SHAPES["chatml"].template)
     asked = [rng.choice(list(SAYS)) for _ in range(64)]
-    write(workspace.path, "chats.jsonl", [
-        {"messages": [{"role": "user", "content": colour}, {"role": "assistant", "content": SAYS[colour]}]}
-        for colour in asked
-    ])  # fmt: skip
-    write(workspace.path, "pairs.jsonl", [
-        {"prompt": colour, "chosen": SAYS[colour], "rejected": f"{SAYS[colour]} and more"} for colour in asked
-    ])  # fmt: skip
+    write(
+        workspace.path,
+        "chats.jsonl",
+        [
+            {"messages": [{"role": "user", "content": colour}, {"role": "assistant", "content": SAYS[colour]}]}
+            for colour in asked
+        ],
+    )
+    write(
+        workspace.path,
+        "pairs.jsonl",
+        [{"prompt": colour, "chosen": SAYS[colour], "rejected": f"{SAYS[colour]} and more"} for colour in asked],
+    )
     workspace.config["model"] |= {"vocab_size": 512, "n_positions": 64, "dropout": 0.0}
     workspace.config["datasets"] = {
         "chats": {"name": "chat", "path": "chats.jsonl", "tokenizer": "tokenizer", "seq_length": 64}
@@ -88,8 +98,9 @@ def test_from_pretrained_weights_to_a_served_chat(chats: Workspace) -> None:
         "pairs": {"name": "preference", "path": "pairs.jsonl", "tokenizer": "tokenizer", "seq_length": 64}
     }
     chats.project.write_text(yaml.safe_dump(chats.config))
-    preferred = chats.train("preferred", *model, "run.objective={name: dpo, beta: 0.5}", "run.max_iters=20",
-                             "run.init_lr=5e-4")  # fmt: skip
+    preferred = chats.train(
+        "preferred", *model, "run.objective={name: dpo, beta: 0.5}", "run.max_iters=20", "run.init_lr=5e-4"
+    )
     assert preferred.rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert preferred.rows[-1]["rewards/accuracies"] == 1.0
 
@@ -128,18 +139,24 @@ def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
 def _served(folder: Path, checkpoint: str, said: str) -> str:
     """The answer of a server to one message."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "crosstrain", "serve", "--checkpoint", checkpoint, "--port", "0"], cwd=folder,
-        env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "crosstrain", "serve", "--checkpoint", checkpoint, "--port", "0"],
+        cwd=folder,
+        env=PLAIN,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         assert server.stdout is not None
         address = next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.]+:\d+", line)))
         turns = [{"role": "user", "content": said}]
         body = {"model": Path(checkpoint).name, "messages": turns, "temperature": 0, "max_tokens": 20}
         request = urllib.request.Request(
-            f"{address}/v1/chat/completions", json.dumps(body).encode(),
+            f"{address}/v1/chat/completions",
+            json.dumps(body).encode(),
             {"Content-Type": "application/json"},
-        )  # fmt: skip
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["choices"][0]["message"]["content"]
     finally:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 from fixtures_web import PAGE, Server, server
 
@@ -31,8 +31,10 @@ WHERE = ["near the harbour", "behind the church", "in the winter garden", "on th
 
 def english(seed: int, sentences: int = 45) -> str:
     rng = random.Random(seed)
-    told = (f"{rng.choice(WHO)} {rng.choice(DID)} {rng.choice(WHAT)} {rng.choice(WHERE)} in {rng.randint(1800, 1999)}."
-            for _ in range(sentences))  # fmt: skip
+    told = (
+        f"{rng.choice(WHO)} {rng.choice(DID)} {rng.choice(WHAT)} {rng.choice(WHERE)} in {rng.randint(1800, 1999)}."
+        for _ in range(sentences)
+    )
     return " ".join(told)
 
 
@@ -67,9 +69,15 @@ def train_and_write(folder: Path, data: str) -> None:
     losses = [json.loads(line)["loss"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.8 * losses[0]
     written = run(
-        str(ROOT / "evaluate.py"), "--checkpoint", "out", "--generate", "The fisherman", "--max-new-tokens", "8",
+        str(ROOT / "evaluate.py"),
+        "--checkpoint",
+        "out",
+        "--generate",
+        "The fisherman",
+        "--max-new-tokens",
+        "8",
         cwd=folder,
-    )  # fmt: skip
+    )
     assert "The fisherman" in written
 
 
@@ -108,9 +116,12 @@ def test_from_a_list_of_urls_to_a_model(server: Server, folder: Path) -> None:
     report = json.loads((folder / "data" / "webtext" / "report.json").read_text())
     read = report["inputs"]["urls/"]
     assert read["fetched"] == {
-        "blocked ending": 1, "ok": 34, "the server says 404": 1, "robots.txt does not allow it": 1,
+        "blocked ending": 1,
+        "ok": 34,
+        "the server says 404": 1,
+        "robots.txt does not allow it": 1,
         "named more than once": 1,
-    }  # fmt: skip
+    }
     assert read["dropped"]["language"]["documents"] == 1
     assert {kind: found["documents"] for kind, found in report["repeated"].items()} == {"exact": 1, "near": 1}
     dropped_for_length = report["tokenized"]["dropped"].get("document_length", {"documents": 0})["documents"]
@@ -130,9 +141,17 @@ def test_from_a_dump_of_wikipedia_to_a_model(server: Server, folder: Path) -> No
     server.content["/enwiki-pages-articles.xml.bz2"] = 200, "application/x-bzip2", bz2.compress(dump.encode())
     server.cut = 4000
     run(
-        "-m", "crosstrain", "prepare", "--cfg-path", str(ROOT / "configs" / "recipes" / "wikipedia.yaml"),
-        "--train-tokenizer", "600", "--input", server.url("/enwiki-pages-articles.xml.bz2"), cwd=folder,
-    )  # fmt: skip
+        "-m",
+        "crosstrain",
+        "prepare",
+        "--cfg-path",
+        str(ROOT / "configs" / "recipes" / "wikipedia.yaml"),
+        "--train-tokenizer",
+        "600",
+        "--input",
+        server.url("/enwiki-pages-articles.xml.bz2"),
+        cwd=folder,
+    )
     assert len(server.seen) == 2  # the transfer broke off once
     summary = Summary.read(folder / "data" / "wiki")
     assert (summary.documents, summary.dropped, summary.vocab_size) == (40, 1, 600)

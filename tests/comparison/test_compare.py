@@ -97,9 +97,17 @@ def record(gradient: float) -> dict[str, Any]:
         "projections": {},
     }  # fmt: skip
     return {
-        "rows": [row], "steps": [step], "plain_loss": 1.0, "plain_training": False, "names": ["a", "b"], "tied": [],
-        "dp_size": 1, "context_size": 1, "accumulation": 1, "exact": True,
-    }  # fmt: skip
+        "rows": [row],
+        "steps": [step],
+        "plain_loss": 1.0,
+        "plain_training": False,
+        "names": ["a", "b"],
+        "tied": [],
+        "dp_size": 1,
+        "context_size": 1,
+        "accumulation": 1,
+        "exact": True,
+    }
 
 
 def test_a_gradient_that_the_reference_lacks_is_named() -> None:

@@ -138,7 +138,7 @@ def go_on(project: str, options: tuple[str, ...]) -> dict[Event, Values]:
         events[trainer.state.step, "resume"] = _number(metrics.loss) | {
             ("", "data"): np.array(_content(batch)),
             **_held([s for s in trainer.runner.held.shards() if s.kind == "param"]),
-        }  # fmt: skip
+        }
     trainer.runner.close()
     return events
 

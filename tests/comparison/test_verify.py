@@ -22,12 +22,27 @@ def verify(workspace: Workspace, runner: str, *options: str) -> tuple[subprocess
     """The command's end, and the result of each check."""
     done = subprocess.run(
         [
-            sys.executable, "-m", "crosstrain", "verify", "--cfg-path", str(workspace.project), "--runners", runner,
-            "--output", "verified.md", "--options", f"run.plugins=[{PLUGINS}]", "run.micro_batch_size=2", *options,
+            sys.executable,
+            "-m",
+            "crosstrain",
+            "verify",
+            "--cfg-path",
+            str(workspace.project),
+            "--runners",
+            runner,
+            "--output",
+            "verified.md",
+            "--options",
+            f"run.plugins=[{PLUGINS}]",
+            "run.micro_batch_size=2",
+            *options,
         ],
-        cwd=workspace.path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
-        capture_output=True, text=True, timeout=290,
-    )  # fmt: skip
+        cwd=workspace.path,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
     (rows,) = json.loads((workspace.path / "verified.json").read_text()).values()
     return done, {name: result for name, result, _ in rows}
 
@@ -64,10 +79,19 @@ def test_a_wrong_runner_is_told(workspace: Workspace, bug: str, failed: set[str]
 def test_a_page_is_a_table_for_each_runner() -> None:
     rows = [("trains alike", "yes", "a | b"), ("exports right", "no", "c")]
     assert page({"one@2": rows[:1], "two@2": rows}, "crosstrain verify").splitlines()[4:] == [
-        "## one@2: verified", "", "| check | result | found |", "|---|---|---|", "| trains alike | yes | a &#124; b |",
-        "", "## two@2: **not verified**", "", "| check | result | found |", "|---|---|---|",
-        "| trains alike | yes | a &#124; b |", "| exports right | **no** | c |",
-    ]  # fmt: skip
+        "## one@2: verified",
+        "",
+        "| check | result | found |",
+        "|---|---|---|",
+        "| trains alike | yes | a &#124; b |",
+        "",
+        "## two@2: **not verified**",
+        "",
+        "| check | result | found |",
+        "|---|---|---|",
+        "| trains alike | yes | a &#124; b |",
+        "| exports right | **no** | c |",
+    ]
 
 
 @pytest.mark.parametrize(

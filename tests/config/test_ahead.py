@@ -36,9 +36,14 @@ sys.meta_path.insert(0, Refuse())
 
 def python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env=os.environ | {"PYTHONPATH": f"{ROOT}/platform{os.pathsep}{ROOT}/tests{os.pathsep}{ROOT}/tests/config"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -81,8 +86,10 @@ def options_of_all(ahead: bool) -> dict[str, list[list[str]]]:
 
     def read() -> dict[str, list[list[str]]]:
         classes = {f"{kind} {n}": checker.options_class(kind, n) for kind in KINDS for n in registry.names(kind)}
-        return {key: [[o.name, str(o.type), str(o.required), str(o.default)] for o in options_of(cls)]
-                for key, cls in classes.items()}  # fmt: skip
+        return {
+            key: [[o.name, str(o.type), str(o.required), str(o.default)] for o in options_of(cls)]
+            for key, cls in classes.items()
+        }
 
     return (apart(read) or {}) if ahead else read()
 
@@ -176,8 +183,13 @@ def test_a_plugin_of_others_is_read_too(home: Path, monkeypatch: pytest.MonkeyPa
              "helper.py": HELPER, "sub/__init__.py": HELPER, "__init__.py": HELPER}  # fmt: skip
     if packaged:
         write(home / "site", {f"theirs/{name}": text for name, text in files.items()})
-        write(home / "site", {"theirs-1.dist-info/METADATA": "Name: theirs\nVersion: 1",
-                              "theirs-1.dist-info/entry_points.txt": "[crosstrain.plugins]\nit = theirs"})  # fmt: skip
+        write(
+            home / "site",
+            {
+                "theirs-1.dist-info/METADATA": "Name: theirs\nVersion: 1",
+                "theirs-1.dist-info/entry_points.txt": "[crosstrain.plugins]\nit = theirs",
+            },
+        )
         monkeypatch.syspath_prepend(home / "site")
     else:
         write(home / "plugins", files)
@@ -206,8 +218,10 @@ UNREADABLE = {
 @pytest.mark.parametrize("reason", UNREADABLE)
 def test_a_plugin_that_depends_on_a_library_is_left_to_the_full_check(home: Path, reason: str) -> None:
     text = UNREADABLE[reason].replace("REGISTER", 'registry.register_dataset("mine")')
-    write(home / "plugins", {"mine.py": f"import crosstrain\nfrom dataclasses import dataclass\n"
-                                        f"from crosstrain import registry\n{text}"})  # fmt: skip
+    write(
+        home / "plugins",
+        {"mine.py": f"import crosstrain\nfrom dataclasses import dataclass\nfrom crosstrain import registry\n{text}"},
+    )
     assert told(home, "it: 3") == []
     with pytest.raises(UserError, match=r"needs the package|importing it failed"):
         registry.get("dataset", "mine")

@@ -34,8 +34,12 @@ def test_a_project_file_becomes_typed_options(home: Path) -> None:
     assert config.model.name == "net"
     assert config.model_type == "small"
     assert vars(config.model.options) == {
-        "width": 8, "depth": 2, "dropout": 0.1, "activation": "gelu", "plan": {"qkv": "column"},
-    }  # fmt: skip
+        "width": 8,
+        "depth": 2,
+        "dropout": 0.1,
+        "activation": "gelu",
+        "plan": {"qkv": "column"},
+    }
     data = config.datasets["webtext"].options
     assert data.path == Path("data/webtext")
     assert data.split == (949, 50, 1)

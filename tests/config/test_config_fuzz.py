@@ -146,9 +146,13 @@ def written(workspace: Workspace, seeds: range) -> list[tuple[int, Path]]:
 @pytest.mark.timeout(3600)
 def test_five_hundred_command_lines(workspace: Workspace) -> None:
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(workspace.project)], cwd=workspace.path, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
-    )  # fmt: skip
+        [sys.executable, "-c", SERVER, str(workspace.project)],
+        cwd=workspace.path,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+    )
     assert server.stdin is not None
     assert server.stdout is not None
     for seed, path in written(workspace, range(20_000, 20_500)):
@@ -165,6 +169,10 @@ def test_fifty_real_processes(workspace: Workspace) -> None:
     for seed, path in written(workspace, range(30_000, 30_050)):
         done = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), "--cfg-path", str(path), "--options", "run.max_iters=1"],
-            cwd=workspace.path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
-        )  # fmt: skip
+            cwd=workspace.path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=ENVIRONMENT,
+        )
         judge(done.returncode, done.stdout + done.stderr, seed)

@@ -167,27 +167,38 @@ def test_reasons_name_the_line_and_the_words(tmp_path: Path) -> None:
     tree = read(
         tmp_path, 'A=\'--lr 1\'\nif x; then\n A="$A --wd 2"\nfi\npython a.py $A --save `pwd`/x --seed $SEED "$@"'
     )
-    assert tree == {"lr": 1, "wd": "???", "save": "???", "seed": "???", "???": {
-        "wd": "line 3: only a run of the script knows 'A=\"$A --wd 2\"'",
-        "save": "line 5: only a run of the script knows '`pwd`'",
-        "seed": "line 5: only a run of the script knows '$SEED'",
-        "words without an option": "line 5: only a run of the script knows '$@'",
-    }}  # fmt: skip
+    assert tree == {
+        "lr": 1,
+        "wd": "???",
+        "save": "???",
+        "seed": "???",
+        "???": {
+            "wd": "line 3: only a run of the script knows 'A=\"$A --wd 2\"'",
+            "save": "line 5: only a run of the script knows '`pwd`'",
+            "seed": "line 5: only a run of the script knows '$SEED'",
+            "words without an option": "line 5: only a run of the script knows '$@'",
+        },
+    }
 
 
 def test_an_option_before_the_next_command_has_no_value(tmp_path: Path) -> None:
     """Neither a further command nor the end of the file belongs to the last option."""
     for end in ("\nset +x", "; set +x", " && echo done", " > log 2>&1", " | tee log", " &\nwait", " \\\n", ""):
         assert read(tmp_path, f"python a.py --lr 1 --bf16 --sequence-parallel{end}") == {
-            "lr": 1, "bf16": True, "sequence_parallel": True,
-        }, end  # fmt: skip
+            "lr": 1,
+            "bf16": True,
+            "sequence_parallel": True,
+        }, end
 
 
 def test_layers_of_experts_and_ranks_to_profile_are_read_as_they_are_written(tmp_path: Path) -> None:
     line = "python a.py --moe-layer-freq '([0]*3+[1]*58)' --other \"[0,1,1]\" --profile-ranks 0 --more 0 1"
     assert read(tmp_path, line) == {
-        "moe_layer_freq": "([0]*3+[1]*58)", "other": [0, 1, 1], "profile_ranks": 0, "more": [0, 1],
-    }  # fmt: skip
+        "moe_layer_freq": "([0]*3+[1]*58)",
+        "other": [0, 1, 1],
+        "profile_ranks": 0,
+        "more": [0, 1],
+    }
 
 
 def test_an_option_that_may_follow_takes_no_words_of_the_one_before(tmp_path: Path) -> None:
@@ -198,8 +209,11 @@ def test_an_option_that_may_follow_takes_no_words_of_the_one_before(tmp_path: Pa
 def test_blanks_between_expansions_in_quotes_are_kept(tmp_path: Path) -> None:
     tree = read(tmp_path, 'A=3\nB="--lr $((A+1)) $(date) `pwd` ${A:+--c} $A  $A"\npython a.py --x "$A $A" --wd 2 $B\n')
     assert {key: value for key, value in tree.items() if key != "???"} == {
-        "x": "3 3", "wd": 2, "lr": "???", "c": [3, 3],
-    }  # fmt: skip
+        "x": "3 3",
+        "wd": 2,
+        "lr": "???",
+        "c": [3, 3],
+    }
 
 
 def test_a_program_is_the_same_in_different_folders(tmp_path: Path) -> None:
@@ -234,10 +248,33 @@ def test_a_parser_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: py
 
 
 NAMES = st.sampled_from("ABC")  # of texts; arrays are D and E
-WORD = st.sampled_from([
-    "1", "2e-4", "x", "$A", "${B}", "${C:-5}", '"$A"', "'q r'", '"a $B"', "$((1+2))", "$(echo hi)", "--a", "--b 3",
-    "--lr", "$1", "$@", "--a=$B", "${A:+--c}", "x$A", "$ENV", '"${D[@]}"', "${E[@]}", "${D[0]}",
-])  # fmt: skip
+WORD = st.sampled_from(
+    [
+        "1",
+        "2e-4",
+        "x",
+        "$A",
+        "${B}",
+        "${C:-5}",
+        '"$A"',
+        "'q r'",
+        '"a $B"',
+        "$((1+2))",
+        "$(echo hi)",
+        "--a",
+        "--b 3",
+        "--lr",
+        "$1",
+        "$@",
+        "--a=$B",
+        "${A:+--c}",
+        "x$A",
+        "$ENV",
+        '"${D[@]}"',
+        "${E[@]}",
+        "${D[0]}",
+    ]
+)
 WORDS = st.lists(WORD, max_size=4).map(" ".join)
 CONDITION = st.sampled_from(["true", "false", "[ 1 -eq 1 ]", '[ -z "$A" ]', "[[ $A == 1 ]]", "! true"])
 PLAIN = st.one_of(
@@ -255,15 +292,24 @@ def _inside(statement: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         st.builds("{} && {}".format, CONDITION, PLAIN),
         st.builds("for {} in {} 1; do\n{}\n{}\ndone".format, NAMES, WORDS, body, st.sampled_from(["", "break"])),
         st.builds("case $A in 1|x) {} ;; *) {} ;; esac".format, body, body),
-        st.builds("f() {{\n{}\n{}\n{}\n}}\nf {}".format, st.sampled_from(["", "local A=3", "local B"]), body,
-                  st.sampled_from(["", "true && return"]), WORDS),
+        st.builds(
+            "f() {{\n{}\n{}\n{}\n}}\nf {}".format,
+            st.sampled_from(["", "local A=3", "local B"]),
+            body,
+            st.sampled_from(["", "true && return"]),
+            WORDS,
+        ),
         st.builds("( {} )".format, body),
-    )  # fmt: skip
+    )
 
 
 SCRIPT = st.lists(st.recursive(PLAIN, _inside, max_leaves=6), min_size=1, max_size=5).map("\n".join)
-TAIL = st.builds(" --x {} {} {} --end".format, st.sampled_from(["1", "$A"]), st.sampled_from(["$B", "${D[@]}"]),
-                 st.sampled_from(["", "--z $C", "--lr ${E[@]}"]))  # fmt: skip
+TAIL = st.builds(
+    " --x {} {} {} --end".format,
+    st.sampled_from(["1", "$A"]),
+    st.sampled_from(["$B", "${D[@]}"]),
+    st.sampled_from(["", "--z $C", "--lr ${E[@]}"]),
+)
 
 
 def _agrees(folder: Path, stubs: Path, script: str) -> None:
@@ -294,8 +340,11 @@ def test_many_scripts_differ_from_bash_in_nothing_unnamed(
 
 
 NUMBER = st.one_of(st.integers(-99, 99), st.floats(0.01, 99, allow_nan=False).map(lambda x: round(x, 3))).map(str)
-ARITHMETIC = st.recursive(NUMBER, lambda inner: st.builds(
-    "({}){}({})".format, inner, st.sampled_from(["+", "-", "*", "/", "//"]), inner), max_leaves=6)  # fmt: skip
+ARITHMETIC = st.recursive(
+    NUMBER,
+    lambda inner: st.builds("({}){}({})".format, inner, st.sampled_from(["+", "-", "*", "/", "//"]), inner),
+    max_leaves=6,
+)
 
 
 @given(expression=ARITHMETIC)

@@ -66,7 +66,7 @@ def test_the_lists() -> None:
     files = sorted((ROOT / "configs" / "foreign_keys").glob("*.yaml"))
     assert len(files) == 7
     documents = [yaml.safe_load(path.read_text()) for path in files]
-    assert sum(len(document["keys"]) for document in documents) 
+    assert sum(len(document["keys"]) for document in documents)
     for document in documents:
         for key, answer in document["keys"].items():
             assert re.fullmatch(r"[a-z0-9_]+", key), key

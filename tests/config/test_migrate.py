@@ -106,9 +106,13 @@ def test_files_and_precision_of_lavis(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "resume_from" not in run
     said = "\n".join(notes)
     for key in (
-        "run.lr_sched", "run.resume_ckpt_path", "run.deepspeed_config", "run.valid_splits",
-        "datasets.mine.build_info.annotations.train.storage", "datasets.mine.build_info.annotations.val.url",
-    ):  # fmt: skip
+        "run.lr_sched",
+        "run.resume_ckpt_path",
+        "run.deepspeed_config",
+        "run.valid_splits",
+        "datasets.mine.build_info.annotations.train.storage",
+        "datasets.mine.build_info.annotations.val.url",
+    ):
         assert re.search(rf"^not carried over: (\S+, )*{re.escape(key)}[:,]", said, re.MULTILINE), key
     assert "not known" not in said
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
@@ -150,9 +154,12 @@ Trainer(model, args, train_dataset=data["train"], data_collator=DataCollatorForL
 def test_a_shell_script_is_read_as_the_shell_would(tmp_path: Path) -> None:
     tree = migrated(tmp_path, "megatron_llama3")[1]
     assert tree["run"]["runner"] == {
-        "name": "megatron", "tensor_parallel": 2, "pipeline_parallel": 1, "sequence_parallel": True,
+        "name": "megatron",
+        "tensor_parallel": 2,
+        "pipeline_parallel": 1,
+        "sequence_parallel": True,
         "data_parallel_style": "zero1",
-    }  # fmt: skip
+    }
     assert tree["run"]["output_dir"] == "checkpoints/llama3_8b"  # ${1:-"..."}
     assert tree["run"]["max_iters"] == 1953125000 // 128
     assert tree["run"]["warmup_steps"] == 3906252 // 128
@@ -178,17 +185,22 @@ def test_a_file_beside_the_configuration_says_stage_optimizer_and_schedule(tmp_p
     assert (run["lr_sched"], run["warmup_steps"], run["lr_decay_iters"]) == ("linear", 100, 2000)
     assert "warmup_fraction" not in run
     assert migrated(tmp_path, "trl_sft")[1]["model"]["adapter"] == {
-        "name": "lora", "rank": 32, "alpha": 16, "dropout": 0.05,
-    }  # fmt: skip
+        "name": "lora",
+        "rank": 32,
+        "alpha": 16,
+        "dropout": 0.05,
+    }
 
 
 def test_arithmetic_of_a_shell_has_parentheses(tmp_path: Path) -> None:
-    (tmp_path / "a.sh").write_text("""
+    (tmp_path / "a.sh").write_text(
+        """
         TP=2; PP=2
         GBS=$(( ${NT:-8} / (TP*PP) ))
         python pretrain_gpt.py --global-batch-size $GBS --seq-length $(( ((TP + 2) * (PP+1)) / 2 )) --seed $(cat a b) \\
             --lr $((1 + RATE))
-        """.replace("; ", "\n"))
+        """.replace("; ", "\n")
+    )
     tree = read_foreign(tmp_path / "a.sh")
     assert tree.pop("???").keys() == {"seed", "lr"}
     assert tree == {"global_batch_size": 2, "seq_length": 6, "seed": "???", "lr": "???"}
@@ -288,8 +300,11 @@ def test_sections_of_deepspeed_are_answered_as_a_whole_and_none_that_is_off(tmp_
     tree, notes, _ = lost(tmp_path, "deepspeed", off | on | {"zero_optimization": zero, "curriculum_learning": step})
     assert tree["run"]["curriculum"] == {"start": 8, "steps": 9, "multiple_of": 8}
     assert tree["run"]["runner"] == {
-        "name": "deepspeed", "stage": 2, "ignore_unused_parameters": False, "aio": {"queue_depth": 4},
-    }  # fmt: skip
+        "name": "deepspeed",
+        "stage": 2,
+        "ignore_unused_parameters": False,
+        "aio": {"queue_depth": 4},
+    }
     assert "profile" not in tree["run"]
     (said,) = [note for note in notes if "flops" in note]
     assert said.startswith("not needed here: flops_profiler: ")
@@ -435,8 +450,10 @@ Own("gpt2", args=SFTConfig("out", max_steps=3, learning_rate=1e-3))"""
     text, notes, _ = migrate(path, origins()["transformers"])
     tree = yaml.safe_load(text)
     assert (tree["model"]["pretrained"], tree["run"]["max_iters"], tree["datasets"]["data"]["name"]) == (
-        "gpt2", 3, "chat",
-    )  # fmt: skip
+        "gpt2",
+        3,
+        "chat",
+    )
     assert [note for note in notes if "compute_loss" in note or "inner" in note] == [
         "not carried over: compute_loss: give run.objective (-log p of each target is given, docs/post-training.md)"
     ]
@@ -500,9 +517,13 @@ def test_stretched_positions_of_megatron_are_those_of_llama_3(tmp_path: Path) ->
     given |= {"swiglu": True, "position_embedding_type": "rope", "rotary_base": 500000, "use_rope_scaling": True}
     tree, notes, _ = lost(tmp_path, "megatron_lm", given | {"rope_scaling_factor": 32.0})
     assert tree["model"]["config"]["rope_parameters"] == {  # the constants are Megatron-LM's
-        "rope_type": "llama3", "rope_theta": 500000, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 500000,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }  # fmt: skip
+    }
     assert "rope" not in "".join(notes)
 
 
@@ -605,11 +626,16 @@ def test_a_number_that_means_off_loads(tmp_path: Path, name: str) -> None:
 def test_zeros_inside_sections_are_kept_or_named(tmp_path: Path) -> None:
     adam = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0, 0.9], "eps": 0}}
     steps = {"total_curriculum_step": 9, "difficulty_step": 0}
-    tree, notes, _ = lost(tmp_path, "deepspeed", {
-        "optimizer": adam, "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 0},
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 0},
-        "curriculum_learning": {"enabled": True, "min_difficulty": 8, "schedule_config": steps},
-    })  # fmt: skip
+    tree, notes, _ = lost(
+        tmp_path,
+        "deepspeed",
+        {
+            "optimizer": adam,
+            "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 0},
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 0},
+            "curriculum_learning": {"enabled": True, "min_difficulty": 8, "schedule_config": steps},
+        },
+    )
     run = tree["run"]
     assert run["optimizer"] == {"name": "adamw", "betas": [0, 0.9]}
     assert (run["curriculum"], run["amp"]["dtype"]) == ({"start": 8, "steps": 9}, "fp16")

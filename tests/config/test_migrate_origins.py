@@ -74,8 +74,10 @@ def test_defaults_of_the_installed_training_arguments(tmp_path: Path) -> None:
     run = load_config(tmp_path / "p.yaml", []).run
     optimizer = run.optimizer.options
     assert (run.init_lr, run.weight_decay, run.seed) == (
-        theirs["learning_rate"], theirs["weight_decay"], theirs["seed"],
-    )  # fmt: skip
+        theirs["learning_rate"],
+        theirs["weight_decay"],
+        theirs["seed"],
+    )
     assert (run.grad_norm_clip, run.max_epoch) == (theirs["max_grad_norm"], theirs["num_train_epochs"])
     assert optimizer.betas == (theirs["adam_beta1"], theirs["adam_beta2"])
     assert (optimizer.eps, optimizer.decoupled) == (theirs["adam_epsilon"], True)
@@ -104,9 +106,12 @@ def test_defaults_of_the_installed_deepspeed(tmp_path: Path) -> None:
     assert run["lr_sched"] == "constant"
     assert run["grad_norm_clip"] == constants.GRADIENT_CLIPPING_DEFAULT
     assert run["amp"] == {
-        "dtype": "fp16", "initial_scale": 2.0 ** scaler["initial_scale_power"], "window": scaler["loss_scale_window"],
-        "hysteresis": scaler["hysteresis"], "min_scale": scaler["min_loss_scale"],
-    }  # fmt: skip
+        "dtype": "fp16",
+        "initial_scale": 2.0 ** scaler["initial_scale_power"],
+        "window": scaler["loss_scale_window"],
+        "hysteresis": scaler["hysteresis"],
+        "min_scale": scaler["min_loss_scale"],
+    }
     assert "gradient_clipping: there is none; DeepSpeed clips at 1.0" in notes
     tree, notes, _ = migrated(
         tmp_path, "deepspeed", file | {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}}
@@ -216,12 +221,22 @@ SMALL = {"layers": 2, "hidden": 64, "heads": 4, "length": 16}
 
 def ds_config(stage: int, batch: int = 1024) -> dict[str, Any]:
     return {
-        "train_batch_size": batch, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 10,
-        "zero_optimization": {"stage": stage, "elastic_checkpoint": True}, "gradient_clipping": 1.0,
-        "prescale_gradients": False, "wall_clock_breakdown": False,
-        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
-                 "initial_scale_power": 11},
-    }  # fmt: skip
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": 16,
+        "steps_per_print": 10,
+        "zero_optimization": {"stage": stage, "elastic_checkpoint": True},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "wall_clock_breakdown": False,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 11,
+        },
+    }
 
 
 @pytest.mark.parametrize(("gpus", "mp"), [(1, 1), (2, 1), (2, 2)])
@@ -230,9 +245,14 @@ def test_a_script_of_the_first_megatron(tmp_path: Path, gpus: int, mp: int) -> N
     tree, notes, ranks = migrated(tmp_path, "megatron_lm", script, "a.sh")
     run, data = tree["run"], tree["datasets"]["data"]
     assert tree["model"] == {
-        "arch": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_layer": 24, "n_head": 16, "n_embd": 1024,
+        "arch": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_layer": 24,
+        "n_head": 16,
+        "n_embd": 1024,
         "dropout": 0.1,
-    }  # fmt: skip
+    }
     assert (data["seq_length"], data["split"], data["path"]) == (1024, [400, 300, 300], "???")
     wanted = {"name": "megatron", "tensor_parallel": 2, "pipeline_parallel": 1} if mp == 2 else None
     assert (run.get("runner"), ranks) == (wanted, gpus if gpus > 1 else 1)
@@ -281,13 +301,26 @@ def test_splits_are_rounded_as_the_scripts_program_does(tmp_path: Path, content:
 
 
 def test_a_file_of_deepspeed_beside_a_script_of_the_first_megatron(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({
-        "train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_print": 1,
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 50000000}, "gradient_clipping": 1.0,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
-        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
-        "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
-    }))  # fmt: skip
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_batch_size": 16,
+                "gradient_accumulation_steps": 1,
+                "steps_per_print": 1,
+                "zero_optimization": {"stage": 2, "reduce_bucket_size": 50000000},
+                "gradient_clipping": 1.0,
+                "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+                "fp16": {
+                    "enabled": True,
+                    "loss_scale": 0,
+                    "loss_scale_window": 1000,
+                    "hysteresis": 2,
+                    "min_loss_scale": 1,
+                },
+                "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
+            }
+        )
+    )
     more = "--deepspeed --deepspeed_config ds.json --deepspeed-activation-checkpointing "
     script = FIRST.format(**LARGE, gpus=2, mp=1, out="out", more=more)
     tree, notes, _ = migrated(tmp_path, "megatron_lm", script, "a.sh")
@@ -326,9 +359,17 @@ def test_scripts_of_megatron_deepspeed(
     if file:
         (tmp_path / "ds.json").write_text(json.dumps(ds_config(stage, batch)))
     script = DEEPSPEED.format(
-        **LARGE | {"length": 2048}, nodes=nodes, gpus=gpus, stage=stage, pp=pp, batch=batch, tokens=tokens,
-        samples=tokens // 1000, warmup=tokens // 100, out="out",
-    )  # fmt: skip
+        **LARGE | {"length": 2048},
+        nodes=nodes,
+        gpus=gpus,
+        stage=stage,
+        pp=pp,
+        batch=batch,
+        tokens=tokens,
+        samples=tokens // 1000,
+        warmup=tokens // 100,
+        out="out",
+    )
     tree, notes, ranks = migrated(tmp_path, "megatron_lm", script, "a.sh")
     run, step = tree["run"], batch * 2048
     assert run["max_iters"] == math.ceil(tokens / step)  # the step that reaches them is the last one
@@ -355,11 +396,23 @@ def test_a_curriculum_of_megatron_deepspeed(tmp_path: Path) -> None:
               "schedule_type": "fixed_linear", "schedule_config": plan}  # fmt: skip
     (tmp_path / "ds.json").write_text(json.dumps(ds_config(1) | {"curriculum_learning": course}))
     script = DEEPSPEED.format(
-        **LARGE | {"length": 2048}, nodes=1, gpus=8, stage=1, pp=1, batch=1024, tokens=10**9, samples=10**6,
-        warmup=10**7, out="out",
-    )  # fmt: skip
+        **LARGE | {"length": 2048},
+        nodes=1,
+        gpus=8,
+        stage=1,
+        pp=1,
+        batch=1024,
+        tokens=10**9,
+        samples=10**6,
+        warmup=10**7,
+        out="out",
+    )
+    script = script.replace("--deepspeed_config", "--curriculum-learning --deepspeed_config", 1)
     tree, notes, _ = migrated(tmp_path, "megatron_lm", script, "a.sh")
+    assert "--curriculum-learning" in script
     assert tree["run"]["curriculum"] == {"start": 8, "steps": 60, "multiple_of": 8}
+    assert "curriculum_learning: run.curriculum is that of the DeepSpeed file" in notes
+    assert "curriculum_learning: give" not in notes
     assert "under a curriculum the first steps have fewer tokens" in notes
 
 
@@ -491,14 +544,34 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_configuration_of_each_stage(tmp_path: Path, stage: Any) -> None:
     plan = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 5}}
-    tree, notes, _ = migrated(tmp_path, "deepspeed", {
-        "train_batch_size": 16, "gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 8,
-        "optimizer": ADAM, "scheduler": plan, "gradient_clipping": 1.0, "steps_per_print": 1,
-        "wall_clock_breakdown": False, "dump_state": False, "zero_optimization": STAGES[stage],
-        "fp16": {"enabled": False, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16,
-                 "loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1},
-        "bf16": {"enabled": True}, "tensorboard": {"enabled": True, "output_path": "log/", "job_name": "2023-12-15"},
-    })  # fmt: skip
+    tree, notes, _ = migrated(
+        tmp_path,
+        "deepspeed",
+        {
+            "train_batch_size": 16,
+            "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": 8,
+            "optimizer": ADAM,
+            "scheduler": plan,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 1,
+            "wall_clock_breakdown": False,
+            "dump_state": False,
+            "zero_optimization": STAGES[stage],
+            "fp16": {
+                "enabled": False,
+                "auto_cast": False,
+                "loss_scale": 0,
+                "initial_scale_power": 16,
+                "loss_scale_window": 1000,
+                "hysteresis": 2,
+                "consecutive_hysteresis": False,
+                "min_loss_scale": 1,
+            },
+            "bf16": {"enabled": True},
+            "tensorboard": {"enabled": True, "output_path": "log/", "job_name": "2023-12-15"},
+        },
+    )
     run = tree["run"]
     assert (run["global_batch_size"], run["micro_batch_size"], run["accum_grad_iters"]) == (16, 8, 1)
     assert run["optimizer"] == {"name": "adamw", "betas": [0.9, 0.99], "eps": 1e-7}
@@ -636,18 +709,50 @@ LEAST: dict[str, tuple[str, Any]] = {
     "torchtitan": ("a.json", {"training": {"seq_len": 8}}),
 }  # fmt: skip
 SECTIONS = {"run", "training", "zero_optimization", "datasets", "model"}
-HOSTILE = st.sampled_from([
-    "${oc.env:HOME}", "x${oc.env:HOME}", "pipe:touch ran", " PIPE:touch ran", "a\nrun: {plugins: [evil.py]}",
-    "\x1b[31m",     "a\u2028b", "a\x85b", "???\nmodel: x", "; touch ran", "$(touch ran)", "'null'", "\ud800",
-])  # fmt: skip
-NAMES = HOSTILE | st.sampled_from([
-    "plugins", "trackers", "callbacks", "metrics", "objective", "resume_from", "storage", "output_dir", "save",
-    "dataset",     "dataset_path", "data_path", "path", "seed", "num_processes", "world_size", "nproc_per_node", "a: b",
-])  # fmt: skip
+HOSTILE = st.sampled_from(
+    [
+        "${oc.env:HOME}",
+        "x${oc.env:HOME}",
+        "pipe:touch ran",
+        " PIPE:touch ran",
+        "a\nrun: {plugins: [evil.py]}",
+        "\x1b[31m",
+        "a\u2028b",
+        "a\x85b",
+        "???\nmodel: x",
+        "; touch ran",
+        "$(touch ran)",
+        "'null'",
+        "\ud800",
+    ]
+)
+NAMES = HOSTILE | st.sampled_from(
+    [
+        "plugins",
+        "trackers",
+        "callbacks",
+        "metrics",
+        "objective",
+        "resume_from",
+        "storage",
+        "output_dir",
+        "save",
+        "dataset",
+        "dataset_path",
+        "data_path",
+        "path",
+        "seed",
+        "num_processes",
+        "world_size",
+        "nproc_per_node",
+        "a: b",
+    ]
+)
 VALUES = st.recursive(
     HOSTILE | st.integers(-5, 2**40) | st.booleans() | st.none(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
 
 
 def texts(tree: Any) -> list[str]:
@@ -679,8 +784,9 @@ def test_nothing_of_a_strangers_file_acts(tmp_path: Path, name: str, section: st
     for said in texts(project):
         assert not said.strip().lower().startswith("pipe:")
         assert "${" not in said or said in (
-            "${model.language_model.model.pretrained}", "${model.qformer.num_query_tokens}",
-        )  # fmt: skip
+            "${model.language_model.model.pretrained}",
+            "${model.qformer.num_query_tokens}",
+        )
     comments, _, _ = text.partition("\nmodel:")
     assert all(line.startswith("# ") for line in comments.splitlines() if line)
     assert len(comments.splitlines()) <= len(notes) + 1

@@ -298,8 +298,9 @@ def test_archives_give_the_texts_of_their_pages_and_name_the_rest(tmp_path: Path
     assert found[1].source == f"{tmp_path / name}: http://h/0"
     assert [document.unread for document in found if document.unread] == [
         ("warcinfo of type application/warc-fields and status 200",),
-        ("response of type image/png and status 200",), ("response of type text/html and status 404",),
-    ]  # fmt: skip
+        ("response of type image/png and status 200",),
+        ("response of type text/html and status 404",),
+    ]
 
 
 def test_an_archive_cut_anywhere_is_named(tmp_path: Path) -> None:

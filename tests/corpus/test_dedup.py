@@ -190,8 +190,11 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         folder.mkdir()
         done = subprocess.run(
             [sys.executable, "-c", _MEASURED, str(folder), str(count), str(ROOT / "tests"), str(Path(__file__).parent)],
-            env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return int(done.stdout)
 
     small, large = growth(4), growth(40)

@@ -46,9 +46,12 @@ def changed(tokenizer: TextTokenizer, change: dict[str, Any]) -> TextTokenizer:
 def like_qwen(plain: TextTokenizer, pattern: str) -> TextTokenizer:
     backend = Tokenizer.from_str(plain.backend.to_str())
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False),
-    ])  # fmt: skip
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("<tool>", special=False)])
     return TextTokenizer(backend, plain.end, lambda folder: None)
@@ -68,6 +71,7 @@ def test_ids_are_the_tokenizers_own_on_any_text(plain: TextTokenizer, texts: lis
     assert same(plain, texts)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(TEXT, max_size=5), st.sampled_from([module._LLAMA3, module._QWEN2]))
 def test_ids_are_equal_for_the_other_ways_to_cut_words(plain: TextTokenizer, texts: list[str], pattern: str) -> None:

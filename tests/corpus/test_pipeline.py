@@ -21,12 +21,12 @@ from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.pool import CorpusStage
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.commands.prepare.stages import FilterStage
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 
 from conftest import ENVIRONMENT, ROOT, TEXTS, json_lines
 from crosstrain.cli.main import main
 from crosstrain.config.schema import Checker
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import DataError
 
 WORDS = [f"{a}{b}{c}" for a in ("ba", "de", "ki", "lo") for b in ("n", "r", "s", "t") for c in ("a", "e", "o")]
@@ -182,8 +182,10 @@ def test_killed_in_any_stage_it_goes_on_to_the_same_result(tmp_path: Path, wait_
     for name in ("whole", "killed"):
         process = subprocess.Popen(
             command("--cfg-path", str(recipe), "--output", str(tmp_path / name)),
-            env=environment(), start_new_session=True, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=environment(),
+            start_new_session=True,
+            stderr=subprocess.DEVNULL,
+        )
         if name == "killed":
             while not list((tmp_path / "killed.partial").glob(wait_for)):
                 assert process.poll() is None
@@ -203,8 +205,9 @@ def test_a_full_disk_is_named_and_what_is_finished_stays(corpus: Path, tmp_path:
     done = subprocess.run(
         [sys.executable, "-c", _LIMITED, str(corpus), str(tmp_path / "out"), str(largest - 1)],
         env=environment() | {"PYTHONPATH": f"{ROOT / 'platform'}:{ROOT / 'tests'}:{Path(__file__).parent}"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert "there is no room to write" in done.stdout, done.stdout + done.stderr
     assert list((tmp_path / "out.partial" / "clean").glob("*.json"))
     prepare(recipe_options(corpus, workers=1), tmp_path / "out", False)
@@ -276,9 +279,11 @@ def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
     (tmp_path / "lead.py").write_text(program)
     path = f"{ROOT / 'platform'}:{ROOT / 'tests'}:{Path(__file__).parent}"
     lead = subprocess.Popen(
-        [sys.executable, str(tmp_path / "lead.py")], env=environment() | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+        [sys.executable, str(tmp_path / "lead.py")],
+        env=environment() | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
     assert lead.stdout is not None
     workers = {int(lead.stdout.readline()) for _ in range(4)}
     lead.kill()

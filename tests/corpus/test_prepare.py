@@ -12,12 +12,12 @@ import pytest
 from crosstrain_plugins.builtin.commands.prepare import pipeline, shards
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 from filelock import FileLock
 
 from conftest import TEXTS, json_lines
 from crosstrain.config.schema import OptionError
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.errors import DataError
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.cli import main
 from crosstrain.config.schema import OptionError
-from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import train_bpe
 from crosstrain.utils.errors import DataError, UserError, sentence
 from crosstrain.utils.files import locked
@@ -131,9 +131,13 @@ def test_what_cannot_be_read_is_named(
 )
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_absurd_output_is_refused_in_a_sentence(
-    output: str, overwrite: bool, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    output: str,
+    overwrite: bool,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "good.txt").write_text("good words")
     (tmp_path / "dangling").symlink_to("nowhere")
@@ -155,9 +159,7 @@ def test_absurd_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
-def test_a_bomb_is_refused(
-    ending: str, compress: Callable[[bytes], bytes], tokenizer: Path, tmp_path: Path
-) -> None:
+def test_a_bomb_is_refused(ending: str, compress: Callable[[bytes], bytes], tokenizer: Path, tmp_path: Path) -> None:
     for name in (f"a.txt.{ending}", f"a.jsonl.{ending}"):
         bomb = tmp_path / name
         bomb.write_bytes(compress(bytes(65 << 20)))

@@ -13,9 +13,9 @@ from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.commands.prepare.reader import Reader
 from crosstrain_plugins.builtin.commands.prepare.sources import InputSource
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 
 from crosstrain.config.schema import Checker
-from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import ConfigError, DataError
 from fixtures_web import Server, server
 
@@ -68,9 +68,13 @@ def test_only_what_the_recipe_and_the_host_allow_is_asked_for(server: Server, tm
     found.fetch(tmp_path / "fetched", False)
     assert sorted(server.paths()) == ["/a", "/missing"]
     assert found.fetch_counts == {
-        "blocked ending": 1, "blocked domain": 1, "no valid URL": 3, "ok": 1, "robots.txt does not allow it": 1,
+        "blocked ending": 1,
+        "blocked domain": 1,
+        "no valid URL": 3,
+        "ok": 1,
+        "robots.txt does not allow it": 1,
         "the server says 404": 1,
-    }  # fmt: skip
+    }
     only = reader(tmp_path / "urls", domains=["example.org"])
     with pytest.raises(DataError, match=r"gave no page: .*4 other domain"):
         only.fetch(tmp_path / "fetched", False)

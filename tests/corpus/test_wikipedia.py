@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from crosstrain_plugins.builtin.commands.prepare import reader, sources
+from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
 
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import limited_process
 from crosstrain.utils.errors import DataError
 from fixtures_corpus import documents, read

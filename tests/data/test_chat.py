@@ -12,13 +12,13 @@ import datasets
 import numpy as np
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.packing import pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Workspace
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
-from crosstrain.data.packing import pack
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, conversation, write_tokenizer

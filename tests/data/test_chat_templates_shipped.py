@@ -185,5 +185,12 @@ def test_a_template_is_chosen_by_its_name(tmp_path: Path, everything: Path) -> N
         load_cached(str(plain), "gemma")
     tokenizer = Tokenizer.from_file(str(plain / "tokenizer.json"))
     assert [name for name, text in template_library().items() if not lacking(tokenizer, text)] == [
-        "chatml", "llama3", "llama3_1", "mistral", "phi3", "qwen2_5", "qwen3", "smollm2"
-    ]  # fmt: skip
+        "chatml",
+        "llama3",
+        "llama3_1",
+        "mistral",
+        "phi3",
+        "qwen2_5",
+        "qwen3",
+        "smollm2",
+    ]

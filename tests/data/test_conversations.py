@@ -15,12 +15,12 @@ import pyarrow.parquet
 import pytest
 from crosstrain_plugins.builtin.commands.prepare.conversation_files import rows
 from crosstrain_plugins.builtin.commands.prepare.conversations import conversations
+from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.registry import registry
 from crosstrain.data.chat_template import ChatError
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
@@ -357,8 +357,11 @@ def test_columns_beside_data_belong_to_every_row(tmp_path: Path) -> None:
     whole = {"version": 1, "system": SYSTEM, "data": [{"prompt": Q}, {"prompt": "b", "system": "own"}, 5]}
     (tmp_path / "d.json").write_text(json.dumps(whole))
     found = [row for row, _ in read(tmp_path / "d.json")]
-    assert found == [{"version": 1, "system": SYSTEM, "prompt": Q}, {"version": 1, "system": "own", "prompt": "b"},
-                     "it is no JSON object"]  # fmt: skip
+    assert found == [
+        {"version": 1, "system": SYSTEM, "prompt": Q},
+        {"version": 1, "system": "own", "prompt": "b"},
+        "it is no JSON object",
+    ]
 
 
 def test_one_bad_line_is_one_dropped_row(tmp_path: Path) -> None:

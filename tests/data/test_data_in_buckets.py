@@ -16,16 +16,16 @@ import pytest
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.commands.prepare.tools import inspect, merge
+from crosstrain_plugins.builtin.datasets import byte_source
+from crosstrain_plugins.builtin.datasets.byte_source import RemoteBytes
+from crosstrain_plugins.builtin.datasets.prepared import locate_remote
 from pyarrow import parquet
 
 from conftest import Workspace, json_lines
 from crosstrain.cli.main import main
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
-from crosstrain.data import byte_source
-from crosstrain.data.byte_source import RemoteBytes
 from crosstrain.data.loader import evaluation_batches, training_steps
-from crosstrain.data.prepared import locate_remote
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
@@ -132,9 +132,7 @@ def test_memory_holds_a_bounded_part(memory: str, monkeypatch: pytest.MonkeyPatc
     assert source.read(7, 7) == b""
 
 
-def test_a_recipe_reads_a_bucket_and_writes_one(
-    memory: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"text number {n} has some words" for n in range(40)]
     local = home / "in"
     (local / "more").mkdir(parents=True)

@@ -47,8 +47,11 @@ def test_shards_are_found_by_braces_and_wildcards(home: Path, words: Path, patte
     dataset = opened(home, captions(words, train=str(home / pattern)))
     assert len(dataset) == 10
     assert [dataset.samples.read(i)[0] for i in (0, 4, 5, 9)] == [
-        "train-000.tar: 000000", "train-000.tar: 000004", "train-001.tar: 000005", "train-001.tar: 000009",
-    ]  # fmt: skip
+        "train-000.tar: 000000",
+        "train-000.tar: 000004",
+        "train-001.tar: 000005",
+        "train-001.tar: 000009",
+    ]
     assert get(dataset, 7)["pixel_values"].shape == (1, 3, 16, 16)
 
 
@@ -275,8 +278,10 @@ def test_llavas_layout_with_several_turns_and_several_images_and_none(home: Path
     dataset = opened(home, instructions(home, words, LLAVA))
     samples = [get(dataset, i) for i in range(3)]
     assert [said(dataset, s) for s in samples] == [
-        "red <|im_end|> left <|im_end|>", "two <|im_end|>", "blue <|im_end|>",
-    ]  # fmt: skip
+        "red <|im_end|> left <|im_end|>",
+        "two <|im_end|>",
+        "blue <|im_end|>",
+    ]
     assert [len(s.get("pixel_values", ())) for s in samples] == [1, 0, 2]
     assert [(s["input_ids"] == IMAGE_ID).sum() for s in samples] == [4, 0, 8]
     batch = dataset.collate(samples)

@@ -29,7 +29,7 @@ from fixtures_ranks import run_ranks, train
 from fixtures_shards import module_of
 from fixtures_training import evaluate
 
-mixing = module_of("mixture", "mixing")
+mixing = module_of("mixture", "mixture_order")
 
 WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 7, 11, 0.1, 0.25, 100]), min_size=1, max_size=7)
 
@@ -176,8 +176,10 @@ def test_parts_are_known_by_their_labels_and_one_may_have_all_of_val(workspace: 
     assert {val.location(i).partition(",")[0] for i in range(len(val))} == {"web"}
     with pytest.raises(DataError, match="the test split"):
         open_split(config, "test")
-    shared = {label: one | {"split": [3, 1], "sample_ratio": r} for (label, one), r in zip(
-        workspace.config["datasets"].items(), (3, 1), strict=True)}  # fmt: skip
+    shared = {
+        label: one | {"split": [3, 1], "sample_ratio": r}
+        for (label, one), r in zip(workspace.config["datasets"].items(), (3, 1), strict=True)
+    }
     both = open_split(crosstrain.load_config(workspace.config | {"datasets": shared}), "val")
     asked = [both.evaluation_index(n) for n in range(len(both))]
     assert sorted(asked) == list(range(len(both))), "each once"

@@ -1,6 +1,6 @@
 import pytest
+from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
 
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError
 
 

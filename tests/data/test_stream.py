@@ -122,10 +122,10 @@ def test_an_id_that_is_no_token_of_the_model_is_refused_before_a_forward(key: st
         def both(vocab_size: int | None, dataset: Dataset = dataset) -> list[Callable[[], object]]:
             stream = training_steps(
                 dataset, plan, seed=3, start=0, dp_rank=0, num_workers=workers, vocab_size=vocab_size
-            )  # fmt: skip
+            )
             evaluation = evaluation_batches(
                 dataset, 4, dp_rank=0, dp_size=1, num_workers=workers, vocab_size=vocab_size
-            )  # fmt: skip
+            )
             return [lambda: next(stream), lambda: list(evaluation)]
 
         for read, place in zip(both(100), (number, 6), strict=True):

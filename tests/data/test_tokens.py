@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from crosstrain_plugins.builtin.datasets import indexed_dataset
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.data import indexed_dataset
-from crosstrain.data.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from crosstrain.utils.errors import DataError
 
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}  # dtype code -> struct letter
@@ -177,7 +177,7 @@ def test_an_independent_reader_reads_what_was_written(
 
 
 def test_index_of_many_documents_is_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crosstrain.data.indexed_dataset._CHUNK", 3)
+    monkeypatch.setattr(indexed_dataset, "_CHUNK", 3)
     documents = [[d] * (d % 4) for d in range(11)]
     write(tmp_path / "t", documents)
     assert reference_read(tmp_path / "t")[1] == [[document] for document in documents]
@@ -300,7 +300,7 @@ def test_offsets_of_many_gigabytes(tmp_path: Path) -> None:
 def test_documents_are_copied_between_files_of_different_widths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from crosstrain.data import indexed_dataset as module
+    from crosstrain_plugins.builtin.datasets import indexed_dataset as module
 
     monkeypatch.setattr(module, "_CHUNK", 3)
     monkeypatch.setattr(module, "_DOCUMENTS", 2)

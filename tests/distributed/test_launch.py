@@ -56,9 +56,14 @@ def test_a_dead_rank_takes_the_others_down_and_its_error_is_shown_once(
     (workspace.path / "faulty.py").write_text(FAULTY_RUNNER)
     started = time.monotonic()
     process = start_as_user(
-        workspace, "out", f"run.plugins=[{workspace.path}]", f"run.runner={{name: faulty, how: {how}}}",
-        "run.max_iters=1000000", nproc=2, merged=False,
-    )  # fmt: skip
+        workspace,
+        "out",
+        f"run.plugins=[{workspace.path}]",
+        f"run.runner={{name: faulty, how: {how}}}",
+        "run.max_iters=1000000",
+        nproc=2,
+        merged=False,
+    )
     out, err = process.communicate(120)
     assert process.returncode == 1
     assert (out + err).count(expected) == 1, err
@@ -113,8 +118,10 @@ def test_torchrun_joins_instead_of_launching(workspace: Workspace) -> None:
 def test_environments_of_launchers() -> None:
     assert worker_environment({}) is None
     assert worker_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == {
-        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
-    }  # fmt: skip
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+    }
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
              "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_JOB_ID": "123"}  # fmt: skip
     joined = worker_environment(slurm)

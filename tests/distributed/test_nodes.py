@@ -64,9 +64,14 @@ class Machines:
         )
         shell = ["sh", "-c", f'{before or ":"} && exec "$@"', "sh", *command]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[node], *shell], cwd=self.workspace.path, env=ENVIRONMENT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            ["ip", "netns", "exec", self.names[node], *shell],
+            cwd=self.workspace.path,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         self.started.append(process)
         return process
 
@@ -140,9 +145,7 @@ def test_a_lost_node_is_replaced(machines: Machines, undisturbed: Run, lost: int
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_on_either_node_is_replaced(
-    machines: Machines, undisturbed: Run, tmp_path: Path
-) -> None:  # fmt: skip
+def test_a_worker_that_dies_on_either_node_is_replaced(machines: Machines, undisturbed: Run, tmp_path: Path) -> None:
     run = machines.train("died", *dying(tmp_path, "10:1:kill", "11:0:kill"))
     assert_undisturbed(run, undisturbed)
     told = [line for line in log_of(run).splitlines() if "started again" in line]

@@ -129,10 +129,17 @@ def test_the_others_say_in_one_sentence_what_they_lost(workspace: Workspace, los
     for node in range(2):
         flags = ("--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}")
         command = workspace.command("run.output_dir=out", "run.max_iters=1000000", nproc=1, flags=flags)
-        nodes.append(subprocess.Popen(
-            command, cwd=workspace.path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        ))  # fmt: skip
+        nodes.append(
+            subprocess.Popen(
+                command,
+                cwd=workspace.path,
+                env=ENVIRONMENT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
     wait_until(lambda: logged_step(workspace.path / "out") >= 3, nodes[0])
     if what == "launcher":
         kill(nodes[lost])

@@ -61,8 +61,9 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
         )
         self.env = ENVIRONMENT | {
-            "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }  # fmt: skip
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self.processes: list[subprocess.Popen[bytes]] = []
         self._start("munged", "--force", "-F", f"--socket={folder}/munge.socket", *files)
@@ -78,7 +79,7 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
     def run(self, *command: str) -> str:
         return subprocess.run(
             command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=60
-        ).stdout.strip()  # fmt: skip
+        ).stdout.strip()
 
     def submit(self, workspace: Workspace, name: str, nproc: int) -> str:
         """`sbatch deploy/slurm.sh` for a training of the workspace's project; the job's number."""
@@ -154,8 +155,12 @@ def test_the_launch_verb_submits(cluster: Cluster, shared_workspace: Workspace) 
     words = ("--to", "slurm", "--submit", "--name", "submitted", "--cfg-path", str(shared_workspace.project))
     made = subprocess.run(
         [sys.executable, "-m", "crosstrain", "launch", *words, "--options", *OPTIONS, "run.output_dir=submitted"],
-        cwd=folder, env=cluster.env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=folder,
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert made.returncode == 0, made.stderr
     job = made.stdout.split()[-1]
     wait(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"))

@@ -184,11 +184,15 @@ def test_workers_of_another_launcher_say_it_once(astray: Workspace) -> None:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     workers = [
         subprocess.Popen(
-            command, cwd=astray.path, env=ENVIRONMENT | shared | {"RANK": str(rank)}, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            command,
+            cwd=astray.path,
+            env=ENVIRONMENT | shared | {"RANK": str(rank)},
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     errors = [worker.communicate(timeout=120)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [1, 1]
     said = sentence(Run(astray.path, err="".join(errors), code=1))
@@ -199,9 +203,14 @@ def test_workers_of_another_launcher_say_it_once(astray: Workspace) -> None:
 @pytest.mark.slow
 def test_a_healthy_run_is_not_disturbed(astray: Workspace) -> None:
     run = astray.train(
-        "out", *options("healthy"), "run.max_iters=12", "run.eval_interval=4", "run.eval_iters=1",
-        "run.save_interval=3", nproc=2,
-    )  # fmt: skip
+        "out",
+        *options("healthy"),
+        "run.max_iters=12",
+        "run.eval_interval=4",
+        "run.eval_iters=1",
+        "run.save_interval=3",
+        nproc=2,
+    )
     assert run.column("step")[-1] == 12
     assert run.checkpoint(12).is_dir()
     assert "never entered" not in run.out + run.err

@@ -93,9 +93,14 @@ def test_what_deepspeed_would_ignore_or_refuse_is_said(
 @pytest.mark.slow
 def test_deepspeed_speaks_through_the_platforms_log_and_timers(workspace: Workspace) -> None:
     run = workspace.train(
-        "out", "run.runner=zero2", "run.runner.wall_clock_breakdown=true", "run.runner.steps_per_print=2",
-        "run.runner.dump_state=true", "run.max_iters=4", nproc=2,
-    )  # fmt: skip
+        "out",
+        "run.runner=zero2",
+        "run.runner.wall_clock_breakdown=true",
+        "run.runner.steps_per_print=2",
+        "run.runner.dump_state=true",
+        "run.max_iters=4",
+        nproc=2,
+    )
     log = (run.folder / "log.txt").read_text()
     assert "deepspeed: step=2, skipped=0, lr=" in log
     assert "deepspeed: step=3" not in log
@@ -129,9 +134,14 @@ def test_an_optimizer_with_oddly_shaped_state_is_refused(workspace: Workspace, r
     name, size = sized(runner)
     with pytest.raises(AssertionError, match=r"(Config|Checkpoint)Error: .*(optimizer|Odd)"):
         train(
-            workspace.project, "out", f"run.plugins=[{workspace.path}/plugins]", "run.optimizer=odd",
-            f"run.runner={name}", "run.max_iters=2", size=size,
-        )  # fmt: skip
+            workspace.project,
+            "out",
+            f"run.plugins=[{workspace.path}/plugins]",
+            "run.optimizer=odd",
+            f"run.runner={name}",
+            "run.max_iters=2",
+            size=size,
+        )
 
 
 REFUSING = ["fsdp@2", "zero0@1", "zero1@2", "zero2@2", "zero2_offload@2", "zero3@2"]
@@ -181,9 +191,23 @@ def evaluated(trained: tuple[Workspace, Path], runner: str) -> dict[str, Any]:
     workspace, folder = trained
     name, size = sized(runner)
     run = workspace.evaluate(
-        "--checkpoint", str(folder), "--nproc-per-node", str(size), "--output", f"{runner}.json", "--splits", "val",
-        "--generate", "ban", "--max-new-tokens", "8", "--temperature", "0", "--options", f"run.runner={name}",
-    )  # fmt: skip
+        "--checkpoint",
+        str(folder),
+        "--nproc-per-node",
+        str(size),
+        "--output",
+        f"{runner}.json",
+        "--splits",
+        "val",
+        "--generate",
+        "ban",
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "0",
+        "--options",
+        f"run.runner={name}",
+    )
     assert run.code == 0, run.err
     return json.loads((workspace.path / f"{runner}.json").read_text())
 

@@ -190,9 +190,13 @@ def test_mixtures_on_split_sequences_are_planned(layout: str, workspace: Workspa
     ],
 )  # fmt: skip
 def test_what_cannot_be_shared_is_refused(
-    model: dict[str, Any], runner: str, ranks: int, sentence: str, workspace: Workspace,
+    model: dict[str, Any],
+    runner: str,
+    ranks: int,
+    sentence: str,
+    workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     project(workspace, model)
     command = ["plan", "--cfg-path", str(workspace.project), "--world-size", str(ranks), "--no-presets", "--options"]
     assert main([*command, f"run.runner={runner}", f"run.global_batch_size={2 * ranks}", "run.micro_batch_size=1"]) == 1

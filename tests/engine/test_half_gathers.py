@@ -47,7 +47,7 @@ def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], dict[st
     return losses, sent
 
 
-@pytest.mark.parametrize("model", mostly_slow(MODELS, ["gpt2"]))
+@pytest.mark.parametrize("model", mostly_slow(MODELS, []))
 def test_half_of_a_blocks_bytes_are_gathered_and_losses_stay(workspace: Workspace, model: str) -> None:
     found = {}
     for name, runner in {"half": "fsdp", "whole": "{name: fsdp, param_dtype: fp32}"}.items():

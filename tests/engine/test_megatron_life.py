@@ -93,9 +93,16 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     options = OPTIONS[:-2]
     if request.param == "qwen":
         use(
-            workspace, vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=32, tie_word_embeddings=False,
-        )  # fmt: skip
+            workspace,
+            vocab_size=320,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=32,
+            tie_word_embeddings=False,
+        )
     else:
         options = OPTIONS
     run = train(workspace.project, "run", *options, "run.runner=megatron_tp2", size=2)
@@ -120,9 +127,17 @@ def test_evaluate_generates_from_a_tensor_parallel_checkpoint_with_one_process(w
     options = ("run.max_iters=2", "run.runner=megatron_tp2", "run.micro_batch_size=4")
     train(workspace.project, "out", *options, size=2)
     done = workspace.evaluate(
-        "--checkpoint", "out", "--generate", "ban", "--max-new-tokens", "8", "--output", "said.json", "--options",
+        "--checkpoint",
+        "out",
+        "--generate",
+        "ban",
+        "--max-new-tokens",
+        "8",
+        "--output",
+        "said.json",
+        "--options",
         "run.runner=ddp",
-    )  # fmt: skip
+    )
     assert done.code == 0, done.err
     said = json.loads((workspace.path / "said.json").read_text())
     assert said["completions"][0]["prompt"] == "ban"
@@ -135,9 +150,21 @@ def test_evaluate_generates_in_the_layout_that_is_asked_for(workspace: Workspace
     said = []
     for runner, size in (("ddp", 1), ("megatron_tp2", 2), ("megatron_tp2_pp2", 4)):
         done = workspace.evaluate(
-            "--checkpoint", "out", "--generate", "ban", "--max-new-tokens", "8", "--temperature", "0", "--output",
-            f"{runner}.json", "--nproc-per-node", str(size), "--options", f"run.runner={runner}",
-        )  # fmt: skip
+            "--checkpoint",
+            "out",
+            "--generate",
+            "ban",
+            "--max-new-tokens",
+            "8",
+            "--temperature",
+            "0",
+            "--output",
+            f"{runner}.json",
+            "--nproc-per-node",
+            str(size),
+            "--options",
+            f"run.runner={runner}",
+        )
         assert done.code == 0, done.err
         said.append(json.loads((workspace.path / f"{runner}.json").read_text())["completions"])
     assert said[0] == said[1] == said[2]
@@ -145,7 +172,7 @@ def test_evaluate_generates_in_the_layout_that_is_asked_for(workspace: Workspace
 
 @pytest.mark.slow
 def test_an_export_has_the_vocabulary_of_the_model_and_its_logits(workspace: Workspace, tmp_path: Path) -> None:
-    from crosstrain.checkpoint.export import export
+    from crosstrain_plugins.builtin.commands.export.folder import export
 
     run = train(
         workspace.project, "big", "run.max_iters=3", "run.runner=megatron_tp2", "model.vocab_size=50257", size=2

@@ -35,9 +35,10 @@ PIPELINES = {
     ),
 }  # fmt: skip
 MORE = {
-    "uneven": ("model.n_layer=5",), "four ranks, three chunks": ("model.n_layer=12",),
+    "uneven": ("model.n_layer=5",),
+    "four ranks, three chunks": ("model.n_layer=12",),
     "there and back on four": ("model.n_layer=8",),
-} | {name: ("model.dropout=0",) for name in PIPELINES if "tensor" in name or "sequence" in name}  # fmt: skip
+} | {name: ("model.dropout=0",) for name in PIPELINES if "tensor" in name or "sequence" in name}
 
 
 @pytest.fixture(scope="module", params=mostly_slow(SETTINGS, ["adamw"]))

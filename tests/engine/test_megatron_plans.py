@@ -94,9 +94,7 @@ def test_nobody_starts_workers_for_a_layout_that_cannot_be(workspace: Workspace)
     assert run.err.count("\n") == 1
     assert "the model allows 1, 2" in run.err
     train(workspace.project, "plain", "run.max_iters=1")
-    said = workspace.evaluate(
-        "--checkpoint", "plain", "--nproc-per-node", "4", "--options", "run.runner=megatron_tp4"
-    )  # fmt: skip
+    said = workspace.evaluate("--checkpoint", "plain", "--nproc-per-node", "4", "--options", "run.runner=megatron_tp4")
     assert (said.code, said.err.count("\n")) == (1, 1)
     assert "the model allows 1, 2" in said.err
 
@@ -169,8 +167,10 @@ def test_a_plan_that_cannot_compute_is_refused_before_any_worker_starts(
 
     heads = {"transformer.h.*.attn.num_attention_heads": "divide"}
     cannot = r"cannot compute as it is spread over ranks \(.*\); is something mi"
-    for wrong, said in ((GPTJ_PLAN, "a part of the heads; add transformer.h.*.attn.num_attention_heads: divide"),
-                        (GPTJ_PLAN | heads | {"transformer.h.*.mlp.fc_out": "replicated"}, cannot)):  # fmt: skip
+    for wrong, said in (
+        (GPTJ_PLAN, "a part of the heads; add transformer.h.*.attn.num_attention_heads: divide"),
+        (GPTJ_PLAN | heads | {"transformer.h.*.mlp.fc_out": "replicated"}, cannot),
+    ):
         runner["plan"] = wrong
         project(workspace, GPTJ, runner)
         for refuse in (check, plan):

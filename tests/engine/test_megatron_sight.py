@@ -168,9 +168,7 @@ def test_what_is_spread_answers_as_one_process_does(project: Path, layout: str) 
 
 def test_the_plan_of_a_model_within_a_model_names_its_parameters_and_its_adapters(project: Path) -> None:
     with parameters_on_meta():
-        model = make_model(
-            load_config(project, options(LORA | {"model.language_model.lora.targets": ["q_proj"]}))
-        )
+        model = make_model(load_config(project, options(LORA | {"model.language_model.lora.targets": ["q_proj"]})))
     plan = model.structure.tensor_parallel_plan()
     assert plan["language_model.model.embed_tokens"] == "vocabulary"
     assert plan["language_model.model.layers.*.self_attn.q_proj.lora_B"] == "column"

@@ -21,9 +21,18 @@ from crosstrain.utils.types import MicroBatch, Step
 def make_runner(*options: str) -> Runner:
     config = load_config(
         "projects/quickstart.yaml",
-        ["model.n_layer=2", "model.n_embd=64", "model.n_head=2", "model.vocab_size=300", "model.dropout=0.1",
-         "run.amp=fp32", "run.device=cpu", "run.weight_decay=0.0", *options],
-    )  # fmt: skip
+        [
+            "model.n_layer=2",
+            "model.n_embd=64",
+            "model.n_head=2",
+            "model.vocab_size=300",
+            "model.dropout=0.1",
+            "run.amp=fp32",
+            "run.device=cpu",
+            "run.weight_decay=0.0",
+            *options,
+        ],
+    )
     runner = Runner(None, config.run)
     runner.setup()
     build_model(config, runner, None, for_training=True)

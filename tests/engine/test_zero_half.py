@@ -97,8 +97,9 @@ def _held(project: str, options: tuple[str, ...]) -> dict[tuple[str, str], tuple
     trainer = make_trainer(project, options)
     found = {
         (shard.kind, shard.name): (shard.shape, [(p.box.offset, p.box.shape, p.data.numpy()) for p in shard.pieces])
-        for shard in trainer.runner.held.shards() if shard.shape
-    }  # fmt: skip
+        for shard in trainer.runner.held.shards()
+        if shard.shape
+    }
     assert all(data.dtype == np.float32 for _, pieces in found.values() for _, _, data in pieces)
     trainer.runner.close()
     return found
@@ -162,9 +163,7 @@ def test_a_refused_step_changes_nothing(workspace: Workspace, zero: str, more: t
         ("{name: zero2, param_dtype: bf16}", [LINEAR], "would round frozen parameters"),
     ],
 )
-def test_what_does_not_go_together_is_said(
-    workspace: Workspace, runner: str, more: list[str], sentence: str
-) -> None:
+def test_what_does_not_go_together_is_said(workspace: Workspace, runner: str, more: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         _sent(workspace, [*OPTIONS, f"run.runner={runner}", *more])
 

@@ -59,10 +59,14 @@ def write_colours(folder: Path) -> dict[str, Any]:
                     tar.addfile(info, io.BytesIO(data))
     seen = {"name": "image_eval", "image_size": 48}
     return {
-        "name": "image_text", "train": str(folder / "train.tar"), "test": str(folder / "test.tar"),
-        "tokenizer": str(folder / "tokenizer"), "vis_processor": {"train": seen, "eval": seen},
-        "text_processor": {"train": {"name": "vqa"}, "eval": {"name": "vqa"}}, "cache": str(folder / "cache"),
-    }  # fmt: skip
+        "name": "image_text",
+        "train": str(folder / "train.tar"),
+        "test": str(folder / "test.tar"),
+        "tokenizer": str(folder / "tokenizer"),
+        "vis_processor": {"train": seen, "eval": seen},
+        "text_processor": {"train": {"name": "vqa"}, "eval": {"name": "vqa"}},
+        "cache": str(folder / "cache"),
+    }
 
 
 SEES = [
@@ -227,6 +231,7 @@ def test_questions_that_leave_no_room_are_refused(trained: tuple[Path, Run]) -> 
         ask(str(project), str(run.checkpoint(160)), max_new_tokens=250)
 
 
+@pytest.mark.slow
 def test_questions_that_take_too_long_to_encode_end_with_a_sentence(
     trained: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,10 +30,14 @@ def seeing(folder: Path, tokenizer: Path, text: str | dict[str, Any], entry: dic
     processor = {"name": text} if isinstance(text, str) else text
     eyes = {"name": "image_eval", "image_size": 16}
     return {
-        "name": "instructions", "annotations": str(folder / "entry.json"), "images": str(folder),
-        "tokenizer": str(tokenizer), "image_tokens": 4, "vis_processor": {"train": eyes, "eval": eyes},
+        "name": "instructions",
+        "annotations": str(folder / "entry.json"),
+        "images": str(folder),
+        "tokenizer": str(tokenizer),
+        "image_tokens": 4,
+        "vis_processor": {"train": eyes, "eval": eyes},
         "text_processor": {"train": processor, "eval": processor},
-    }  # fmt: skip
+    }
 
 
 def project(folder: Path, **datasets: Any) -> Any:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
 from conftest import ENVIRONMENT, ROOT, Run
 from crosstrain.cli.main import main
-from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.encoding import open_tokenizer
@@ -63,24 +63,46 @@ def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     (folder / "project.yaml").write_text(yaml.safe_dump(config))
     tasks = folder / "tasks"
     tasks.mkdir()
-    write_task(tasks, "flow", [{"text": text}], {
-        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
-    })  # fmt: skip
+    write_task(
+        tasks,
+        "flow",
+        [{"text": text}],
+        {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+        },
+    )
     words = text.split()
     questions = [
         {"text": " ".join(words[i : i + 6]), "choices": [words[i + 6], "zzz", "qqq"], "answer": 0}
         for i in range(0, 80, 8)
     ]
-    write_task(tasks, "next", questions, {
-        "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "choices",
-        "doc_to_target": "answer", "metric_list": [{"metric": "acc"}],
-    })  # fmt: skip
-    write_task(tasks, "goes_on", questions, {
-        "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{choices[0]}}",
-        "generation_kwargs": {"until": [" ", "\n"], "max_gen_toks": 6, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    })  # fmt: skip
+    write_task(
+        tasks,
+        "next",
+        questions,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{text}}",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc"}],
+        },
+    )
+    write_task(
+        tasks,
+        "goes_on",
+        questions,
+        {
+            "output_type": "generate_until",
+            "doc_to_text": "{{text}}",
+            "doc_to_target": "{{choices[0]}}",
+            "generation_kwargs": {"until": [" ", "\n"], "max_gen_toks": 6, "do_sample": False},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    )
     return folder
 
 
@@ -102,8 +124,12 @@ def found(place: Path, run: Run) -> dict[str, Any]:
     program = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(run.folder), "--output", "found.json"]
     done = subprocess.run(
         [*program, "--task-path", "tasks", "--tasks", *TASKS, "--splits", "train"],
-        cwd=place, env=ENVIRONMENT | offline(place), capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        cwd=place,
+        env=ENVIRONMENT | offline(place),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads((place / "found.json").read_text()) | {"said": done.stdout}
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from crosstrain_plugins.builtin.models.hugging_face import attention as attention_module
 from torch import Tensor
 
 import fixtures_flash
 from conftest import Workspace
 from crosstrain.config.registry import registry
 from crosstrain.modeling import activation_checkpointing
-from crosstrain.modeling import attention as attention_module
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import ConfigError

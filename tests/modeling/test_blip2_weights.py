@@ -113,10 +113,8 @@ def test_a_folder_of_another_kind_is_refused(published: Path) -> None:
 
 def test_sizes_are_those_of_the_weights(published: Path, tmp_path: Path) -> None:
     document = yaml.safe_load(published.read_text())
-    queries = document["model"]["qformer"]["num_query_tokens"]
     for part in ("vision", "qformer"):
         document["model"][part] = {"pretrained": str(published.parent / "blip2")}
-    document["model"]["qformer"]["num_query_tokens"] = queries
     (project := tmp_path / "project.yaml").write_text(yaml.safe_dump(document))
     given, found = (build(p).model.weights.parameters() for p in (published, project))
     assert given.keys() == found.keys()
@@ -484,11 +482,17 @@ def test_both_stages_run_end_to_end(published: Path, tmp_path: Path) -> None:
     home = published.parent
     tokenizer = home / "shapes" / "tokenizer"
     notes = [
-        {"image": f"{i}.png", "conversations": [
-            {"from": "human", "value": "<image>\nwhat colour is the circle"}, {"from": "gpt", "value": "red"},
-            {"from": "human", "value": "where"}, {"from": "gpt", "value": "left"}]}
+        {
+            "image": f"{i}.png",
+            "conversations": [
+                {"from": "human", "value": "<image>\nwhat colour is the circle"},
+                {"from": "gpt", "value": "red"},
+                {"from": "human", "value": "where"},
+                {"from": "gpt", "value": "left"},
+            ],
+        }
         for i in range(6)
-    ]  # fmt: skip
+    ]
     captions = {"annotations": [{"image_id": str(i), "caption": "red circle top left"} for i in range(6)]}
     (tmp_path / "llava.json").write_text(json.dumps(notes))
     (tmp_path / "captions.json").write_text(json.dumps(captions))
@@ -518,8 +522,9 @@ def test_both_stages_run_end_to_end(published: Path, tmp_path: Path) -> None:
     prepare_data(load_config("projects/blip2_qwen7b_align.yaml", first))
     one = train(ROOT / "projects" / "blip2_qwen7b_align.yaml", str(tmp_path / "align"), *first)
     assert {n for n in stored(one.checkpoint(3)) if "/" not in n} == {
-        "language_projection.weight", "language_projection.bias",
-    }  # fmt: skip
+        "language_projection.weight",
+        "language_projection.bias",
+    }
 
     common = {
         "name": "instructions", "images": str(tmp_path / "images"), "tokenizer": str(tokenizer), "image_tokens": 4,
@@ -532,9 +537,10 @@ def test_both_stages_run_end_to_end(published: Path, tmp_path: Path) -> None:
     ]
     instruct = {"datasets.mixed.parts": parts, "model.pretrained": str(one.folder), "run.max_epoch": None}
     two = train(
-        ROOT / "projects" / "blip2_qwen7b_instruct.yaml", str(tmp_path / "instruct"),
+        ROOT / "projects" / "blip2_qwen7b_instruct.yaml",
+        str(tmp_path / "instruct"),
         *options(tiny | short | instruct | {"model.qformer.freeze": False, "run.warmup_fraction": None}),
-    )  # fmt: skip
+    )
     trained = {n for n in stored(two.checkpoint(3)) if "/" not in n}
     assert any("lora_A" in n for n in trained)
     assert "query_tokens" in trained

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from crosstrain_plugins.builtin.models.hugging_face import attention
+from crosstrain_plugins.builtin.models.hugging_face.dropped_attention import dropped_attention
 from torch import Tensor, nn
-
-from crosstrain.modeling import attention
-from crosstrain.modeling.dropped_attention import dropped_attention
 
 LENGTHS = [1, 5, 128, 300]  # within a block of queries, exactly one, several
 RATE = 0.25
@@ -71,9 +70,10 @@ def test_each_probability_is_dropped_at_the_rate_and_the_rest_is_scaled() -> Non
 def test_models_use_it_on_a_cpu_where_they_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(
-        attention.dropped_attention, "dropped_attention",
+        attention.dropped_attention,
+        "dropped_attention",
         lambda *x: calls.append(x[3:]) or dropped_attention(*x),  # type: ignore[func-returns-value]
-    )  # fmt: skip
+    )
     *given, _ = tensors(16, torch.float32)
     module = nn.Module()
     for dropout, mask in ((0.1, None), (0.0, None), (0.1, torch.ones(16, 16, dtype=torch.bool).tril())):

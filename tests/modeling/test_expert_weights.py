@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import Workspace
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.checkpoint.weights import PretrainedWeights
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.config.registry import registry
 from crosstrain.modeling.base import Model
 from fixtures_families import tiny

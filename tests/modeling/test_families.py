@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.checkpoint.weights import fill_initial
+from crosstrain.checkpoint.load_weights import fill_initial
 from crosstrain.config.registry import registry
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import construct

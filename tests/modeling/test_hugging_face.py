@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import Workspace, json_lines
-from crosstrain.checkpoint.weights import fill_initial
+from crosstrain.checkpoint.load_weights import fill_initial
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.engine.build import build_model, make_model
@@ -155,9 +155,16 @@ def test_operations_are_counted_by_the_published_formula(length: int | None) -> 
     for family, width in (("qwen2", 12), ("qwen3", 16)):
         more = {"head_dim": 16} if family == "qwen3" else {}
         options = kind.Options(
-            family=family, vocab_size=1000, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, **more,
-        )  # fmt: skip
+            family=family,
+            vocab_size=1000,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            **more,
+        )
         with parameters_on_meta():
             model = kind(options)
         layer = 48 * (2 * 4 * width + 2 * 2 * width + 3 * 64)

@@ -123,15 +123,20 @@ def test_takes_any_leading_shape(shape: tuple[int, ...]) -> None:
     hidden, weight, labels = make(12, ignored=0.1)
     count = max(1, torch.Size(shape).numel())
     hidden, labels = hidden[:count].reshape(*shape, HIDDEN), labels[:count].reshape(shape)
-    assert_matches(token_cross_entropy(hidden, weight, labels, vocab_size=VOCAB),
-                   plain(hidden, weight, labels), (hidden, weight), 1e-6)  # fmt: skip
+    assert_matches(
+        token_cross_entropy(hidden, weight, labels, vocab_size=VOCAB),
+        plain(hidden, weight, labels),
+        (hidden, weight),
+        1e-6,
+    )
 
 
 def test_without_a_vocab_size_every_row_is_a_token() -> None:
     hidden, weight, labels = make(10)
     labels[0] = PADDED - 1
-    assert_matches(token_cross_entropy(hidden, weight, labels), plain(hidden, weight, labels, PADDED),
-                   (hidden, weight), 1e-6)  # fmt: skip
+    assert_matches(
+        token_cross_entropy(hidden, weight, labels), plain(hidden, weight, labels, PADDED), (hidden, weight), 1e-6
+    )
 
 
 def test_padding_rows_change_nothing_and_receive_nothing() -> None:
@@ -149,8 +154,12 @@ def test_stays_exact_for_confident_and_for_hopeless_predictions() -> None:
     hidden, weight, labels = make(40)
     for scale in (1e-3, 30.0, 300.0):  # at 300 most targets' probabilities are zero in fp32, their losses are not
         scaled = (hidden * scale).detach().requires_grad_()
-        assert_matches(token_cross_entropy(scaled, weight, labels, vocab_size=VOCAB),
-                       plain(scaled, weight, labels), (scaled, weight), 2e-6)  # fmt: skip
+        assert_matches(
+            token_cross_entropy(scaled, weight, labels, vocab_size=VOCAB),
+            plain(scaled, weight, labels),
+            (scaled, weight),
+            2e-6,
+        )
 
 
 def test_keeps_the_precision_of_fp64() -> None:

@@ -24,10 +24,18 @@ CONFIG = {
     "max_position_embeddings": 32, "router_aux_loss_coef": 0.1,
 }  # fmt: skip
 DEEPSEEK = CONFIG | {
-    "model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
     "num_key_value_heads": 4,
-}  # fmt: skip
+}
 for key in ("num_experts", "router_aux_loss_coef", "head_dim"):
     del DEEPSEEK[key]
 EXACT = 1e-6  # relative, of sums that are rounded in another order in fp32

@@ -38,7 +38,7 @@ def test_timers_add_up_and_start_anew() -> None:
 
 
 def test_tensorboard_has_curves_timers_and_the_configuration(workspace: Workspace) -> None:
-    validated = ("run.eval_interval=3", "run.eval_iters=1")
+    validated = ("run.eval_interval=3", "run.eval_iters=1", "run.log=megatron")
     run = train(workspace.project, "out", *validated, "run.max_iters=6", "run.save_interval=3")
     (
         run.folder / "checkpoints" / "latest"

@@ -105,12 +105,23 @@ def write_run(folder: Path, rows: Sequence[Any], config: object = None, log: str
 def rows(steps: int, every: int = 1, **more: Any) -> list[dict[str, Any]]:
     rng = random.Random(steps)
     return [
-        {"step": s, "loss": 3 + 5 * math.exp(-s / steps) + rng.random() / 10, "lr": 1e-3 * (1 - s / steps),
-         "grad_norm": 1 + rng.random(), "loss_scale": 1.0, "samples": 8 * s, "skipped_steps": 0, "step_ms": 50.0,
-         "tokens_per_second": 6000.0, "timers": {"forward": 20 + rng.random(), "data loader": 1.0},
-         "memory_peak_mb": 900.0, "memory_allocated_mb": 800.0, **more}
+        {
+            "step": s,
+            "loss": 3 + 5 * math.exp(-s / steps) + rng.random() / 10,
+            "lr": 1e-3 * (1 - s / steps),
+            "grad_norm": 1 + rng.random(),
+            "loss_scale": 1.0,
+            "samples": 8 * s,
+            "skipped_steps": 0,
+            "step_ms": 50.0,
+            "tokens_per_second": 6000.0,
+            "timers": {"forward": 20 + rng.random(), "data loader": 1.0},
+            "memory_peak_mb": 900.0,
+            "memory_allocated_mb": 800.0,
+            **more,
+        }
         for s in range(every, steps + 1, every)
-    ]  # fmt: skip
+    ]
 
 
 def test_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +135,23 @@ def test_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "2 run(s)" in capsys.readouterr().out
     outline = check_harmless(output.read_text())
     told = "\n".join(outline.text)
-    for expected in ("Training report of 2 runs", "Training loss", "Validation loss", "median MFU", "50.0%", "2.5000",
-                     "Time per phase", "forward", "900 MiB", "What the configurations differ in", "run.init_lr",
-                     "0.002", "Generated text", "f(x):", "config.yaml"):  # fmt: skip
+    for expected in (
+        "Training report of 2 runs",
+        "Training loss",
+        "Validation loss",
+        "median MFU",
+        "50.0%",
+        "2.5000",
+        "Time per phase",
+        "forward",
+        "900 MiB",
+        "What the configurations differ in",
+        "run.init_lr",
+        "0.002",
+        "Generated text",
+        "f(x):",
+        "config.yaml",
+    ):
         assert expected in told, expected
     differing = told.split("What the configurations differ in")[1].split("Generated text")[0]
     assert "run.amp\nnull\nbf16" in differing
@@ -266,12 +291,26 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 HOSTILE = st.one_of(
     st.text(max_size=30),
-    st.sampled_from([
-        "</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "' onload='alert(1)", "<!--", "]]>",
-        "</style><svg onload=alert(1)>", "&lt;script&gt;", "{{7*7}}", "\x1b[31m", "\u202eevil", "\ud800", "</pre>",
-        "javascript:alert(1)", "\x00", "<a href=//evil>",
-    ]),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            "</script><script>alert(1)</script>",
+            '"><img src=x onerror=alert(1)>',
+            "' onload='alert(1)",
+            "<!--",
+            "]]>",
+            "</style><svg onload=alert(1)>",
+            "&lt;script&gt;",
+            "{{7*7}}",
+            "\x1b[31m",
+            "\u202eevil",
+            "\ud800",
+            "</pre>",
+            "javascript:alert(1)",
+            "\x00",
+            "<a href=//evil>",
+        ]
+    ),
+)
 NUMBER = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), HOSTILE)
 
 

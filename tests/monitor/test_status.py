@@ -67,6 +67,10 @@ def test_what_is_half_written_or_hostile_is_left_out(tmp_path: Path, capsys: pyt
     assert "\x1b" not in table
     found = states(capsys, tmp_path / "odd") | states(capsys, tmp_path / "bare")
     assert [found["odd"][key] for key in ("state", "step", "loss", "max_iters", "checkpoint")] == [
-        "died", 7, 2.5, None, None
-    ]  # fmt: skip
+        "died",
+        7,
+        2.5,
+        None,
+        None,
+    ]
     assert [found["bare"][key] for key in ("step", "loss", "max_iters")] == [None, None, 9]

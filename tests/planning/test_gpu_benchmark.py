@@ -13,10 +13,24 @@ from conftest import ENVIRONMENT, ROOT
 @pytest.mark.slow
 def test_its_table_on_a_cpu() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--scale", "tiny", "--peak", "1e11",
-         "--rows", "0", "2"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "gpu.py"),
+            "--device",
+            "cpu",
+            "--scale",
+            "tiny",
+            "--peak",
+            "1e11",
+            "--rows",
+            "0",
+            "2",
+        ],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     alone, sharded = ([cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:])
     assert (alone[1], sharded[1]) == ("1", "2")

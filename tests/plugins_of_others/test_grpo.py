@@ -133,5 +133,3 @@ def test_a_resumed_run_has_the_same_bits_and_reference(project: Path) -> None:
 def test_a_validation_is_refused(project: Path) -> None:
     with pytest.raises(AssertionError, match="the objective makes samples in training only"):
         train(project, "validates", "run.eval_interval=2")
-
-

@@ -160,6 +160,7 @@ def test_steps_apart_have_no_collective(shared_workspace: Workspace) -> None:
         assert [bool(count) for count in steps] == [False, False, True] * 2
 
 
+@pytest.mark.slow
 def test_other_runners_and_layouts(shared_workspace: Workspace) -> None:
     """ddp begins a local run; ddp goes on with new moments; other numbers of ranks and settings are refused."""
     project, outer = shared_workspace.project, local_sgd(inner_steps=3)

@@ -31,9 +31,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters = SPECIAL + [chr(number) for number in range(32, 127)]
     vocabulary = models.BPE(vocab={text: i for i, text in enumerate(letters)}, merges=[], unk_token="<unk>")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(vocabulary), pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        tokenizer_object=Tokenizer(vocabulary),
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
         extra_special_tokens={"image_token": "<image>"},
-    )  # fmt: skip
+    )
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
         images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
@@ -111,7 +114,9 @@ def test_losses_are_those_of_a_bare_loop(project: Path) -> None:
         torch.testing.assert_close(final[name], p.detach(), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("runner", ["ddp", "fsdp", "{name: deepspeed, stage: 2}"])
+@pytest.mark.parametrize(
+    "runner", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "{name: deepspeed, stage: 2}"))]
+)
 def test_two_ranks_train_as_one(project: Path, runner: str) -> None:
     alone = train(project, "one_rank")
     shared = train(project, "two_ranks", f"run.runner={runner}", size=2)

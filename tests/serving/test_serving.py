@@ -63,8 +63,10 @@ def test_megatron_s_client_gets_the_prompts_and_what_follows_them(server: Server
     client = server.client()
     asked = {"prompts": ["ban des", "kin"], "tokens_to_generate": 12, "temperature": 0.0}
     status, answer, _ = server.send("PUT", "/api", asked)
-    expected = [client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, echo=True)
-                for prompt in asked["prompts"]]  # fmt: skip
+    expected = [
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, echo=True)
+        for prompt in asked["prompts"]
+    ]
     assert (status, answer) == (200, {"text": [completion.choices[0].text for completion in expected]})
     assert server.send("PUT", "/api", {"prompts": "ban"})[0] == 400
     assert server.send("PUT", "/api", {"prompts": ["ban"], "tokens": 3})[0] == 400
@@ -159,9 +161,13 @@ def test_logprobs_are_the_models(server: Server, reference: Runner, words: Any) 
     assert only.choices[0].logprobs.token_logprobs == found.token_logprobs[: len(ids)]
     assert only.usage.completion_tokens == 0
     chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "ban"}], max_tokens=3, logprobs=True, top_logprobs=2,
+        model="tiny",
+        messages=[{"role": "user", "content": "ban"}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
         seed=0,  # which does not draw the end of the text
-    )  # fmt: skip
+    )
     content = chat.choices[0].logprobs.content
     assert len(content) == 3
     assert all(len(entry.top_logprobs) == 2 and entry.logprob <= entry.top_logprobs[0].logprob for entry in content)

@@ -53,9 +53,11 @@ def data_url(path: Path) -> str:
 def seen(*parts: str | Path) -> list[dict[str, Any]]:
     """A user's words and images."""
     content = [
-        {"type": "text", "text": part} if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": data_url(part)}} for part in parts
-    ]  # fmt: skip
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
     return [{"role": "user", "content": content}]
 
 
@@ -94,13 +96,19 @@ def test_images_are_never_fetched_and_must_be_images(eyes: Server, tmp_path: Pat
     bomb = io.BytesIO()
     Image.new("1", (12_000, 12_000)).save(bomb, "PNG")
     for url, code in {
-        "http://127.0.0.1:1/x.png": "invalid_image_url", "file:///etc/passwd": "invalid_image_url",
-        str(file): "invalid_image_url", "data:image/png,abc": "invalid_base64_image", "data:": "invalid_image_url",
-        "data:image/png;base64,***": "invalid_base64_image", "data:image/png;base64,": "invalid_image",
-        good[:-60]: "invalid_image", f"data:image/svg+xml;base64,{svg}": "invalid_image",
-        "data:image/png;base64,\N{SNOWMAN}": "invalid_base64_image", data_url(large): "image_too_large",
+        "http://127.0.0.1:1/x.png": "invalid_image_url",
+        "file:///etc/passwd": "invalid_image_url",
+        str(file): "invalid_image_url",
+        "data:image/png,abc": "invalid_base64_image",
+        "data:": "invalid_image_url",
+        "data:image/png;base64,***": "invalid_base64_image",
+        "data:image/png;base64,": "invalid_image",
+        good[:-60]: "invalid_image",
+        f"data:image/svg+xml;base64,{svg}": "invalid_image",
+        "data:image/png;base64,\N{SNOWMAN}": "invalid_base64_image",
+        data_url(large): "image_too_large",
         "data:image/png;base64," + base64.b64encode(bomb.getvalue()).decode(): "image_too_large",
-    }.items():  # fmt: skip
+    }.items():
         messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
         body = {"model": "eyes", "messages": messages}
         status, document, _ = eyes.send("POST", "/v1/chat/completions", body)

@@ -162,9 +162,7 @@ def test_a_decoder_that_lets_text_grow_is_refused(speaker: Path) -> None:
             check_decoder(tokenizer, speaker)
 
 
-def test_others_are_served_while_templates_hang(
-    speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_served_while_templates_hang(speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_SECONDS", 2.5)
     with served(hostile(speaker, tmp_path)) as server, ThreadPoolExecutor() as pool:
         body = {"model": "tiny", "max_tokens": 2}

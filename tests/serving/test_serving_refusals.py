@@ -145,9 +145,12 @@ def test_what_is_too_large_or_too_slow_is_refused(guarded: Server) -> None:
     assert (status, document["error"]["code"]) == (413, "body_too_large")
     chunked = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
     chunked.request(
-        "POST", "/v1/completions", iter([b" " * 15_000] * 2), headers | {"Content-Type": "application/json"},
+        "POST",
+        "/v1/completions",
+        iter([b" " * 15_000] * 2),
+        headers | {"Content-Type": "application/json"},
         encode_chunked=True,
-    )  # fmt: skip
+    )
     assert chunked.getresponse().status == 413
     slow = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
     slow.putrequest("POST", "/v1/completions")
@@ -245,10 +248,30 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-KEYS = st.sampled_from([
-    "model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "echo",
-    "logprobs", "top_logprobs", "stream", "stream_options", "user", "tools", "logit_bias", "suffix", "role",
-])  # fmt: skip
+KEYS = st.sampled_from(
+    [
+        "model",
+        "prompt",
+        "messages",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "n",
+        "stop",
+        "seed",
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "stream",
+        "stream_options",
+        "user",
+        "tools",
+        "logit_bias",
+        "suffix",
+        "role",
+    ]
+)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from crosstrain_plugins.builtin.models.hugging_face import attention
+
 from crosstrain import IGNORE_INDEX, registry
-from crosstrain.modeling import attention
 from crosstrain.modeling.context import Context
 
 DDP = registry.get("runner", "ddp")

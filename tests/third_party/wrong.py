@@ -17,10 +17,28 @@ class Wrong(Runner):
     @dataclass
     class Options:
         bug: Literal[
-            "none", "dropout", "tied", "missing", "partly_missing", "schedule", "sum", "clipping", "decay", "forgets",
-            "says", "stale", "averages", "last", "late", "forgets_at_resume", "bf16_masters", "idle_rank", "evaluates",
-            "exports", "trains_in_evaluation",
-        ] = "none"  # fmt: skip
+            "none",
+            "dropout",
+            "tied",
+            "missing",
+            "partly_missing",
+            "schedule",
+            "sum",
+            "clipping",
+            "decay",
+            "forgets",
+            "says",
+            "stale",
+            "averages",
+            "last",
+            "late",
+            "forgets_at_resume",
+            "bf16_masters",
+            "idle_rank",
+            "evaluates",
+            "exports",
+            "trains_in_evaluation",
+        ] = "none"
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)

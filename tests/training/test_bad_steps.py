@@ -76,9 +76,17 @@ def planted(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Workspac
     workspace.config["run"]["plugins"] = [str(workspace.path / "plugins")]
     workspace.config["datasets"]["tiny"]["name"] = "planted"
     use(
-        workspace, arch="poisoned", vocab_size=330, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
-    )  # fmt: skip
+        workspace,
+        arch="poisoned",
+        vocab_size=330,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
     return workspace
 
 

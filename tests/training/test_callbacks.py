@@ -29,9 +29,13 @@ PLUGINS = ROOT / "tests" / "third_party"
 
 def project(workspace: Workspace, *callbacks: dict[str, Any] | str, **run: Any) -> Path:
     workspace.config["run"] |= {
-        "callbacks": list(callbacks), "plugins": [str(PLUGINS)], "lr_decay_iters": 20, "save_best": False,
-        "log_interval": 2, **run,
-    }  # fmt: skip
+        "callbacks": list(callbacks),
+        "plugins": [str(PLUGINS)],
+        "lr_decay_iters": 20,
+        "save_best": False,
+        "log_interval": 2,
+        **run,
+    }
     workspace.project.write_text(yaml.safe_dump(workspace.config))
     return workspace.project
 
@@ -93,7 +97,7 @@ def test_an_average_of_the_weights_follows_roll_backs_resumes_and_is_used(worksp
     assert all(map(torch.equal, average.values(), again.values()))
     assert state(run.checkpoint(6))["callbacks"]["diary"]["steps"] == last["steps"]
 
-    (*fine, refused, not_served), = run_ranks(1, _use, str(run.folder), str(workspace.path))
+    ((*fine, refused, not_served),) = run_ranks(1, _use, str(run.folder), str(workspace.path))
     assert [code for code, _ in fine] == [0, 0, 0], fine
     assert not any("note" in said for _, said in fine)  # of plugins, which one's own run needs no more
     assert (refused[0], "has no weights called 'exp_avg'; it has ema" in refused[1]) == (1, True), refused
@@ -115,9 +119,10 @@ def test_a_server_computes_with_the_averaged_weights(workspace: Workspace) -> No
     for flags, text in zip(((), ("--weights", "ema")), expected, strict=True):
         with serving(run.folder, "--name", "m", *flags) as (url, _):
             request = urllib.request.Request(
-                f"{url}/v1/completions", headers={"Content-Type": "application/json"},
+                f"{url}/v1/completions",
+                headers={"Content-Type": "application/json"},
                 data=json.dumps({"model": "m", "prompt": "ban", "max_tokens": 16, "seed": 5}).encode(),
-            )  # fmt: skip
+            )
             with urllib.request.urlopen(request) as answer:
                 assert json.load(answer)["choices"][0]["text"] == text
 
@@ -161,7 +166,7 @@ def _noise(path: str, options: tuple[str, ...]) -> tuple[list[np.ndarray], list[
 def test_the_noise_scale_is_that_of_the_paper(workspace: Workspace) -> None:
     noise = {"name": "gradient_noise_scale", "smoothing": 0.0}
     path = project(workspace, noise, {"name": "diary", "notes_gradients": True}, max_iters=3, log_interval=1)
-    (gradients, found, small), = run_ranks(1, _noise, str(path), (f"run.output_dir={workspace.path}/out",))
+    ((gradients, found, small),) = run_ranks(1, _noise, str(path), (f"run.output_dir={workspace.path}/out",))
     for first, second, value in zip(gradients[:-1], gradients[1:], found, strict=True):
         # McCandlish et al., 2018, equations A.2 and A.3, with batches B and 2 B.
         of_small, of_big = (first @ first + second @ second) / 2, np.square((first + second) / 2).sum()
@@ -174,16 +179,16 @@ def test_the_noise_scale_is_that_of_the_paper(workspace: Workspace) -> None:
 
 def _mistakes(path: str) -> list[tuple[int, str]]:
     here, options = Path(path).parent, []
-    for number, callback in enumerate((
-        "{name: diary, fails_in: after_backward}", "{name: early_stopping, metric: val_accuracy}"
-    )):  # fmt: skip
+    for number, callback in enumerate(
+        ("{name: diary, fails_in: after_backward}", "{name: early_stopping, metric: val_accuracy}")
+    ):
         options.append([f"run.output_dir={here}/wrong{number}", f"run.callbacks=[{callback}]"])
     return [command("train", "--cfg-path", path, "--options", *given) for given in options]
 
 
 def test_an_error_in_a_callback_names_it_and_the_moment(workspace: Workspace) -> None:
     path = project(workspace, max_iters=2, eval_interval=1, eval_iters=1)
-    (broken, unknown), = run_ranks(1, _mistakes, str(path))
+    ((broken, unknown),) = run_ranks(1, _mistakes, str(path))
     assert broken[0] == unknown[0] == 1
     assert "run.callbacks: diary failed in after_backward: ValueError: ink is dry (" in broken[1]
     assert "diary.py:" in broken[1]

@@ -75,7 +75,7 @@ class Fails(Callback):
 """
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_error_that_ends_a_run_is_the_last_line_of_its_log(workspace: Workspace, nproc: int) -> None:
     """After all that was still being written."""
     (workspace.path / "fails.py").write_text(FAILS)
@@ -221,9 +221,13 @@ def test_every_command_that_a_run_ends_with_works(
             assert ("> red" in answered) == (title == "try it")
             continue
         server = subprocess.Popen(
-            [*words, "--port", "0"], cwd=workspace.path, env=SHELL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*words, "--port", "0"],
+            cwd=workspace.path,
+            env=SHELL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-        )  # fmt: skip
+        )
         assert server.stdout is not None
         assert server.stdout.readline().startswith("loading it's a run")
         rest = iter(server.stdout.readline, "")

@@ -141,15 +141,22 @@ def by_trl(name: str, policy: Any, reference: Any, rows: list[dict[str, Any]], h
 
     kinds = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig)}
     arguments = kinds[name][1](
-        output_dir=str(home / "trl"), beta=0.3, bf16=False, use_cpu=True, report_to=[], gradient_checkpointing=False,
+        output_dir=str(home / "trl"),
+        beta=0.3,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        gradient_checkpointing=False,
         per_device_train_batch_size=4,
-    )  # fmt: skip
+    )
     table = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a", "label": True}]
     trainer = kinds[name][0](
-        model=policy, ref_model=reference, args=arguments,
+        model=policy,
+        ref_model=reference,
+        args=arguments,
         processing_class=AutoTokenizer.from_pretrained(home / "tokenizer"),
         train_dataset=Table.from_list([table[name == "kto"]] * 4),
-    )  # fmt: skip
+    )
 
     def inputs(chosen: list[dict[str, Any]], prefix: str = "") -> dict[str, Tensor]:
         longest = 1 + max(len(row["input_ids"]) for row in chosen)
@@ -219,9 +226,11 @@ CASES = [(name, runner) for name in OBJECTIVES for runner in RUNNERS]
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, [("dpo", "zero3@2")]), ids="-".join)
 def test_every_runner_prefers_alike(
-    reference: Callable[[str], tuple[Workspace, Followed]], monkeypatch: pytest.MonkeyPatch, case: tuple[str, str],
+    reference: Callable[[str], tuple[Workspace, Followed]],
+    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[str, str],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     name, runner = case
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that every runner measures its own reference
     workspace, one = reference(name)

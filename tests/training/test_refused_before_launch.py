@@ -163,5 +163,8 @@ def test_numbers_without_a_form_in_json_are_null_at_any_depth() -> None:
     given = {"loss": nan, "timers": {"forward": inf, "backward": 1.5}, "rows": [1, (-inf, "inf")], "step": 3}
     text = json.dumps(finite(given), allow_nan=False)
     assert json.loads(text) == {
-        "loss": None, "timers": {"forward": None, "backward": 1.5}, "rows": [1, [None, "inf"]], "step": 3,
-    }  # fmt: skip
+        "loss": None,
+        "timers": {"forward": None, "backward": 1.5},
+        "rows": [1, [None, "inf"]],
+        "step": 3,
+    }

@@ -60,6 +60,7 @@ def test_killed_during_a_save(shared_workspace: Workspace, uninterrupted: Run) -
     assert not list((folder / "checkpoints").glob(".step_*")), "what the killed save left is gone"
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_moments_of_a_run_that_began_without_those_of_another(workspace: Workspace) -> None:
     def trained(name: str, *options: str) -> tuple[Run, bool]:
         """Train in a process of its own; returns the run, and True where this start left moments behind."""

@@ -37,8 +37,9 @@ def test_only_tokenizer_files_are_copied_and_none_is_replaced(tmp_path: Path) ->
     (folder / "vocab.json").write_text("ours")
     copy_files(plain_files(source, TOKENIZER_FILES), folder)
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
-        "tokenizer.json": '{"from": "them"}', "vocab.json": "ours"
-    }  # fmt: skip
+        "tokenizer.json": '{"from": "them"}',
+        "vocab.json": "ours",
+    }
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "folder", "device", "large"])

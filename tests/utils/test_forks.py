@@ -32,8 +32,11 @@ print(answers.get(), child.exitcode)
 
 def test_a_process_that_never_begins_is_started_again(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "hung")], env=ENVIRONMENT, capture_output=True, text=True,
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "hung")],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
         timeout=60,
-    )  # fmt: skip
+    )
     assert done.stdout == "done 0\n", done.stderr
     assert (tmp_path / "hung").exists()

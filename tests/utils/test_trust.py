@@ -15,12 +15,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 from webdataset.gopen import gopen_schemes
 
 from conftest import Workspace
 from crosstrain.config.load import load_config
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
 from crosstrain.data.vision.conversations import SampleError
@@ -45,7 +45,7 @@ from fixtures_hostile import (
     put,
     setting,
 )
-from fixtures_ranks import train
+from fixtures_ranks import mostly_slow, train
 from fixtures_shards import module_of
 from fixtures_tampering import frugal, seal
 
@@ -129,6 +129,7 @@ def test_two_hundred_hostile_checkpoints_do_no_harm(trained: Path, tmp_path: Pat
     print(opened_without_harm(list(drawn), trained, place, tmp_path / "cases"))
 
 
+@pytest.mark.slow
 def test_the_record_shows_harm_where_a_stranger_is_trusted(trained: Path, tmp_path: Path) -> None:
     """What is recorded without the gate, so that a test that finds nothing has looked."""
     place = place_of_harm(tmp_path / "place")
@@ -212,7 +213,7 @@ def test_the_key_is_its_owners_and_made_once(tmp_path: Path, monkeypatch: pytest
 # ---- names of shards, whoever gives them
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", mostly_slow(BOMBS, BOMBS[:2]))
 def test_a_name_that_stands_for_too_much_is_refused_at_once(name: str) -> None:
     with nullcontext() if "*" in name else frugal(), pytest.raises(DataError):  # those are given up after a while
         shards.expand(name)

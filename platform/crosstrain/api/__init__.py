@@ -1,1 +1,1 @@
-"""The Python interface: what the verbs of the command line do, as functions."""
+"""The Python interface: the verbs of the command line as functions."""

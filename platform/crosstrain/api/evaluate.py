@@ -1,4 +1,4 @@
-"""Measurement of a checkpoint on workers: losses of splits, answers to known questions, tasks of others."""
+"""Evaluate a checkpoint on workers: losses on splits, questions with reference answers, and external tasks."""
 
 import json
 import tempfile
@@ -27,21 +27,31 @@ from crosstrain.utils.optional_deps import require
 from crosstrain.utils.processes import main_hidden
 from crosstrain.utils.units import finite
 
-_MICRO_BATCH = 8  # samples per forward where the run has no number; the result does not depend on it
+_MICRO_BATCH = 8  # samples per forward pass if the run has no micro_batch_size; does not affect the result
 
 Talk = Callable[[OpenModel, dict[str, Any]], list[dict[str, Any]]]
 
 
 def evaluate(
-    checkpoint: str | Path, splits: Sequence[Split] | None = None, options: Overrides = (), *,
-    project: ProjectLike | None = None, nproc_per_node: int = 1, max_samples: int | None = None,
-    answers: Sequence[Split] = (), sheet: str | Path | None = None, max_new_tokens: int = 64,
-    tasks: Sequence[str] = (), task_path: str | None = None, trust_data: bool = False, weights: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the document that `crosstrain evaluate --output` writes: `splits` has each split's loss and perplexity.
+    checkpoint: str | Path,
+    splits: Sequence[Split] | None = None,
+    options: Overrides = (),
+    *,
+    project: ProjectLike | None = None,
+    nproc_per_node: int = 1,
+    max_samples: int | None = None,
+    answers: Sequence[Split] = (),
+    sheet: str | Path | None = None,
+    max_new_tokens: int = 64,
+    tasks: Sequence[str] = (),
+    task_path: str | None = None,
+    trust_data: bool = False,
+    weights: str | None = None,
+) -> dict[str, Any]:
+    """Return the results that `crosstrain evaluate --output` writes: `splits` has each split's loss and perplexity.
 
-    By default the splits are val and test, if they have samples. The workers are processes of their own. Raises
-    UserError, and KeyboardInterrupt where they were stopped.
+    By default the splits are val and test, if they have samples. The workers are separate processes. Raises UserError,
+    and KeyboardInterrupt if the workers were stopped.
     """
     with tempfile.TemporaryDirectory() as folder, main_hidden():
         output = Path(folder) / "results.json"
@@ -57,9 +67,10 @@ def evaluate(
 
 
 def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bool = False, apart: bool = False) -> int:
-    """Check what the flags in `job` ask for, then start the workers; returns the exit code.
+    """Check the flags in `job`, then start the workers. Returns the exit code.
 
-    `talk` gives more completions, in a single process if `alone`. `apart`: also a single worker is a process.
+    `talk` generates further completions. With `alone`, there is only one process. With `apart`, even a single worker is
+    a separate process.
     """
     if job["sheet"] and not job["answers"]:
         raise UserError("--sheet: shows what --answers found; give both")
@@ -88,7 +99,7 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
 
 
 def _open_split(config: Config, split: Split, checkpoint: Path) -> Dataset:
-    """Open a split, with what the checkpoint's run has measured of it for its objective."""
+    """Open a split, with the reference values that the checkpoint's run measured for its objective."""
     dataset, objective = open_split(config, split), config.run.objective
     if objective is not None and registry.get("objective", objective.name).needs_reference:
         dataset.reference = read_reference(checkpoint, dataset)
@@ -96,7 +107,7 @@ def _open_split(config: Config, split: Split, checkpoint: Path) -> Dataset:
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | None) -> int:
-    """Measure on this rank; rank 0 writes the results to `job["output"]`."""
+    """Evaluate on this rank. Rank 0 writes the results to `job["output"]`."""
     config, checkpoint = Config.from_plain(plain, trust=job["trust"]), job["checkpoint"]
     text = bool(job["answers"] or job["tasks"] or talk)
     with OpenModel(config, checkpoint, text=text, weights=job["weights"]) as model:
@@ -116,7 +127,7 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | Non
             )
         if talk is not None:
             results["completions"] = talk(model, job)
-        if job["splits"]:  # the last, as nothing else has the objective
+        if job["splits"]:  # do this last: only this part needs the objective
             runner.objective = make_objective(config, runner.model)
         for split in job["splits"]:
             dataset = _open_split(config, split, checkpoint)

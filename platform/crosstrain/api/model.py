@@ -22,23 +22,23 @@ from crosstrain.inference.generation import Sampling, as_prompt, generate, room_
 from crosstrain.inference.open_checkpoint import find_model, load_model, open_on_workers
 from crosstrain.utils.types import Batch, Sample
 
-Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, as OpenAI writes them
+Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, in OpenAI's format
 
 
 class OpenModel(AbstractContextManager["OpenModel"]):
-    """A model to generate with, to talk with, and to measure. Collective where several ranks opened it.
+    """A model for generation, chat and evaluation. Its methods are collective if several ranks opened it.
 
-    Text needs the tokenizer that is stored with the checkpoint; prompts are encoded in a process of their own, which
-    `close`, or the end of a `with` block, ends. Methods raise UserError for prompts that cannot be used. `sampling` is
-    max_new_tokens (64), temperature (1.0; 0 takes the likeliest token), top_k, top_p and seed.
+    Text needs the tokenizer in the checkpoint. Prompts are encoded in a separate process, which ends with `close` or
+    with the `with` block. Methods raise UserError for invalid prompts. `sampling` is max_new_tokens (64), temperature
+    (1.0; 0 takes the likeliest token), top_k, top_p and seed.
     """
 
     def __init__(self, config: Config, checkpoint: Path, *, text: bool = False, weights: str | None = None) -> None:
-        config = replace(config, run=replace(config.run, objective=None))  # which is of training and its splits
+        config = replace(config, run=replace(config.run, objective=None))  # only training needs it
         self.config, self.checkpoint = config, checkpoint
         self.runner = make_runner(config)
         self.runner.setup()
-        if text:  # sooner than the model
+        if text:  # load the tokenizer first, so that its errors come early
             _ = self.encoders
         load_model(config, self.runner, checkpoint, weights)
 
@@ -48,12 +48,15 @@ class OpenModel(AbstractContextManager["OpenModel"]):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model, to evaluate. A language model's `lm` is transformers', maybe with rows of padding."""
+        """The model in evaluation mode.
+
+        The `lm` of a language model is the model from transformers. Its vocabulary may be padded.
+        """
         return self.runner.model.eval()
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, of transformers, to decode with."""
+        """The checkpoint's tokenizer, from transformers, for decoding."""
         return self.encoders.tokenizer
 
     @cached_property
@@ -61,15 +64,15 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         return ChatSession.possible(self.config, self.checkpoint, self.encoders)
 
     def generate(self, prompt: str, **sampling: Any) -> str:
-        """Return a completion of `prompt`, without it."""
+        """Return a completion of `prompt`, without the prompt."""
         end = self.tokenizer.eos_token_id
         return self._answer(as_prompt(self.encoders.encode("text", prompt), end), [end], sampling)
 
     def chat(self, messages: str | Turns, *, images: Sequence[str | Path] = (), **sampling: Any) -> str:
-        """Return the answer to a message, or to a conversation's last one, in the form of training.
+        """Return the answer to a message, or to the last message of a conversation, formatted as in training.
 
-        It is the tokenizer's chat template, or for a dataset with images its own. images: files that the first message
-        of a user is about.
+        The format is the tokenizer's chat template, or for a dataset with images the dataset's own. images: image files
+        for the first user message.
         """
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         turns: list[dict[str, Any]] = [dict(message) for message in given]
@@ -87,9 +90,10 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         return generate(self.runner, self.tokenizer, prompt, Sampling(**sampling), None, ends)[0]
 
     def loss(self, given: str | Batch) -> float:
-        """Return the mean loss per target: of a batch as the dataset collates it, or of a text, in nats per token.
+        """Return the mean loss per target of a batch, or of a text in nats per token.
 
-        Every token of the text is a target, the first one after the end-of-text token, as in lm-evaluation-harness.
+        A batch is in the format of the dataset's collate. In a text every token is a target; the first one follows the
+        end-of-text token, as in lm-evaluation-harness.
         """
         batch = given
         if isinstance(batch, str):
@@ -101,7 +105,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
             return self.runner.evaluate(batch).item() / max(self.runner.objective.num_targets(batch), 1)
 
     def close(self) -> None:
-        """End the process that encodes prompts, and leave the other ranks."""
+        """End the process that encodes prompts, and leave the process group."""
         if "encoders" in vars(self):
             self.encoders.close()
         self.runner.close()
@@ -111,14 +115,18 @@ class OpenModel(AbstractContextManager["OpenModel"]):
 
 
 def open(
-    checkpoint: str | Path, options: Overrides = (), *, project: ProjectLike | None = None, trust_data: bool = False,
+    checkpoint: str | Path,
+    options: Overrides = (),
+    *,
+    project: ProjectLike | None = None,
+    trust_data: bool = False,
     weights: str | None = None,
-) -> OpenModel:  # fmt: skip
-    """Open a checkpoint, the newest of a run's folder, or a language model's Hugging Face folder, in this process.
+) -> OpenModel:
+    """Open a checkpoint, a run's newest checkpoint, or a language model's Hugging Face folder, in this process.
 
-    Its configuration is its own or `project`'s, with `options` over it. A stranger's checkpoint runs no code, and opens
-    data and weights that it names with `trust_data` alone. `weights`: a callback's, such as "ema". Raises
-    CheckpointError and ConfigError.
+    The configuration is the checkpoint's or `project`'s, overridden by `options`. Checkpoints never run code. Data and
+    weights named by a checkpoint from others are opened only with `trust_data`. weights: name of a callback, such as
+    "ema", whose weights are used. Raises CheckpointError and ConfigError.
     """
     found = find_model(checkpoint, weights)
     given = pairs(options)

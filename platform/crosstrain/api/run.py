@@ -1,4 +1,4 @@
-"""A run's folder, and what is in it."""
+"""A run's folder and its contents."""
 
 import json
 import sys
@@ -20,25 +20,25 @@ from crosstrain.monitor.metrics import Row
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
 
-_SECONDS = 2.0  # between two pictures of a curve
+_SECONDS = 2.0  # seconds between updates of the live plot
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, given by its folder. A notebook shows its losses; every method raises UserError where nothing is there."""
+    """A run, given by its folder. Notebooks show a plot of its losses. Raises UserError if files are missing."""
 
     folder: Path
 
     @property
     def metrics(self) -> list[Row]:
-        """The logged numbers, a row for each step; `pandas.DataFrame(run.metrics)` makes a table of them."""
+        """The logged metrics, one row per step. `pandas.DataFrame(run.metrics)` makes a table."""
         path, rows = RunFolder(self.folder).metrics, dict[int, Row]()
         if not path.exists():
             raise UserError(f"{self.folder}: there is no metrics.jsonl; name a run's folder in which a step was logged")
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError):  # the last line may be half written
                 row = json.loads(line)
-                rows.setdefault(row["step"], {}).update(row)  # steps after a resume are there twice
+                rows.setdefault(row["step"], {}).update(row)  # steps repeated after a resume are logged twice
         return [rows[step] for step in sorted(rows)]
 
     @property
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The folder of the checkpoint with the lowest validation loss; None without `run.save_best`."""
+        """The folder of the checkpoint with the lowest validation loss, or None without `run.save_best`."""
         return self._checkpoint("best")
 
     def _checkpoint(self, pointer: str) -> Path | None:
@@ -57,11 +57,11 @@ class Run:
         return None if step is None else step_folder(root, step)
 
     def open(self, options: Overrides = (), **more: Any) -> OpenModel:
-        """Open the newest undamaged checkpoint; the arguments are those of `crosstrain.open`."""
+        """Open the newest undamaged checkpoint. The arguments are those of `crosstrain.open`."""
         return model.open(self.folder, options, **more)
 
     def _repr_svg_(self) -> str | None:
-        """The losses over the steps as IPython shows them; None before there are any, and without matplotlib."""
+        """Return a plot of the losses over the steps, for IPython, or None without losses or matplotlib."""
         try:
             rows = self.metrics
             with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ class Run:
 
 @contextmanager
 def live(run: Run) -> Iterator[None]:
-    """Show the run's losses in the notebook's cell while the block lasts; elsewhere do nothing."""
+    """Plot the run's losses in the notebook cell during the block. Does nothing outside notebooks."""
     ipython = sys.modules.get("IPython")
     if getattr(ipython and ipython.get_ipython(), "kernel", None) is None:
         yield

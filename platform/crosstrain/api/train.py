@@ -21,12 +21,12 @@ from crosstrain.utils.processes import main_hidden
 def train(
     project: ProjectLike, options: Overrides = (), *, nproc_per_node: int = 1, fresh: bool = False, **given: Any
 ) -> Run:
-    """Train what a project says in `nproc_per_node` processes, resuming where its folder left off.
+    """Train a project in `nproc_per_node` processes. An earlier run in its folder is resumed.
 
     `fresh` starts over and keeps the earlier folder as NAME.1. given: flags of the checks before the start, such as
-    device_memory="24GiB" and fit_check=False. Ctrl-C, or a notebook's stop, has the workers save; then
-    KeyboardInterrupt is raised. Raises UserError for mistakes and for what ends a training, WorkerFailure with its
-    traceback for any other error.
+    device_memory="24GiB" and fit_check=False. On Ctrl-C, or a notebook's stop button, the workers save a checkpoint,
+    and KeyboardInterrupt is raised. Raises UserError for mistakes and for errors that end training, and WorkerFailure
+    with its traceback for any other error.
     """
     flags = argparse.ArgumentParser()
     for check in preflight_checks():
@@ -46,12 +46,17 @@ def train(
 
 
 def check_start(
-    project: ProjectLike, options: Overrides, config: Config, how: Launch, fresh: bool, given: Mapping[str, Any],
+    project: ProjectLike,
+    options: Overrides,
+    config: Config,
+    how: Launch,
+    fresh: bool,
+    given: Mapping[str, Any],
     dry_size: int | None = None,
-) -> Config:  # fmt: skip
-    """Check everything that can be known before a worker exists; returns the configuration to train.
+) -> Config:
+    """Run all checks that are possible before workers exist. Returns the configuration to train with.
 
-    dry_size: the ranks of a dry run, in which no worker follows; None: there will be workers.
+    dry_size: number of ranks of a dry run, which starts no workers; None: workers will start.
     """
     dry, (size, *larger) = dry_size is not None, how.world_sizes
     nodes = size // how.nproc_per_node
@@ -70,7 +75,7 @@ def check_start(
 def start_training(
     project: ProjectLike, options: Overrides, config: Config, how: Launch, fresh: bool, given: Mapping[str, Any]
 ) -> int:
-    """Check everything, then start the workers; returns the exit code. `config` is what `project` says."""
+    """Check everything, then start the workers. Returns the exit code. `config` is loaded from `project`."""
     config = check_start(project, options, config, how, fresh, given)
     is_first_start = how.is_first and not was_restarted()
     if fresh and is_first_start and (aside := RunFolder(config.run.output_dir).set_aside()):

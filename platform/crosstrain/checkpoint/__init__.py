@@ -1,1 +1,1 @@
-"""Checkpoints: sharded files, manifest, export. Knows models, not runners."""
+"""Checkpoints: sharded files, manifest, export. This package depends on models, not on runners."""

@@ -1,4 +1,4 @@
-"""Assignment of boxes to the ranks that write them, and to files: each box once, the work spread evenly."""
+"""Assign boxes to ranks and files: each box is written once, and the work is spread evenly."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from crosstrain.utils.errors import CheckpointError
 
 
 class Holding(NamedTuple):
-    """A box that a rank holds, of a logical tensor of this shape and type."""
+    """A box that a rank holds, with the shape and dtype of its logical tensor."""
 
     kind: str
     name: str
@@ -20,12 +20,12 @@ class Holding(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the box in its file."""
+        """The name of the box in its file."""
         return box_key(self.kind, self.name, self.shape, self.box)
 
 
 def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
-    """Return this rank's boxes with their memory. Raises CheckpointError for a type that files cannot hold."""
+    """Return this rank's boxes and their data. Raises CheckpointError for a dtype that files cannot store."""
     held = {}
     for shard in shards:
         for piece in shard.pieces:
@@ -36,10 +36,10 @@ def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
 
 
 def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
-    """Choose a writer for each distinct box, the largest first: the holder with the least to write so far.
+    """Choose a writer for each distinct box: the holder with the least to write so far. Large boxes come first.
 
-    Deterministic, so that every rank computes the same from the same holdings. Raises CheckpointError where ranks
-    disagree about a tensor's shape or type.
+    The choice is deterministic, so every rank computes the same result from the same holdings. Raises CheckpointError
+    if ranks disagree about a tensor's shape or dtype.
     """
     holders: dict[Holding, list[int]] = {}
     facts: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
@@ -58,11 +58,12 @@ def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
 
 
 def file_names(writers: dict[Holding, int], complete: bool) -> dict[Holding, str]:
-    """Return the file of every box, in the manifest's order: one per writer, and another for whole parameters.
+    """Return the file of every box, in manifest order.
 
-    The latter have Hugging Face's names. Without `complete` the model has parameters besides these.
+    Each writer has one file for its boxes. If no parameter is sharded, the parameters go to separate files with Hugging
+    Face's names. Pass complete=False if the model has parameters that are not in `writers`.
     """
-    # Some parameters may be whole though others are cut, or absent: half a Hugging Face folder is worse than none.
+    # If some parameters are sharded or absent, do not write the others as a partial Hugging Face folder.
     whole = complete and all(h.box.shape == h.shape for h in writers if h.kind == "param")
     ranks = sorted({rank for h, rank in writers.items() if h.kind == "param"})
     model = {rank: f"model-{i:05d}-of-{len(ranks):05d}.safetensors" for i, rank in enumerate(ranks, 1)}

@@ -1,9 +1,9 @@
-"""Boxes: descriptions of the parts of tensors that ranks hold.
+"""Boxes describe the parts of tensors that ranks hold.
 
 A *logical tensor* is a parameter or an optimizer moment under its canonical name and unpadded shape. A *box* is an
-axis-aligned block of it. Every layout in use is a set of boxes: a replica is one, a tensor-parallel slice of a fused
-projection is three, a contiguous range of a flattened tensor (ZeRO) is at most 2*ndim-1. A writer writes the boxes it
-holds, a reader asks for the boxes it needs, and neither knows the other's layout.
+axis-aligned block of it. Every supported layout is a set of boxes: a replica is one box, a tensor-parallel slice of a
+fused projection is three, and a contiguous range of a flattened tensor (ZeRO) is at most 2*ndim-1. Writers write the
+boxes that they hold and readers ask for the boxes that they need, so neither depends on the other's layout.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-CALLBACK = "callback:"  # begins the kinds of tensors that callbacks keep
-RUNNER = "runner:"  # begins the kinds that a runner keeps for itself; `runner:3:` those of rank 3 only
+CALLBACK = "callback:"  # prefix of the kinds of callbacks' tensors
+RUNNER = "runner:"  # prefix of the kinds of runners' own tensors; `runner:3:` is for rank 3 only
 
 
 def own_kind(rank: int, kind: str) -> str:
-    """The kind of a tensor that every rank has an own copy of."""
+    """Return the kind of a tensor of which every rank has a separate copy."""
     return f"{RUNNER}{rank}:{kind}"
 
 
 def shared_kind(kind: str) -> str:
-    """The kind of a tensor without the number of the rank whose own copy it is, if it is one."""
+    """Return `kind` without the rank that `own_kind` added, if any."""
     prefix, _, name = kind.removeprefix(RUNNER).partition(":")
     return name if kind.startswith(RUNNER) and prefix.isdecimal() else kind
 
@@ -54,13 +54,13 @@ class Box:
         return math.prod(self.shape)
 
     def within(self, shape: tuple[int, ...]) -> bool:
-        """Return True where the box lies inside a tensor of this shape."""
+        """Return True if the box lies inside a tensor of this shape."""
         return len(shape) == len(self.shape) and all(
             o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common block, or None where it is empty."""
+        """Return the intersection of two boxes, or None if it is empty."""
         if self == other and self.numel:
             return self
         low = tuple(map(max, self.offset, other.offset))
@@ -72,7 +72,7 @@ class Box:
         return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box inside the tensor that holds `outer`."""
+        """Return the slices that select this box from the data of `outer`."""
         return tuple(
             slice(o - base, o - base + n) for o, n, base in zip(self.offset, self.shape, outer.offset, strict=True)
         )
@@ -80,13 +80,13 @@ class Box:
 
 @dataclass
 class Piece:
-    """A box and the memory that holds it: `data.shape == box.shape`; writing to `data` changes the model."""
+    """A box and its data: `data.shape == box.shape`. Writing to `data` changes the model."""
 
     box: Box
     data: Tensor
 
     def part(self, box: Box) -> Tensor:
-        """Return the memory of a box inside this one."""
+        """Return the data of a box inside this piece's box."""
         return self.data if box == self.box else self.data[box.slices_in(self.box)]
 
 
@@ -94,8 +94,8 @@ class Piece:
 class Shard:
     """The part of one logical tensor that this rank holds.
 
-    `kind` is "param" for a parameter, the optimizer's name for its state ("exp_avg", "step", ...), or CALLBACK or
-    RUNNER and the name that a callback or a runner gives its tensor.
+    `kind` is "param" for a parameter, the state's name for optimizer state ("exp_avg", "step", ...), or CALLBACK or
+    RUNNER followed by the name that a callback or a runner gives its tensor.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class Shard:
 
 
 def whole_pieces(tensor: Tensor, shape: tuple[int, ...]) -> list[Piece]:
-    """Return the one piece of a rank that holds all of a tensor; padding beyond the logical `shape` is cut off."""
+    """Return the single piece of a rank that holds a whole tensor, without padding beyond the logical `shape`."""
     return without_padding([Piece(Box.whole(tuple(tensor.shape)), tensor.detach())], shape)
 
 
@@ -114,7 +114,7 @@ def flat_range_pieces(
 ) -> list[Piece]:
     """Return the pieces of a rank that holds elements [start, start + flat.numel()) of the flattened logical tensor.
 
-    `padded` is the shape that was flattened, if it is larger than the logical one.
+    `padded` is the shape that was flattened, if it is larger than the logical shape.
     """
     pieces = [
         Piece(box, flat.detach()[first - start : first - start + box.numel].view(box.shape))
@@ -133,7 +133,7 @@ def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
 def without_padding(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
     """Cut off padding beyond the logical `shape`."""
     logical = Box.whole(tuple(shape))
-    if logical.numel == 0:  # every rank holds all of nothing
+    if logical.numel == 0:  # an empty tensor is whole on every rank
         return [Piece(logical, torch.empty(logical.shape))]
     cut = [(piece, piece.box.intersect(logical)) for piece in pieces]
     return [Piece(box, piece.part(box)) for piece, box in cut if box is not None]
@@ -158,7 +158,7 @@ def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 
 
 def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
-    """Return None if the boxes tile a tensor of this shape exactly once; otherwise the mistake, as a clause."""
+    """Return None if the boxes tile a tensor of this shape exactly once, or else a clause about the mistake."""
     for box in boxes:
         if not box.within(shape):
             return f"a box at {list(box.offset)} of shape {list(box.shape)} lies outside {list(shape)}"
@@ -167,9 +167,10 @@ def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
         return f"{wanted - covered} of its {wanted} elements are in no file"
     if len(boxes) == 1:
         return None
-    # Comparing every pair would take hours where somebody wrote a million boxes. Instead every index along a dimension
-    # gets a random weight, kept as running sums, and a box weighs the product of its sides: boxes that tile the tensor
-    # weigh as much as it does, and any others differ but for a chance of dimensions / 2^64 (Schwartz & Zippel).
+    # Comparing every pair would take hours for a manifest with a million boxes. Instead, every index along a dimension
+    # gets a random weight, kept as running sums, and the weight of a box is the product of its sides' weights. Boxes
+    # that tile the tensor have the same total weight as the tensor. Any other set differs, except with probability
+    # dimensions / 2^64 (Schwartz & Zippel).
     draw = random.SystemRandom().getrandbits
     sums: list[dict[int, int]] = [defaultdict(lambda: draw(64)) for _ in shape]
 

@@ -1,6 +1,6 @@
-"""Local copies of checkpoints in buckets, which hold the chunks of files that this machine has needed so far.
+"""Local copies of checkpoints in buckets. A copy holds only the chunks that this machine has needed so far.
 
-A chunk that is absent or damaged has a wrong sum, so checking what will be read and fetching it is one pass.
+A chunk that is absent or damaged has a wrong checksum, so one pass checks and fetches the chunks to be read.
 """
 
 import os
@@ -14,20 +14,20 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import write_atomically
 
-Chunk = tuple[str, int]  # of a file, with its number
+Chunk = tuple[str, int]  # (file, index of the chunk)
 
-_AT_ONCE = 32  # chunks that are in memory
+_AT_ONCE = 32  # maximum number of chunks in memory
 
 
 def has_manifest(folder: Path) -> bool:
-    """Return True for a checkpoint, which in a bucket exists from the moment when its manifest does."""
+    """Return True for a checkpoint. In a bucket, a checkpoint exists as soon as its manifest does."""
     if (url := storage.origin(folder)) is None:
         return os.path.lexists(folder / MANIFEST)
     return MANIFEST in storage.listing(url)
 
 
 def fetch_manifest(folder: Path) -> None:
-    """Make the local copy of a manifest anew. Raises CheckpointError where there is none, or none of a usual size."""
+    """Replace the local copy of a manifest. Raises CheckpointError if the bucket has none, or it is too large."""
     url = storage.join(storage.origin(folder) or "", MANIFEST)
     try:
         if (size := storage.size(url)) > MOST_BYTES:
@@ -40,7 +40,7 @@ def fetch_manifest(folder: Path) -> None:
 
 
 def check_sizes(folder: Path, files: Files) -> None:
-    """Raise CheckpointError unless the bucket has each of a checkpoint's files in its size."""
+    """Raise CheckpointError unless the bucket has every file of a checkpoint, with the right size."""
     url = storage.origin(folder) or ""
     there = storage.listing(url)
     for name, entry in files.items():
@@ -50,12 +50,12 @@ def check_sizes(folder: Path, files: Files) -> None:
 
 
 def chunks(name: str, first: int, last: int) -> set[Chunk]:
-    """Return the chunks of a file that its bytes [first, last) lie in."""
+    """Return the chunks of a file that contain its bytes [first, last)."""
     return {(name, number) for number in range(first // CHUNK, -(-last // CHUNK))}
 
 
 def fetch(folder: Path, files: Files, wanted: Collection[Chunk]) -> None:
-    """Make chunks of the local copy as the sums say. Raises CheckpointError where the bucket's are not."""
+    """Make the local chunks match their checksums. Raises CheckpointError if the bucket's data does not match."""
     for name in sorted({name for name, _ in wanted}):
         entry, url = files[name], storage.join(storage.origin(folder) or "", name)
         if "xxh3" not in entry:
@@ -75,7 +75,7 @@ def fetch(folder: Path, files: Files, wanted: Collection[Chunk]) -> None:
 
 
 def machine(folder: Path) -> str:
-    """Return what ranks that share this local copy have in common, and no others."""
+    """Return an ID of this local copy: the same for all ranks that share the copy, and different for all others."""
     folder.mkdir(parents=True, exist_ok=True)
     status = os.stat(folder)
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -1,12 +1,13 @@
-"""Saving of checkpoints, in the background or not. Nothing is gathered, and a checkpoint exists whole or not at all.
+"""Save checkpoints, optionally in the background. No tensor is gathered, and a checkpoint appears only when complete.
 
-All ranks agree on a writer for each box. Each rank writes its file, in the background from a copy, so that training
-goes on. When all have succeeded, rank 0 writes the manifest, every rank reads its file again, and rank 0 renames the
-folder: from then on the checkpoint exists. If a rank fails, all raise the same error, and the previous checkpoint stays
-the newest.
+All ranks agree on a writer for each box. Each rank writes its own file. A background save writes from a copy, so that
+training continues. When all ranks have succeeded, rank 0 writes the manifest, every rank reads its file back, and
+rank 0 renames the folder. At that moment the checkpoint exists. If a rank fails, all ranks raise the same error, and
+the previous checkpoint remains the newest.
 
-In a bucket, nothing can be renamed. There every rank writes its file to this machine's copy of the checkpoint and puts
-it into the bucket; when all have, rank 0 puts the manifest, unless there is one: from then on the checkpoint exists.
+Objects in a bucket cannot be renamed. There, every rank writes its file to the local copy of the checkpoint and
+uploads it. When all ranks are done, rank 0 uploads the manifest, unless the bucket already has one. At that moment the
+checkpoint exists.
 """
 
 import os
@@ -48,10 +49,10 @@ from crosstrain.utils.logging import log
 
 @dataclass
 class _Save:
-    """The contents of a checkpoint, except for the tensors that this rank holds."""
+    """The contents of a checkpoint, without this rank's tensors."""
 
     step: int
-    names: dict[Holding, str]  # the file of every box
+    names: dict[Holding, str]  # box -> file
     state: dict[str, Any]
     frozen: dict[str, FrozenParameter]
     pointers: Collection[str]
@@ -59,20 +60,26 @@ class _Save:
 
 
 class Checkpointer:
-    """Writer of one run's checkpoints under `root`. With `run`, its id, other runs' checkpoints are left alone.
+    """Writes the checkpoints of one run under `root`.
 
-    `group` is a process group of its own, so that a background save never meets training's collectives.
-    `write_model_config(folder)` writes what makes the folder a Hugging Face one, and `write_parts(folder, reader)` what
-    else is made of the parameters there (rank 0 only).
+    If the run's ID is given as `run`, checkpoints of other runs are neither replaced nor deleted. `group` must be a
+    separate process group, so that background saves do not mix with training's collectives. On rank 0,
+    `write_model_config(folder)` writes the Hugging Face configuration, and `write_parts(folder, reader)` writes further
+    files that are derived from the parameters.
     """
 
     def __init__(
-        self, root: Path, group: Group, retention: Retention, write_model_config: Callable[[Path], None],
-        run: str | None = None, write_parts: Callable[[Path, Reader], None] = lambda folder, reader: None,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        group: Group,
+        retention: Retention,
+        write_model_config: Callable[[Path], None],
+        run: str | None = None,
+        write_parts: Callable[[Path, Reader], None] = lambda folder, reader: None,
+    ) -> None:
         self.root, self.group, self.retention, self.run = root, group, retention, run
         self.write_model_config, self.write_parts = write_model_config, write_parts
-        self.damaged = set[int]()  # steps of checkpoints that the run passed over
+        self.damaged = set[int]()  # steps of damaged checkpoints that the run skipped
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         if group.rank == 0:
@@ -80,21 +87,28 @@ class Checkpointer:
             folders.remove_partial(root)
 
     def save(
-        self, step: int, shards: list[Shard], state: dict[str, Any], *,
-        frozen: dict[str, FrozenParameter] | None = None, pointers: Collection[str] = (), keep: Collection[int] = (),
+        self,
+        step: int,
+        shards: list[Shard],
+        state: dict[str, Any],
+        *,
+        frozen: dict[str, FrozenParameter] | None = None,
+        pointers: Collection[str] = (),
+        keep: Collection[int] = (),
         background: bool = True,
-    ) -> None:  # fmt: skip
-        """Start saving; returns when this rank's share is copied. Collective.
+    ) -> None:
+        """Start saving, and return once this rank's share is copied. Collective.
 
-        `frozen` parameters are recorded, not written; they are not among the shards. Further files `pointers` will name
-        the checkpoint, and those of the steps `keep` are not deleted after it. Without `background` nothing is copied,
-        and the call returns when everything is written. A failure of the previous save was logged and does not raise
-        here: the present state is worth another attempt.
+        `frozen` parameters are recorded but not written; they are not among the shards. `pointers` names pointer
+        files, in addition to "latest", that will point to this checkpoint. The checkpoints of the steps in `keep` are
+        not deleted afterwards. With background=False nothing is copied, and the call returns when everything is
+        written. If the previous save failed, the failure was logged and is not raised here: the current state should
+        still be saved.
         """
         self._join()
         mine = holdings(shards)
         writers = assign(self.group.all_gather(list(mine)))
-        # Copied, because the optimizer changes these tensors in place while the files are being written.
+        # Copy, because the optimizer changes these tensors in place while the files are written.
         held = {
             holding: data.to("cpu", copy=True) if background else data
             for holding, data in mine.items()
@@ -125,7 +139,7 @@ class Checkpointer:
                 f"checkpoint {storage.origin(final) or final} could not be written: {problem}; "
                 f"any earlier one is intact"
             )
-        except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
+        except Exception as error:  # a rank is lost; `wait` raises this, unless that rank's error ends the run first
             self._error = RankLost(
                 f"{self.root}: the save was broken off ({first_line(error)}); any earlier one is intact"
             )
@@ -137,7 +151,7 @@ class Checkpointer:
                 log.info("saved %s in %.1f s", storage.origin(final) or final, time.monotonic() - begun)
 
     def wait(self) -> None:
-        """Wait for the present save; raises CheckpointError, or RankLost, if the last one failed."""
+        """Wait for the save in progress, if any. Raises CheckpointError or RankLost if the last save failed."""
         self._join()
         if self._error is not None:
             raise self._error
@@ -148,20 +162,23 @@ class Checkpointer:
             self._thread = None
 
     def _together(self, action: Callable[[], Any], by_first: bool = False) -> list[Any]:
-        """Run `action` on every rank, or the first; returns the results. CheckpointError on every rank if one fails."""
+        """Run `action` on every rank, or only the first, and return the results.
+
+        If the action fails on one rank, all ranks raise CheckpointError.
+        """
 
         def checked() -> Any:
             try:
                 self._check_own()
                 return action() if self.group.rank == 0 or not by_first else None
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # every kind of error has to reach the other ranks
                 raise CheckpointError(f"{error} (rank {self.group.rank})") from error
 
         return self.group.together(checked)
 
     def _check_own(self) -> None:
         if storage.origin(self.root):
-            if self.run is not None and self.group.rank == 0:  # others may be on machines whose copies have no id
+            if self.run is not None and self.group.rank == 0:  # other ranks' local copies may have no ID
                 RunFolder(self.root.parent).check_writer()
         elif self.run is not None and RunFolder(self.root.parent).read_id() != self.run:
             raise CheckpointError(f"{self.root.parent} is not this run's folder any more")
@@ -170,11 +187,12 @@ class Checkpointer:
         folders.remove(temporary)
         if (url := storage.origin(temporary)) is not None:
             if has_manifest(temporary):
-                folders.check_own(temporary, self.run)  # else it was damaged, and the run went on from before it
+                # If this checkpoint is our own, it is damaged: otherwise the run would have resumed from it.
+                folders.check_own(temporary, self.run)
                 storage.rename(url, f"{url}.damaged")
             storage.remove(url)
         else:
-            # Not the run's folder: if that was moved away meanwhile, its place is another run's.
+            # Do not create parents: if the run's folder was moved, its path may now belong to a different run.
             self.root.mkdir(exist_ok=True)
             temporary.mkdir()
 
@@ -185,10 +203,10 @@ class Checkpointer:
                 by_file.setdefault(name, {})[holding.key] = held.pop(holding)
         files = {}
         if storage.origin(temporary):
-            temporary.mkdir(parents=True, exist_ok=True)  # on other machines than rank 0's, too
+            temporary.mkdir(parents=True, exist_ok=True)  # rank 0 created it only on its own machine
         for name, tensors in by_file.items():
             self._check_own()
-            folders.remove(temporary / name)  # which a killed run may have left on such a machine
+            folders.remove(temporary / name)  # a killed run may have left this file here
             files[name] = write_safetensors(temporary / name, tensors)
             self._upload(temporary / name)
         return files
@@ -199,7 +217,7 @@ class Checkpointer:
             storage.upload(path, url)
 
     def _complete(self, temporary: Path, save: _Save, shares: list[Files]) -> None:
-        """Write the other files beside the ranks' shares, the manifest last."""
+        """Write the remaining files next to the ranks' shares, the manifest last."""
         files = {name: entry for share in shares for name, entry in share.items()}
         if index := {h.key: name for h, name in save.names.items() if name.startswith("model-")}:
             size = sum(files[name]["bytes"] for name in set(index.values()))
@@ -230,10 +248,10 @@ class Checkpointer:
         fsync(temporary)
 
     def _check(self, temporary: Path, shares: list[Files]) -> None:
-        """Raise CheckpointError unless the files are as they were written: every rank reads its own."""
+        """Raise CheckpointError unless the files match their checksums. Every rank reads its own files."""
         mine = shares[self.group.rank]
         if self.group.rank == 0:
-            written = Reader.open(temporary).files  # refuses a plan that leaves a hole, before anything depends on it
+            written = Reader.open(temporary).files  # raises if the boxes do not tile every tensor
             if storage.origin(temporary):
                 check_sizes(temporary, written)
             elif strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:
@@ -245,19 +263,20 @@ class Checkpointer:
 
     def _publish(self, temporary: Path, final: Path, save: _Save) -> None:
         if (url := storage.origin(final)) is not None:
-            for earlier in self.root.glob("step_*"):  # this machine needs one copy, for a restart
+            for earlier in self.root.glob("step_*"):  # keep one copy on this machine, for a restart
                 if earlier != final:
                     folders.remove(earlier)
         if self.group.rank != 0:
             return
         if url is not None:
             if self.run is not None:
-                RunFolder(self.root.parent).copy()  # without the log, another machine would resume with gaps in it
+                RunFolder(self.root.parent).copy()  # without the log, a resume on a new machine would leave gaps in it
             if not storage.create(storage.join(url, MANIFEST), (final / MANIFEST).read_bytes()):
                 raise CheckpointError(f"another process has put {storage.join(url, MANIFEST)} meanwhile")
         else:
             if os.path.lexists(final):
-                folders.check_own(final, self.run)  # else it was damaged, and the run went on from an earlier one
+                # If this checkpoint is our own, it is damaged: otherwise the run would have resumed from it.
+                folders.check_own(final, self.run)
                 damaged = final.with_name(f"{final.name}.damaged")
                 folders.remove(damaged)
                 os.rename(final, damaged)
@@ -268,12 +287,12 @@ class Checkpointer:
                 folders.write_pointer(self.root, pointer, save.step)
             self.damaged.discard(save.step)
             folders.prune(self.root, save.step, self.retention, self.run, save.keep, self.damaged)
-        except (OSError, StorageError) as error:  # the checkpoint is there; tidying up can wait for the next one
+        except (OSError, StorageError) as error:  # the checkpoint is saved; the next save repeats this cleanup
             log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint. Raises CheckpointError where it is not an object with a step."""
+    """Read the JSON state of a checkpoint. Raises CheckpointError if it is not a JSON object with a valid step."""
     state = read_json(folder / STATE, most_bytes=1 << 24)
     if not isinstance(state, dict) or not is_count(state.get("step")):
         raise CheckpointError(f"{folder / STATE}: not the state of a checkpoint")

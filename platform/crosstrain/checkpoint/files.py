@@ -1,12 +1,12 @@
-"""Checkpoint files: a safetensors writer that streams, and a reader of boxes that trusts no file.
+"""Checkpoint files: a streaming safetensors writer, and a reader of boxes that validates its input.
 
-A folder holds `manifest.json` (files with sizes and sums; logical tensors with their boxes), `state.json` (step,
+A folder holds `manifest.json` (files with sizes and checksums; logical tensors with their boxes), `state.json` (step,
 samples, scaler, configuration), safetensors files, and the configuration and tokenizer that make it a Hugging Face
-model folder. Nothing that is read is ever unpickled or executed.
+model folder. Nothing is ever unpickled or executed.
 
-Sums are XXH3's of 128 bits, one for each chunk of 4 MiB: they cost a tenth of reading what is in the page cache, and a
-part of a file can be checked alone. They tell damage, as SHA-256 did in earlier versions; neither stops somebody who
-changes a file and its sum.
+Checksums are 128-bit XXH3, one per 4 MiB chunk, so that part of a file can be verified separately. Hashing a cached
+file takes a tenth of the time of reading it. Earlier versions used SHA-256. Either kind of checksum detects corruption;
+neither protects against somebody who changes a file together with its checksum.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, StorageError, os_errors_as
 from crosstrain.utils.files import open_regular
 
-_BLOCK = 1 << 20  # bytes read at a time, which stay in the processor's cache
+_BLOCK = 1 << 20  # bytes per read; small enough for the CPU cache
 
 # ---------------------------------------------------------------------------------------------------------- writing
 
@@ -56,12 +56,12 @@ _BLOCK = 1 << 20  # bytes read at a time, which stay in the processor's cache
 def write_safetensors(
     path: Path, tensors: dict[str, Tensor], produce: Callable[[str], Tensor] | None = None
 ) -> dict[str, Any]:
-    """Write tensors one after another and return {"bytes", "xxh3"}; no second copy is made in memory.
+    """Write tensors one after another, and return the file's {"bytes", "xxh3"}. Copies at most one tensor at a time.
 
-    With `produce`, `tensors` give only types and shapes, on the meta device, and `produce(key)` gives the data of each,
-    one at a time.
+    With `produce`, `tensors` are on the meta device and provide only dtypes and shapes. `produce(key)` returns the
+    data of one tensor; it is called for one tensor at a time.
 
-    The layout is the safetensors format's: u64 header length, JSON header, then the data in the header's order.
+    The layout is the safetensors format: u64 header length, JSON header, then the data in header order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -72,7 +72,7 @@ def write_safetensors(
         }  # fmt: skip
         position += size
     head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)  # data begins at a multiple of 8 bytes
+    head += b" " * (-len(head) % 8)  # align the data to 8 bytes
 
     def parts() -> Iterable[bytes | memoryview]:
         yield len(head).to_bytes(8, "little") + head
@@ -86,22 +86,22 @@ def write_safetensors(
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file, flushed to disk, and return its {"bytes", "xxh3"}."""
+    """Write a new file, flush it to disk, and return its {"bytes", "xxh3"}."""
     sums = _Sums()
     with open(path, "xb", buffering=0) as file:
         for part in parts:
-            for start in range(0, len(part), CHUNK):  # hashed while it is in the cache
+            for start in range(0, len(part), CHUNK):  # hash each chunk while it is in the cache
                 block = memoryview(part)[start : start + CHUNK]
                 sums.update(block)
                 while block:  # a raw write may be short
                     block = block[file.write(block) :]
-            part = block = memoryview(b"")  # free it before the next part is made, which may be as large
+            part = block = memoryview(b"")  # free this part before the next one is produced
         os.fsync(file.fileno())
     return sums.entry()
 
 
 class _Sums:
-    """The sums of a file's chunks, from its contents in order."""
+    """Incremental checksums of a file's chunks."""
 
     def __init__(self) -> None:
         self._size, self._sums = 0, list[xxh3_128]()
@@ -116,7 +116,7 @@ class _Sums:
             data = data[len(part) :]
 
     def entry(self) -> dict[str, Any]:
-        """Return {"bytes", "xxh3"}: the file's size, and the sums one after another in hexadecimal digits."""
+        """Return {"bytes", "xxh3"}: the file's size, and the concatenated checksums as hexadecimal digits."""
         return {"bytes": self._size, "xxh3": "".join(chunk.hexdigest() for chunk in self._sums)}
 
 
@@ -134,19 +134,19 @@ def _sums_of(file: BufferedReader) -> dict[str, Any]:
 
 
 def check_file(path: Path, expected: dict[str, Any]) -> None:
-    """Raise CheckpointError, which names the file, unless its size and sums are as `expected`."""
+    """Raise CheckpointError, with the file's name, unless its size and checksums are as `expected`."""
     with os_errors_as(CheckpointError, f"{path}: cannot be read"), open_regular(path, follow=False) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
             raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
-        older = "sha256" in expected  # versions 1 and 2
+        older = "sha256" in expected  # format versions 1 and 2
         found = hashlib.file_digest(file, "sha256").hexdigest() if older else _sums_of(file)["xxh3"]
         if found != expected["sha256" if older else "xxh3"]:
             raise CheckpointError(f"{path}: contents differ from what was written (a sum is wrong)")
 
 
 def fsync(path: Path) -> None:
-    """Flush a file's contents, or the names in a folder, to disk."""
+    """Flush a file's contents, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,17 +159,17 @@ def fsync(path: Path) -> None:
 
 @dataclass
 class Reader:
-    """A reader of boxes of logical tensors, in whichever files they lie."""
+    """Reads boxes of logical tensors from the files of a checkpoint."""
 
     folder: Path
     tensors: Tensors
     files: Files = field(default_factory=dict)
-    frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that are not here
-    _headers: dict[str, int] = field(default_factory=dict)  # size of the header of each file in a bucket
+    frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that the checkpoint does not store
+    _headers: dict[str, int] = field(default_factory=dict)  # file in a bucket -> size of its header
     _fetched: set[Chunk] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Find where the boxes in a bucket's files begin: they end with the file, in the manifest's order."""
+        """For a bucket, compute the offset of each box: the boxes fill the end of their file, in manifest order."""
         if storage.origin(self.folder) is not None:
             ends = {name: entry["bytes"] for name, entry in self.files.items()}
             for stored in reversed(self.tensors.values()):
@@ -179,9 +179,9 @@ class Reader:
 
     @staticmethod
     def open(folder: Path, weights: str | None = None) -> Reader:
-        """Open a checkpoint; CheckpointError where `read_manifest` refuses it. `verify` checks the sums.
+        """Open a checkpoint. Raises CheckpointError as `read_manifest` does. Only `verify` checks the checksums.
 
-        weights: a callback's name for tensors of the parameters' shapes, to read in place of those parameters.
+        weights: name of a callback; its tensors are read in place of the parameters of the same names.
         """
         files, tensors, frozen = read_manifest(folder)
         reader = Reader(folder, tensors, files, frozen)
@@ -190,7 +190,7 @@ class Reader:
 
     @staticmethod
     def open_hugging_face(folder: Path) -> Reader:
-        """Open a plain Hugging Face folder: every tensor whole, kind "param"."""
+        """Open a plain Hugging Face folder: every tensor is whole and has kind "param"."""
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(
@@ -206,7 +206,10 @@ class Reader:
         return Reader(folder, tensors)
 
     def choose(self, weights: str | None) -> None:
-        """Read a callback's weights, unless None, in place of the parameters. CheckpointError where it has none."""
+        """Read a callback's weights in place of the parameters, or with None keep the parameters.
+
+        Raises CheckpointError if the checkpoint has no such weights.
+        """
         if weights is None:
             return
         own = {kind for kind, _ in self.tensors if kind.startswith(CALLBACK)}
@@ -222,25 +225,25 @@ class Reader:
         return {kind for kind, _ in self.tensors}
 
     def verify(self, share: tuple[int, int] | None = None) -> None:
-        """Check every file's size and sums; raises CheckpointError, which names the file.
+        """Check every file's size and checksums. Raises CheckpointError with the file's name.
 
-        In a bucket all sizes are checked, and the sums of what is fetched: all files but the optimizer's state, or,
-        for `share`, (rank, ranks), this rank's share of all chunks.
+        For a bucket, all sizes are checked, but only the checksums of data that is fetched for this: the files without
+        tensors, and the weights. With `share` = (rank, ranks), this rank's share of all tensors replaces the weights.
         """
         if storage.origin(self.folder) is not None:
             bucket.check_sizes(self.folder, self.files)
             self.fetch_small()
             return self._fetch(self._share(*share) if share else self._weights())
-        with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing do without the interpreter's lock
+        with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing release the GIL
             list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
 
     def fetch_small(self) -> None:
-        """Fetch a bucket's files without tensors, such as the state, and check their sums."""
+        """Fetch a bucket's files that hold no tensors, such as state.json, and check their checksums."""
         small = self.files.keys() - self._headers.keys()
         self._fetch({c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])})
 
     def _share(self, rank: int, ranks: int) -> set[Chunk]:
-        """Return a rank's share of the chunks with tensors, mostly those that it wrote under the same layout."""
+        """Return a rank's share of the chunks with tensors: mostly its own chunks, if the layout is unchanged."""
         found = set[Chunk]()
         for _, names in groupby(sorted(self._headers), key=lambda name: name.partition("-")[0]):
             every = [c for name in names for c in sorted(bucket.chunks(name, 0, self.files[name]["bytes"]))]
@@ -248,7 +251,7 @@ class Reader:
         return found
 
     def _weights(self) -> set[Chunk]:
-        """Return the chunks that hold parameters, and callbacks' weights."""
+        """Return the chunks that hold parameters or callbacks' weights."""
         found = set[Chunk]()
         for (kind, _), stored in self.tensors.items():
             for where in stored.boxes if kind == "param" or kind.startswith(CALLBACK) else ():
@@ -262,17 +265,17 @@ class Reader:
         return header | bucket.chunks(where.file, where.first + first, where.first + last)
 
     def whole(self, name: str) -> Tensor:
-        """Read a parameter in fp32; raises as `fill` does."""
+        """Read a parameter in fp32. Raises as `fill` does."""
         value = torch.empty(self.tensors["param", name].shape)
         self.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
         return value
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Copy the contents of every piece's box from the files, converted to the piece's type.
+        """Fill every piece with the data of its box from the files, converted to the piece's dtype.
 
-        Raises CheckpointError for a tensor that is missing or has another shape.
+        Raises CheckpointError for a tensor that is missing or has a different shape.
         """
-        shards = sorted(shards, key=lambda shard: (shard.kind, shard.name))  # as in the files, which disks like
+        shards = sorted(shards, key=lambda shard: (shard.kind, shard.name))  # file order, for sequential reads
         if self._headers:
             self._fetch(self.chunks(shards))
         with ExitStack() as stack:
@@ -283,7 +286,7 @@ class Reader:
                 opened[where.file].read(where, dtype, common, piece.part(common))
 
     def _overlaps(self, shards: Iterable[Shard]) -> Iterator[tuple[Piece, StoredBox, str, Box]]:
-        """Yield each piece with the stored boxes that it shares elements with, their type, and those elements."""
+        """Yield each piece with every stored box that it overlaps, the stored dtype, and the overlap."""
         for shard in shards:
             tensor = f"{shard.kind} {shard.name}"
             stored = self.tensors.get((shard.kind, shard.name))
@@ -297,7 +300,7 @@ class Reader:
                     yield piece, where, stored.dtype, common
 
     def stage(self, shards: Iterable[Shard], group: Group) -> None:
-        """Fetch what the ranks of each machine will read of a bucket's checkpoint, every chunk once. Collective."""
+        """Fetch the chunks that the ranks will read from a bucket, each chunk once per machine. Collective."""
         if not self._headers:
             return
         mine = bucket.machine(self.folder), sorted(self.chunks(shards))
@@ -314,7 +317,7 @@ class Reader:
         self._fetched |= wanted
 
     def chunks(self, shards: Iterable[Shard]) -> set[Chunk]:
-        """Return the chunks that hold what `fill` reads, and the headers of those files."""
+        """Return the chunks that `fill` reads, including the headers of their files."""
         found = set[Chunk]()
         for _, where, dtype, common in self._overlaps(shards):
             inside = common.slices_in(where.box)
@@ -326,7 +329,7 @@ class Reader:
 
 
 class _File(ExitStack):
-    """A safetensors file to read from, whose header safetensors has checked."""
+    """A safetensors file opened for reading. The safetensors library has checked its header."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -343,7 +346,7 @@ class _File(ExitStack):
         self._first = 8 + size
 
     def read(self, where: StoredBox, dtype: str, wanted: Box, target: Tensor) -> None:
-        """Copy the part `wanted` of a box to `target`, converted to its type."""
+        """Copy the part `wanted` of a box to `target`, converted to the dtype of `target`."""
         if (entry := self.header.get(where.key)) is None:
             raise CheckpointError(f"{self.path}: holds no {where.key}")
         if tuple(entry["shape"]) != where.box.shape:
@@ -351,7 +354,7 @@ class _File(ExitStack):
         if entry["dtype"] != dtype:
             raise CheckpointError(f"{self.path}: {where.key} is {entry['dtype']}, not {dtype}")
         position = self._first + entry["data_offsets"][0]
-        if where.first not in (None, position):  # what was fetched is something else
+        if where.first not in (None, position):  # the fetched bytes belong to other tensors
             raise CheckpointError(f"{self.path}: {where.key} is not in the manifest's order")
         as_it_is = wanted == where.box and target.is_contiguous() and DTYPES.get(target.dtype) == dtype
         if as_it_is and target.device.type == "cpu" and target.numel():

@@ -28,7 +28,10 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Return the steps of the checkpoints under `root`, also damaged ones. CheckpointError if it cannot be read."""
+    """Return the steps of the checkpoints under `root`, including damaged ones.
+
+    Raises CheckpointError if `root` cannot be read.
+    """
     try:
         if (url := storage.origin(root)) is not None:
             names = [name.removesuffix(f"/{MANIFEST}") for name in storage.files(url) if name.endswith(f"/{MANIFEST}")]
@@ -42,7 +45,7 @@ def steps(root: Path) -> list[int]:
 
 
 def remove_partial(root: Path) -> None:
-    """Delete what interrupted saves left under the `root` of a run that this process alone writes to."""
+    """Delete the remains of interrupted saves under `root`. No other process may be writing to the run."""
     for path in root.glob(".*.tmp"):
         remove(path)
     if (url := storage.origin(root)) is not None:
@@ -54,7 +57,10 @@ def remove_partial(root: Path) -> None:
 
 
 def run_of(folder: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None for an earlier release's or a damaged one."""
+    """Return the ID of the run that wrote a checkpoint.
+
+    Returns None for a damaged checkpoint, or for one from a release that stored no ID.
+    """
     path = folder / MANIFEST
     try:
         if storage.origin(folder) and not path.exists():
@@ -64,7 +70,7 @@ def run_of(folder: Path) -> str | None:
         return None
 
 
-@lru_cache(maxsize=1024)  # a large manifest takes a second to parse
+@lru_cache(maxsize=1024)  # parsing a large manifest takes a second
 def _run_of(manifest: Path, _modified: int) -> str | None:
     document = read_json(manifest)
     run = document.get("run") if isinstance(document, dict) else None
@@ -72,12 +78,12 @@ def _run_of(manifest: Path, _modified: int) -> str | None:
 
 
 def newest_run(root: Path) -> str | None:
-    """Return the id of the run that wrote the newest checkpoint that has one."""
+    """Return the run ID of the newest checkpoint that has one."""
     return next((run for step in reversed(steps(root)) if (run := run_of(step_folder(root, step)))), None)
 
 
 def check_own(folder: Path, run: str | None) -> None:
-    """Raise CheckpointError if another run than `run` (None: any) wrote the checkpoint."""
+    """Raise CheckpointError if a run other than `run` wrote the checkpoint. With `run=None`, any run is accepted."""
     if run is not None and run_of(folder) not in (None, run):
         raise CheckpointError(
             f"{folder} is another run's checkpoint and is left alone; move it elsewhere, and name it there as "
@@ -86,7 +92,7 @@ def check_own(folder: Path, run: str | None) -> None:
 
 
 def write_pointer(root: Path, name: str, step: int) -> None:
-    """Write the pointer file `name` ("latest", "best"), which holds the name of a step's folder."""
+    """Write the pointer file `name` ("latest" or "best"). It holds the name of a step's folder."""
     text = step_folder(root, step).name + "\n"
     if (url := storage.origin(root)) is not None:
         return storage.write(storage.join(url, name), text.encode())
@@ -95,10 +101,10 @@ def write_pointer(root: Path, name: str, step: int) -> None:
 
 
 def read_pointer(root: Path, name: str) -> int | None:
-    """Return the step that the pointer file `name` means, if it and the folder exist."""
+    """Return the step in the pointer file `name`, if the file and the step's folder exist."""
     url = storage.origin(root)
     try:
-        # It may be no pointer, and of any size.
+        # The file may not be a pointer, so limit the bytes that are read.
         there = storage.join(url, name) if url else ""
         text = storage.read_end(there, 100, first=True) if url else read_regular(root / name, 100, follow=False)
         match = _STEP.fullmatch(text.decode("ascii").strip())
@@ -111,9 +117,9 @@ def read_pointer(root: Path, name: str) -> int | None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, or a file or link of that name, as far as possible."""
+    """Delete a folder, file or link. Errors are ignored."""
     with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():  # rmtree would wait for whoever writes to a FIFO
+        if path.is_dir() and not path.is_symlink():  # rmtree would block on a FIFO until somebody opens it for writing
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
@@ -128,13 +134,18 @@ class Retention:
 
 
 def prune(
-    root: Path, newest: int, retention: Retention, run: str | None, keep: Collection[int] = (),
+    root: Path,
+    newest: int,
+    retention: Retention,
+    run: str | None,
+    keep: Collection[int] = (),
     damaged: Collection[int] = (),
-) -> None:  # fmt: skip
-    """Delete checkpoints of `run` up to step `newest`, the one just written, that are not to be kept.
+) -> None:
+    """Delete those checkpoints of `run` that `retention` does not keep, up to `newest`, the step just saved.
 
-    Spares the best one, those of the steps `keep`, and the `damaged` ones, which do not count. Other runs' checkpoints
-    and later steps, which are damaged ones that this run has passed over, neither count nor go.
+    The best checkpoint, the steps in `keep` and the `damaged` ones are never deleted. Damaged checkpoints do not count
+    towards `keep_last`. Checkpoints of other runs, and later steps (damaged ones that this run skipped), are neither
+    counted nor deleted.
     """
     if retention.keep_last is None:
         return
@@ -146,19 +157,19 @@ def prune(
             folder = step_folder(root, step)
             if (url := storage.origin(folder)) is not None:
                 remove(folder)
-                storage.remove(storage.join(url, MANIFEST))  # first: without it there is no checkpoint
+                storage.remove(storage.join(url, MANIFEST))  # first: without a manifest the checkpoint does not exist
                 storage.remove(url)
                 continue
-            # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
+            # Rename first, so that a kill during the deletion leaves no folder that looks like a checkpoint.
             doomed = root / f".{folder.name}.tmp"
             os.rename(folder, doomed)
             remove(doomed)
 
 
 def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = None) -> Reader:
-    """Open a checkpoint and, if `whole`, check its files as `Reader.verify` does.
+    """Open a checkpoint. If `whole`, check its files with `Reader.verify`.
 
-    A bucket's manifest is read anew, and its files without tensors are fetched.
+    For a bucket, fetch the manifest and the files without tensors again.
     """
     remote = storage.origin(folder) is not None
     if remote:
@@ -174,10 +185,10 @@ def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = N
 def newest_valid(
     root: Path, run: str | None = None, check: Callable[[Path], object] = verified
 ) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint, and a sentence for each damaged newer one.
+    """Return the newest intact checkpoint, and a sentence for each newer, damaged one.
 
-    `check` raises CheckpointError for a damaged one. Raises CheckpointError where another run than `run` (None: any)
-    wrote it.
+    `check` raises CheckpointError for a damaged checkpoint. Raises CheckpointError if a run other than `run` wrote the
+    checkpoint that is found. With `run=None`, any run is accepted.
     """
     damaged: list[str] = []
     for step in reversed(steps(root)):
@@ -195,16 +206,17 @@ def newest_valid(
 
 
 def warn_of(damaged: list[str]) -> None:
-    """Log the sentences on damaged checkpoints that `newest_valid` returns."""
+    """Log the sentences about damaged checkpoints that `newest_valid` returns."""
     for problem in damaged:
         log.warning("damaged checkpoint passed over: %s", problem)
 
 
 def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verified) -> Path:
-    """Find a checkpoint: `place` itself, or the newest intact one of a run's folder or its `checkpoints/`.
+    """Find a checkpoint: `place` itself, or the newest intact one in a run's folder or its `checkpoints/`.
 
-    It may be a URL, for which the local copy's path is returned, and a pointer file, such as `checkpoints/best`.
-    `check` is as for `newest_valid`, whose damaged checkpoints are logged. Raises CheckpointError where there is none.
+    `place` may also be a URL, in which case the path of the local copy is returned, or a pointer file such as
+    `checkpoints/best`. `check` is as for `newest_valid`. Damaged checkpoints are logged. Raises CheckpointError if
+    there is no intact checkpoint.
     """
     path = storage.local(place)
     if (url := storage.origin(path)) is not None:
@@ -233,13 +245,13 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return True for a Hugging Face model folder that is no checkpoint, whole or in part, and no run's folder."""
+    """Return True for a Hugging Face model folder that is not also a checkpoint, a partial one or a run's folder."""
     ours = (MANIFEST, STATE, "checkpoints")
     return (folder / "config.json").is_file() and not any(os.path.lexists(folder / own) for own in ours)
 
 
 def _plain(folder: Path) -> Path:
-    """Return `folder`; raises CheckpointError where anything in it is a link, a device, a socket or a FIFO."""
+    """Return `folder`. Raises CheckpointError if any entry is a link, device, socket or FIFO."""
     for entry in os.scandir(folder):
         if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
             raise CheckpointError(f"{entry.path}: not a regular file, and a checkpoint has no others")

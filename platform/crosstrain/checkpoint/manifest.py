@@ -1,7 +1,7 @@
-"""The manifest and the other JSON files of a checkpoint, which may be a stranger's: every value is checked before use.
+"""The manifest and other JSON files of a checkpoint. They may be untrusted: every value is checked before use.
 
-A manifest that passes is small enough to work with, names nothing outside its folder, agrees with the sizes of its
-files, and has printable names.
+A manifest that passes the checks is small enough to process, refers only to files in its folder, and contains only
+printable names. Its boxes fit into their files.
 """
 
 import hashlib
@@ -23,40 +23,40 @@ from crosstrain.utils.files import read_regular, unique_keys
 FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
 
-# The end of a manifest's text from version 2 on: around the SHA-256 sum of every byte before the sum.
+# Since version 2, a manifest ends with the SHA-256 sum of all bytes before the sum, between these two texts.
 _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
-# Room for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment cut for 500 ranks. Parsed values
-# take up to 30 times the memory of their text, so they are limited too.
+# Enough for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment sharded over 500 ranks. Parsed
+# values take up to 30 times the memory of their text, so their count is limited too.
 MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
-CHUNK = 1 << 22  # bytes of a file that have a sum of their own
-DIGITS = 32  # of a sum, hexadecimal
+CHUNK = 1 << 22  # bytes per checksum of a file
+DIGITS = 32  # hexadecimal digits of a checksum
 _LONGEST_NAME, _MOST_DIMENSIONS = 1000, 16
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # of a file: not hidden, not in another folder
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # file name: not hidden, and without a folder
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """A checkpoint of another format or version: not damaged, so never passed over or replaced."""
+    """A checkpoint of a different format or version. It is not damaged, so it is never skipped or replaced."""
 
 
 def box_key(kind: str, name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return the name of a box in its file: the tensor's name, with the offset where the box is a part of it."""
+    """Return the name of a box in its file: the tensor's name, plus the offset if the box is not the whole tensor."""
     name = name if kind == "param" else f"{kind}/{name}"
     return name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
 
 
 @dataclass(slots=True)
 class StoredBox:
-    """Place of a box of a logical tensor: tensor `key` of the safetensors file `file`."""
+    """Location of a box of a logical tensor: tensor `key` of the safetensors file `file`."""
 
     file: str
     key: str
     box: Box
-    first: int | None = None  # byte of the file where it begins, if that was found from the manifest alone
+    first: int | None = None  # byte offset of the box in the file, if computed from the manifest
 
 
 @dataclass(slots=True)
@@ -68,23 +68,23 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class FrozenParameter:
-    """A parameter that was never trained: the checkpoint holds only its hash (see weights.py)."""
+    """A parameter that was never trained. The checkpoint holds only its hash (see load_weights.py)."""
 
     shape: tuple[int, ...]
     hash: str
 
 
 Files = dict[str, dict[str, Any]]  # name -> {"bytes", "xxh3"}; in versions 1 and 2, {"bytes", "sha256"}
-Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> where
+Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> its boxes
 
 
 def is_count(value: Any) -> bool:
-    """Return True for a parsed value that is a size, a position or a number of steps."""
+    """Return True if a parsed value is a valid size, position or number of steps."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """Parse a JSON file. Raises CheckpointError where it is missing, larger than `most_bytes`, or not JSON."""
+    """Parse a JSON file. Raises CheckpointError if it is missing, larger than `most_bytes`, or not JSON."""
     return _parse(path, _read(path, most_bytes))
 
 
@@ -103,29 +103,30 @@ def _parse(path: Path, content: bytes) -> Any:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """Return the text of a manifest.json with this content; its own SHA-256 sum is the last key."""
+    """Return the text of a manifest.json with this content. Its last key is the SHA-256 sum of the text before it."""
     text = json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1).encode()
     body = text.removesuffix(b"\n}") + _SUM_BEGINS
     return body + hashlib.sha256(body).hexdigest().encode() + _SUM_ENDS
 
 
 def _is_intact(text: bytes) -> bool:
-    """Return True where a manifest's text ends with the right sum."""
+    """Return True if a manifest's text ends with the correct SHA-256 sum."""
     begin = max(len(text) - 64 - len(_SUM_ENDS), 0)
     end = hashlib.sha256(memoryview(text)[:begin]).hexdigest().encode() + _SUM_ENDS
     return text.endswith(_SUM_BEGINS, 0, begin) and text[begin:] == end
 
 
 def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParameter]]:
-    """Return the files, the tensors and the frozen parameters that the manifest of `folder` lists.
+    """Return the files, the tensors and the frozen parameters in the manifest of `folder`.
 
-    Raises CheckpointError where it is missing, differs from what was written, is malformed or names a path outside the
-    folder, where the boxes of a tensor do not tile it exactly once, and where those in a file are larger than the file.
-    IncompatibleCheckpointError where its sum is right and its version not one that this release reads.
+    Raises CheckpointError if the manifest is missing, differs from the text that was written, is malformed or names a
+    path outside the folder; if the boxes of a tensor do not tile it exactly once; and if the boxes in a file are
+    larger than the file. Raises IncompatibleCheckpointError if its checksum is correct but this release cannot read
+    its version.
     """
     path = folder / MANIFEST
     text = _read(path, MOST_BYTES)
-    intact = _is_intact(text)  # before anything in it is believed, its version above all
+    intact = _is_intact(text)  # verify first: until then no value can be trusted, least of all the version
     manifest = _parse(path, text)
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
@@ -201,7 +202,7 @@ def _tensor(entry: Any) -> StoredTensor:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """Check a shape or an offset: a tensor of that size is possible."""
+    """Check a shape or an offset: a tensor of that size must be possible."""
     if not isinstance(values, list):
         raise ValueError(f"{show(values)} is not a list")
     counts = tuple(map(_count, values))
@@ -217,7 +218,7 @@ def _count(value: Any) -> int:
 
 
 def _name(value: Any) -> str:
-    """Check a name: printable, short, and not the one that safetensors reserves."""
+    """Check a name: printable, short, and not the key that safetensors reserves."""
     if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME or value == "__metadata__":
         raise ValueError(f"{show(value)} is not a name")
     return value

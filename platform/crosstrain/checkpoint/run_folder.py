@@ -1,7 +1,8 @@
-"""The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, profile/, checkpoints/, and what
-trackers keep there. One run trains in it at a time; `.run_id` names the run, and so do its checkpoints.
+"""The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, profile/, checkpoints/ and tracker files.
 
-The folder of a run in a bucket is a local one, whose files, except checkpoints, are copied there at intervals.
+Only one run trains in a folder at a time. Its ID is in `.run_id` and in its checkpoints.
+
+A run in a bucket has a local folder. Its files, except checkpoints, are copied to the bucket at intervals.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from crosstrain.utils.errors import TrainingError, UserError, os_errors_as, sent
 from crosstrain.utils.files import append, open_regular, read_regular, write_atomically
 from crosstrain.utils.logging import TIME_FORMAT, log
 
-if TYPE_CHECKING:  # reading a run's folder needs no torch
+if TYPE_CHECKING:  # so that reading a run's folder does not import torch
     from crosstrain.distributed.group import Group
 
-_PATIENCE = 20  # seconds that a run which was just killed may take to be gone, or a file to be seen elsewhere
+_PATIENCE = 20  # seconds to wait for a killed run to end, or for a file to appear on other machines
 _LONGEST_CONFIG = 1 << 20  # bytes
-_INTERVAL = 60.0  # seconds between two copies of a run's files to a bucket
-_WRITER = ".writer"  # file with the id of the last process that wrote to a bucket from this folder
-_copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> time and size when it was copied there
+_INTERVAL = 60.0  # seconds between copies of a run's files to a bucket
+_WRITER = ".writer"  # file with the ID of the last process that wrote to a bucket from this folder
+_copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> its mtime and size when it was last copied
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class RunFolder:
-    """Paths of a run's files. One process holds the folder, and makes sure while it trains that it stays the run's."""
+    """Paths of a run's files. One process locks the folder, and checks during training that the run still owns it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = storage.local(path).expanduser()
@@ -55,17 +56,17 @@ class RunFolder:
         self.address = storage.origin(path) or str(path)
         self._sync: _Sync | None = None
         self.run_id: str | None = None
-        self._held = ExitStack()  # lock and descriptor; released when the process ends, however it ends
-        self._descriptor: int | None = None  # of the folder that is held, wherever it is moved to
+        self._held = ExitStack()  # lock and descriptor; the kernel releases them when the process ends
+        self._descriptor: int | None = None  # descriptor of the locked folder; stays valid if the folder is moved
         self._lock: FileLock | None = None
         self._lock_file: os.stat_result | None = None
         self._config: dict[str, Any] = {}
 
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
-        """Make the folder, hold it for this process, and write its id and config.yaml if they are not there.
+        """Create the folder, lock it for this process, and write its ID and config.yaml if they are missing.
 
-        A folder without an id takes `newest_run`, the id in its newest checkpoint, or a new one. Raises UserError where
-        another process holds it, or it cannot be written to.
+        A folder without an ID gets `newest_run`, the ID in its newest checkpoint, or a new ID. Raises UserError if the
+        folder is already locked or cannot be written to.
         """
         self._config = config
         with self._written():
@@ -78,16 +79,16 @@ class RunFolder:
                 self.describe()
 
     def describe(self) -> None:
-        """Write the run's id, and config.yaml anew, which an earlier start has left. Raises UserError as `create`."""
+        """Write the run's ID, and replace the config.yaml of an earlier start. Raises UserError as `create` does."""
         with self._written():
             if self.read_id() != self.run_id:
                 write_atomically(self.path / ".run_id", f"{self.run_id}\n")
             write_atomically(self.config, yaml.safe_dump(self._config, sort_keys=False))
 
     def check(self) -> None:
-        """Raise UserError where the folder could not be made or written to; leaves nothing behind."""
+        """Raise UserError unless the folder can be created and written to. Leaves nothing behind."""
         if storage.is_url(self.address):
-            probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # which no other start removes
+            probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # unique to this start
             try:
                 storage.write(probe, b"")
                 replaced = storage.create(probe, b"again")
@@ -105,16 +106,16 @@ class RunFolder:
             tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if os.path.lexists(p))).close()
 
     def _hold(self, patience: float) -> None:
-        """Take the locks; raises UserError where another process has one.
+        """Lock the folder and its file `.lock`. Raises UserError if either is already locked.
 
-        The folder itself is locked, too, as somebody may delete `.lock`.
+        The folder itself is locked too, because somebody may delete `.lock`.
         """
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
                 descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 if self._descriptor is not None and os.path.sameopenfile(self._descriptor, descriptor):
-                    os.dup2(self._descriptor, descriptor)  # which shares the lock that this process has
+                    os.dup2(self._descriptor, descriptor)  # shares the lock that this process already holds
                 held.callback(os.close, descriptor)
                 try:
                     held.enter_context((lock := FileLock(self.path / ".lock")).acquire(timeout=patience))
@@ -124,14 +125,17 @@ class RunFolder:
                     raise UserError(
                         f"run.output_dir: another process is training in {self.path}; choose another folder"
                     ) from None
-                if _is(self.path, os.fstat(descriptor)):  # not renamed meanwhile
+                if _is(self.path, os.fstat(descriptor)):  # the folder was not renamed in the meantime
                     self._held.close()
                     self._held, self._lock = held.pop_all(), lock
                     self._descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
                     return
 
     def is_held(self) -> bool:
-        """Return whether a process trains in the folder, as far as its file system tells of other machines."""
+        """Return True if a process is training in the folder.
+
+        Processes on other machines are noticed only if the file system shares locks.
+        """
         with suppress(OSError), open_regular(self.path / ".lock", follow=False) as file:
             if not _locks(file.fileno(), fcntl.LOCK_SH):
                 return True
@@ -142,25 +146,25 @@ class RunFolder:
         return False
 
     def note_end(self, error: Exception, patience: float) -> None:
-        """Append the error that ended the run to its log, unless another process holds the folder.
+        """Append the error that ended the run to its log, unless the folder is still locked.
 
-        patience: seconds that processes of a killed worker are given to end.
+        patience: seconds to wait for the processes of a killed worker to end.
         """
         deadline = time.monotonic() + patience
         while (held := self.is_held()) and time.monotonic() < deadline:
             time.sleep(0.25)
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # of a traceback: whose it is, and the error
+        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # for a traceback, its first line and the error
         with suppress(OSError):
             if not held and self.log.is_file():
                 append(self.log, f"{time.strftime(TIME_FORMAT)} error: {said}\n")
 
     def read_config(self) -> str:
-        """Return the text of config.yaml, which may be damaged or another's. Raises OSError as `read_regular`."""
+        """Return the text of config.yaml, which may be damaged or untrusted. Raises OSError as `read_regular` does."""
         return read_regular(self.config, _LONGEST_CONFIG, follow=False).decode(errors="replace")
 
     def read_id(self) -> str | None:
-        """Read the id of the run that the folder belongs to; None where it has none."""
+        """Return the ID of the run that owns the folder, or None if the folder has no ID."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             text = (self.path / ".run_id").read_text(encoding="ascii").strip()
             return text if _RUN_ID.fullmatch(text) else None
@@ -170,25 +174,25 @@ class RunFolder:
         return os_errors_as(UserError, f"run.output_dir: {self.path} cannot be written to")
 
     def keep(self) -> bool:
-        """Make sure that the next writes reach this run's folder. A deleted one is made again, and True is returned.
+        """Make sure that the next writes reach this run's folder. Recreates a deleted folder, and then returns True.
 
-        Raises TrainingError where it was moved, or where a different run has taken its place.
+        Raises TrainingError if the folder was moved, or if its path now belongs to a different run.
         """
         assert self._descriptor is not None
         held = os.fstat(self._descriptor)
         try:
             stays = _is(self.path, held)
             made_again = not (stays and _is(self.path / ".lock", self._lock_file))
-            if made_again and (stays or held.st_nlink == 0):  # a deleted folder has no link
+            if made_again and (stays or held.st_nlink == 0):  # a deleted folder has no links
                 self._hold(0)
                 stays = True
             if stays and (found := self.read_id()) in (None, self.run_id):
                 if found is None or made_again:
                     self.describe()
                 return made_again
-        except OSError:  # saving will fail and say why
+        except OSError:  # the next save will fail and report the error
             return False
-        except UserError:  # a process of a different run holds it
+        except UserError:  # a process of a different run holds the lock
             pass
         raise TrainingError(
             f"run.output_dir: {self.path} was moved, or taken by another run, while it trained there, so it ends; "
@@ -196,11 +200,11 @@ class RunFolder:
         )
 
     def check_writer(self) -> None:
-        """Raise CheckpointError where another process has become the writer of a run in a bucket."""
+        """Raise CheckpointError if another process has become the writer of a run in a bucket."""
         writer.check(self.address, (self.path / _WRITER).read_text(encoding="ascii"))
 
     def copy(self) -> None:
-        """Copy files that have changed, except checkpoints, to a run's bucket."""
+        """Copy changed files, except checkpoints, to the run's bucket."""
         for path in sorted(self.path.rglob("*")):
             name = path.relative_to(self.path)
             if name.parts[0] == "checkpoints" or (name.name.startswith(".") and name.name != ".run_id"):
@@ -212,18 +216,18 @@ class RunFolder:
                     _copied[path] = state
 
     def close(self) -> None:
-        """Copy the last changes to the bucket, if there is one, and let others write there."""
+        """Copy the last changes to the bucket, if there is one, and let other processes write there."""
         if self._sync is not None:
             self._sync.close()
 
     def release(self) -> None:
-        """Let other processes take the folder before this one ends, which writes nothing more there."""
+        """Unlock the folder before this process ends. The process must not write there afterwards."""
         if self._lock is not None and self._descriptor is not None:
             self._lock.release()
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def check_shared(self, world: Group) -> None:
-        """Raise UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
+        """Raise UserError on every rank unless all ranks see the folder that rank 0 created. Collective."""
         if world.size == 1 or storage.is_url(self.address):
             return
         proof, token = self.path / ".shared", world.broadcast(uuid.uuid4().hex)
@@ -241,18 +245,18 @@ class RunFolder:
 
     @staticmethod
     def _holds(proof: Path, token: str) -> bool:
-        """Wait for a file to hold `token`, which other machines may see seconds later. Returns False after that."""
+        """Wait until a file holds `token`, as other machines may see it seconds later. Returns False on a timeout."""
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             with suppress(OSError):
-                os.listdir(proof.parent)  # has a network's file system look again
+                os.listdir(proof.parent)  # makes a network file system refresh its cache
                 if proof.read_text() == token:
                     return True
             time.sleep(0.2)
         return False
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run's folder to the first free NAME.1, NAME.2, ...; UserError where it is in use."""
+        """Rename an earlier run's folder to the first free NAME.1, NAME.2, ... Raises UserError if it is in use."""
         if storage.is_url(self.address):
             raise UserError(f"--fresh: a folder in a bucket cannot be renamed; choose another than {self.address}")
         if not self.path.exists():
@@ -270,13 +274,13 @@ class RunFolder:
 
 
 class _Sync:
-    """Copying of a run's files, from a local folder that this process holds, to a bucket that it alone writes to."""
+    """Copies a run's files from a local folder, locked by this process, to a bucket that no other process writes to."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run, self._url, folder = run, run.address, run.path
         known = folder / _WRITER
         earlier = known.read_text(encoding="ascii") if known.exists() else None
-        # Whose id stands in the folder that this process holds was killed, and the folder has its latest files.
+        # If the local folder holds the last writer's ID, that writer was killed, and these files are the newest.
         self._writer = writer.Writer.claim(run.address, killed=earlier)
         if self._writer.before != earlier or earlier is None:
             for path in folder.iterdir():
@@ -313,37 +317,40 @@ class _Sync:
 
 
 def bring(url: str, folder: Path) -> None:
-    """Copy the files of a run in a bucket, except checkpoints and what belongs to its writers, to a local folder."""
+    """Copy the files of a run in a bucket to a local folder, except checkpoints and the files of writers."""
     names = list[str]()
     for top, size in storage.listing(url).items():
         if top not in ("checkpoints", ".writers", ".lock", _WRITER):
             names += [top] if size is not None else [f"{top}/{n}" for n in storage.files(storage.join(url, top))]
     also_folders = {str(folder) for name in names for folder in Path(name).parents}
     possible = [
-        name for name in names
+        name
+        for name in names
         if name not in also_folders and "\0" not in name and max(map(len, os.fsencode(name).split(b"/"))) <= 255
-    ]  # fmt: skip
+    ]
     if left_out := sorted({*names} - {*possible}):
         log.warning(
-            "%s: %d object(s) are left out, as no file here can have such a name: %r", url, len(left_out),
+            "%s: %d object(s) are left out, as no file here can have such a name: %r",
+            url,
+            len(left_out),
             left_out[0][:80],
-        )  # fmt: skip
+        )
     for name in possible:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         storage.download(storage.join(url, name), folder / name)
 
 
 def _locks(descriptor: int, kind: int) -> bool:
-    """Lock a file or a folder, if its file system can; returns False where another process has the lock."""
+    """Lock a file or folder, if its file system supports that. Returns False if it is already locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:  # NFS locks files only
+    except OSError as error:  # NFS can lock only files
         return not isinstance(error, BlockingIOError)
     return True
 
 
 def _is(path: Path, known: os.stat_result | None) -> bool:
-    """Return True where `path` is this very file or folder."""
+    """Return True if `path` is the same file or folder as `known`."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return known is not None and os.path.samestat(os.stat(path), known)
     return False

@@ -1,8 +1,8 @@
-"""The one process that writes to a run in a bucket.
+"""Ownership of a run in a bucket: only one process may write to it.
 
-Each start of a run puts `.writers/N`, with the next number N, unless somebody else has: so one of several wins, and a
-higher number ends the right of a lower one. The writer renews its object; one that is neither renewed nor ended belongs
-to a process that was killed.
+Each start of a run creates the object `.writers/N`, with the next free number N, on the condition that it does not
+exist yet. Only one of several processes succeeds, and a higher number revokes a lower one. The writer renews its
+object. If an object is neither renewed nor marked as ended, its process was killed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, UserError
 from crosstrain.utils.logging import log
 
-RENEWAL = 10.0  # seconds between two renewals
-_LEASE = 6  # renewals that a process misses before it counts as killed
+RENEWAL = 10.0  # seconds between renewals
+_LEASE = 6  # number of missed renewals after which a process counts as killed
 _FOLDER, _NUMBER = ".writers", re.compile("[0-9]{6,18}")
-_LONGEST = 1 << 16  # bytes of an object that are read
+_LONGEST = 1 << 16  # maximum number of bytes read from an object
 
 
 @dataclass
 class Writer:
-    """A claim to the folder of a run at `url`."""
+    """A claim on the run's folder at `url`."""
 
     url: str
     number: int
     id: str
-    before: str | None  # id of the writer before it
+    before: str | None  # ID of the previous writer
     renewals: int = 0
 
     @staticmethod
     def claim(url: str, killed: str | None) -> Writer:
-        """Become the writer. Waits while the last one may be alive, unless it is known, by its id, to be `killed`.
+        """Become the writer. Waits while the previous writer may be alive.
 
-        A damaged claim may be that of a living process, which would renew it. Raises UserError, which names the other
-        process, where it is alive or quicker.
+        killed: ID of a writer that is known to have been killed. A damaged claim may belong to a living process, which
+        would renew it. Raises UserError, with the name of the other process, if that process is alive or claims the
+        folder first.
         """
         number, text, last = _last(url)
         seconds = _LEASE * RENEWAL
@@ -78,25 +79,25 @@ class Writer:
 
 
 def check(url: str, writer: str) -> None:
-    """Raise CheckpointError where another process than `writer`, given by its id, is now the run's writer."""
+    """Raise CheckpointError if the run's writer is no longer the one with the ID `writer`."""
     deadline = time.monotonic() + 2 * RENEWAL
     while not (last := _last(url)[2]) and time.monotonic() < deadline:
-        time.sleep(RENEWAL / 10)  # the last claim is damaged or deleted, and its process is about to renew it
+        time.sleep(RENEWAL / 10)  # the last claim is damaged or deleted; its process should renew it soon
     if last.get("id") != writer:
         raise CheckpointError(f"{_name(last)} has taken over {url}")
 
 
 def _last(url: str) -> tuple[int, bytes, dict[str, Any]]:
-    """Return the number, the text and the contents of the last claim: 0 where there is none, {} for a damaged one."""
+    """Return the number, text and contents of the last claim: number 0 if there is none, {} if it is damaged."""
     claims = storage.listing(storage.join(url, _FOLDER))
     numbers = [int(name) for name, size in claims.items() if size is not None and _NUMBER.fullmatch(name)]
     number, text, found = max(numbers, default=0), b"", None
-    with suppress(FileNotFoundError, ValueError, RecursionError):  # removed meanwhile; damaged
+    with suppress(FileNotFoundError, ValueError, RecursionError):  # removed meanwhile, or damaged
         text = storage.read_end(storage.join(url, _FOLDER, f"{number:06d}"), _LONGEST, first=True)
         found = json.loads(text)
     if not isinstance(found, dict) or (type(found.get("id")), type(found.get("ended"))) != (str, bool):
         found = {}
-    # A claim with a different number is a copy of an earlier one. Early releases wrote no number.
+    # A claim with a different number in it is a copy of an earlier claim. Early releases stored no number.
     return number, text, found if found.get("number", number) == number else {}
 
 

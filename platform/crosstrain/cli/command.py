@@ -1,4 +1,4 @@
-"""The interface of the verbs of the command line, a kind of plugin."""
+"""The interface of the verbs of the command line. Verbs are plugins."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from crosstrain.config.registry import registry
 class Command(ABC):
     """A verb of the command line, registered under its name: `crosstrain NAME`.
 
-    The first line of a subclass's docstring is its summary in `crosstrain --help`. The class is found without an
-    import. Its module is imported when the verb is used, and should import the modules that take long in `run`.
+    The first line of a subclass's docstring is its summary in `crosstrain --help`. It is read without importing the
+    module. The module is imported when the verb is used, and should import slow modules only in `run`.
     """
 
-    function: ClassVar[str] = ""  # its Python interface, `crosstrain.NAME`, as "module:function" beside this module
+    function: ClassVar[str] = ""  # its Python interface, `crosstrain.NAME`, as "module:function" in the same package
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the flags. `crosstrain.cli.flags` has those that several verbs share, such as `--cfg-path`."""
+        """Declare the flags. `crosstrain.cli.flags` has flags that several verbs share, such as `--cfg-path`."""
 
     @abstractmethod
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do the work; returns the exit code. Raises UserError for a user's mistake."""
+        """Run the verb and return the exit code. Raises UserError for a user's mistake."""
 
 
 def python_function(verb: str) -> Callable[..., Any] | None:
-    """Return the Python interface of a verb; None if there is no such verb, or if it has none."""
+    """Return the Python interface of a verb, or None if the verb does not exist or has no Python interface."""
     if verb not in registry.names("command"):
         return None
     command = registry.get("command", verb)

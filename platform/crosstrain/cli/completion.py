@@ -1,4 +1,4 @@
-"""Completion in a shell, by argcomplete: eval "$(register-python-argcomplete crosstrain)". Imports no plugin."""
+"""Shell completion with argcomplete: eval "$(register-python-argcomplete crosstrain)". Imports no plugin."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from crosstrain.config.registry import KINDS, registry
 
 
 def complete(parser: argparse.ArgumentParser, verb: argparse.ArgumentParser) -> None:
-    """Tell the shell the words that may follow, and exit."""
+    """Print the possible next words for the shell, and exit."""
     completers = {
         "kind": lambda **_: KINDS,
         "name": lambda parsed_args, **_: [*registry.names(parsed_args.kind), *preset_files(parsed_args.kind)],

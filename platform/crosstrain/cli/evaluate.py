@@ -75,7 +75,7 @@ class EvaluateCommand(Command):
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Evaluate a checkpoint; returns the exit code."""
+        """Evaluate a checkpoint and return the exit code."""
         from crosstrain.api.evaluate import start_evaluation
         from crosstrain.inference.generation import Sampling
 
@@ -93,7 +93,7 @@ class EvaluateCommand(Command):
 
 
 def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Complete the prompts that the flags give, and those that are typed; returns them with the completions."""
+    """Complete the prompts from the flags and from the keyboard. Returns the prompts with their completions."""
     from crosstrain.inference.conversation import ChatSession
 
     complete = partial(_complete, model, job["sampling"])
@@ -114,9 +114,9 @@ def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
 def _complete(
     model: OpenModel, sampling: Sampling, prompt: str, talk: ChatSession | None, *, show: bool, typed: bool = False
 ) -> list[str]:
-    """Complete a prompt, or answer it in a conversation; a single completion is shown as it grows.
+    """Complete a prompt, or answer it in a conversation. A single completion is printed as it grows.
 
-    typed: the prompt stands on the screen, so that an answer alone is shown.
+    typed: the prompt is already on the screen, so only the answer is printed.
     """
     from crosstrain.inference.generation import as_prompt, generate
 
@@ -139,7 +139,7 @@ def _complete(
 
 
 def _converse(complete: Callable[..., list[str]], talk: ChatSession | None) -> list[dict[str, Any]]:
-    """Complete the prompts that are typed, until `stop` or the end of the input; returns them with the completions."""
+    """Complete typed prompts until `stop` or the end of the input. Returns the prompts with their completions."""
     about = "" if talk is None else f"; {talk.commands}"
     print(f"type a prompt, or `stop` to end{about}")
     found: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ def _converse(complete: Callable[..., list[str]], talk: ChatSession | None) -> l
             if talk is not None and talk.command(prompt):
                 continue
             texts = complete(prompt, talk, show=True, typed=True)
-        except UserError as error:  # too long a prompt should not end the conversation
+        except UserError as error:  # a prompt that is too long should not end the conversation
             print(f"error: {sentence(error)}")
             continue
         if talk is not None:

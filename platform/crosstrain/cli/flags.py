@@ -11,34 +11,34 @@ from crosstrain.utils.storage import is_url
 
 
 def positive(text: str) -> int:
-    """The type of a flag that takes a whole number above 0."""
+    """Convert the text of a flag to a whole number above 0, as a `type` for argparse."""
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """The type of a flag that takes a time above 0."""
+    """Convert the text of a flag to a time above 0, as a `type` for argparse."""
     if not float(text) > 0:
         raise ValueError
     return float(text)
 
 
 def folder(text: str) -> Path:
-    """The type of a flag that takes a folder that exists."""
+    """Convert the text of a flag to an existing folder, as a `type` for argparse."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a folder")
     return Path(text)
 
 
 def new_file(text: str) -> Path:
-    """The type of a flag that takes a file to write, in a folder that exists."""
+    """Convert the text of a flag to a file to write in an existing folder, as a `type` for argparse."""
     folder(str(Path(text).absolute().parent))
     return Path(text)
 
 
 def ask() -> str:
-    """Read a line after a prompt; EOFError at the end. Input that nobody types is shown as if somebody did."""
+    """Read a line of input. Raises EOFError at the end of the input. Input that is not from a terminal is echoed."""
     line = input("> " if sys.stdin.isatty() else "")
     if not sys.stdin.isatty():
         print(f"> {printable(line)}")
@@ -47,15 +47,21 @@ def ask() -> str:
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
-    parser.add_argument("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-                        help="override it, such as run.seed=1; may be given again")  # fmt: skip
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override it, such as run.seed=1; may be given again",
+    )
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # LOCAL_RANK says the same
-    parser.set_defaults(as_given=True)  # the verb loads the project with these options
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the same as LOCAL_RANK
+    parser.set_defaults(as_given=True)  # the verb uses the project and options without changes
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for mistakes in a project file and for what does not exist, before a verb imports torch."""
+    """Raise UserError for mistakes in a project file and for missing files, before a verb imports torch."""
     if project := getattr(arguments, "cfg_path", None):
         paths.find(project)
     place = getattr(arguments, "checkpoint", ".")

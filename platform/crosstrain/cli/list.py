@@ -1,4 +1,4 @@
-"""`crosstrain list`: everything that a project file can name, found without importing any of it; options of one."""
+"""`crosstrain list`: list components without importing them, and the options of one component."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ class ListCommand(Command):
         parser.add_argument("name", nargs="?", help="of a component or preset, to see all options")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the components of one kind, or of all, or the options of one component; returns the exit code."""
+        """Print the components of one kind or of all kinds, or the options of one component. Returns the exit code."""
         kind, name = arguments.kind, arguments.name
         own = name and preset_component(kind, name)
         for each in [kind] if kind else KINDS:
@@ -46,7 +46,7 @@ def _presets(files: dict[str, Path]) -> Iterator[Row]:
 
 
 def _options(cls: Any, prefix: str = "") -> Iterator[Row]:
-    """Yield the options of a dataclass; those of one inside it follow, with its key in front."""
+    """Yield the options of a dataclass. Nested options follow their parent option, with its key as a prefix."""
     for option in options(cls):
         default = "required" if option.required else f"default: {json.dumps(option.default)}"
         yield prefix + option.name, option.meaning, option.type if option.inner else f"{option.type}; {default}"

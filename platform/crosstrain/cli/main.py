@@ -20,21 +20,25 @@ from crosstrain.config.registry import registry
 from crosstrain.utils.errors import UserError, did_you_mean, first_line, printable, refusal, sentence
 from crosstrain.utils.program import command
 
-_ELSEWHERE = {  # what others call it
+_ELSEWHERE = {  # verb in other programs -> verb and flags here
     "generate": "evaluate --generate TEXT", "predict": "evaluate --generate TEXT", "eval": "evaluate",
     "test": "evaluate", "run": "train", "fit": "train", "finetune": "train", "pretrain": "train", "sft": "train",
     "resume": "train, which goes on where the run stopped", "merge": "export", "convert": "export",
     "chat": "evaluate --interactive --chat", "tokenize": "prepare", "preprocess": "prepare", "init": "new",
 }  # fmt: skip
 _PROJECT_FLAGS = ("config", "cfg", "config_file", "config_path", "project", "yaml")
-_MOST_MISTAKES = 50  # of one configuration that are shown
+_MOST_MISTAKES = 50  # maximum number of mistakes in one configuration to print
 
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
-                          help="show the traceback of an error (or CROSSTRAIN_DEBUG=1)")  # fmt: skip
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show the traceback of an error (or CROSSTRAIN_DEBUG=1)",
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -49,15 +53,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit code: 0, 1 for an error, 128+n when stopped by signal n."""
+    """Run the program and return its exit code: 0, 1 for an error, 128+n if stopped by signal n."""
     try:
         try:
             return _main(argv)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the exit
-        return 141  # as by SIGPIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards output that is flushed at exit
+        return 141  # 128 + SIGPIPE
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -65,7 +69,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         debug = debug or "debug" in arguments
-        if not debug:  # each of torch's warnings about a lost node has dozens of C++ frames
+        if not debug:  # torch's warnings about a lost node have dozens of C++ frames
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         check_arguments(arguments)
         return arguments.run(arguments)
@@ -95,22 +99,22 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _origin(error: Exception) -> str:
-    """Return the last line of a plugin or script that an error came through, if any, as a beginning for its message."""
-    homes = (Path(os.__file__), Path(sysconfig.get_path("purelib"), "package"), Path(__file__).parent)  # of what is not
+    """Return the location of an error's last frame in a plugin or script, as a prefix for its message; "" if none."""
+    homes = (Path(os.__file__), Path(sysconfig.get_path("purelib"), "package"), Path(__file__).parent)  # not plugins
     installed = (*(str(home.parent) for home in homes), "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: " if frames else ""
 
 
 def _unread() -> bool:
-    """Tell whether who reads the output, such as `head`, has closed it."""
+    """Return True if the reader of the output, such as `head`, has closed it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))
 
 
 def _setting(flag: str) -> str:
-    """Return a hint for a flag that is a setting of a project here, or a project; nothing for any other."""
+    """Return a hint for a flag that is a project setting or a project file, or an empty string for any other flag."""
     from crosstrain.config.hints import hint_of_key
     from crosstrain.config.run_options import RunOptions
 
@@ -124,11 +128,11 @@ def _setting(flag: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; `run` of the result is the verb's function."""
+    """Parse the command line. The result's `run` is the verb's function."""
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
-    asks = "_ARGCOMPLETE" in os.environ  # a shell, for the words that may follow those in COMP_LINE
+    asks = "_ARGCOMPLETE" in os.environ  # a shell requests completions for the words in COMP_LINE
     asked: argparse.ArgumentParser = parser
     words = os.environ["COMP_LINE"].split()[1:] if asks else argv
     chosen = next((word for word in words if not word.startswith("-")), None)
@@ -145,7 +149,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         complete(parser, asked)
     flags = {*parser._option_string_actions, *asked._option_string_actions}
     for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if asked is not parser):
-        # Before argparse, which would miss a required flag where it is misspelled.
+        # Check this before argparse does, which would report a misspelled required flag as missing.
         if flag.startswith("--") and " " not in flag and not any(known.startswith(flag) for known in flags):
             hint = _setting(flag) if "--cfg-path" in flags else ""
             asked.error("; ".join(filter(None, (f"there is no flag {flag}", hint or did_you_mean(flag, flags)))))

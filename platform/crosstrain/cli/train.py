@@ -14,7 +14,7 @@ from crosstrain.training.preflight_check import preflight_checks
 
 @registry.register_command("train")
 class TrainCommand(Command):
-    """Train a project, resuming where its folder left off."""
+    """Train a project, or resume it from its last checkpoint."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
@@ -31,10 +31,10 @@ class TrainCommand(Command):
             check.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Train a project; returns the exit code. Raises UserError for every mistake that can be foreseen."""
+        """Train a project and return the exit code. Raises UserError for every mistake that can be foreseen."""
         a = arguments
         nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
-        with sigint_kills():  # torch and plugins are imported
+        with sigint_kills():  # importing torch and plugins may take long
             from crosstrain.api.train import check_start, start_training
 
             config = load_config(a.cfg_path, a.options)

@@ -1,1 +1,1 @@
-"""Configuration: its sources, the registry of plugins, typed and bounded options."""
+"""Configuration: its sources, the registry of plugins, and typed and bounded options."""

@@ -1,6 +1,7 @@
-"""Checks that need no torch: they run in a forked process, in which libraries that take long to import are stand-ins.
+"""Checks without torch, in a forked process with stand-ins for libraries that take long to import.
 
-Plugins import torch and more, which takes seconds. A mistake in a project file is told before that.
+Plugins import torch and other libraries, which takes seconds. With these checks, most mistakes in a project file are
+reported earlier.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LIGHT = {"pydantic", "pydantic_core", "typing_extensions", "typing_inspection",
 
 
 class Unread(UserError):
-    """A check that depends on a stand-in. It tells nothing, because the full check follows."""
+    """A check that depends on a stand-in. It reports nothing, because the full check follows."""
 
     @property
     def sentences(self) -> list[str]:
@@ -29,12 +30,12 @@ class Unread(UserError):
 
 
 def apart(function: Callable[[], Any]) -> Any:
-    """Return what `function` returns, as JSON, in a forked process with stand-ins; None if that process fails."""
-    stand_ins = _StandIns()  # reads the sources of plugins, for both processes
+    """Return the result of `function`, as JSON, from a forked process with stand-ins; None if that process fails."""
+    stand_ins = _StandIns()  # scans the plugin sources for both processes
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            for output in (1, 2):  # the full check runs the same code again
+            for output in (1, 2):  # discard the output: the full check runs the same code again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
             sys.meta_path.insert(0, stand_ins)
             with open(writer, "w", encoding="utf-8") as pipe:
@@ -49,10 +50,10 @@ def apart(function: Callable[[], Any]) -> Any:
 
 
 class AheadChecker(Checker):
-    """A checker for a process with stand-ins, where errors of a plugin may be due to these."""
+    """A checker for a process with stand-ins. It ignores errors in plugins, as the stand-ins may have caused them."""
 
     def options_class(self, kind: str, name: str, others: Iterable[str] = ()) -> type:
-        if [entry.name for entry in registry.entries(kind)].count(name) != 1:  # unknown, or claimed twice
+        if [entry.name for entry in registry.entries(kind)].count(name) != 1:  # unknown, or registered twice
             return super().options_class(kind, name, others)
         _StandIn.defining = True
         try:
@@ -73,9 +74,9 @@ class AheadChecker(Checker):
 
 
 class _StandIn:
-    """Anything of a library that is not imported. Modules may define things with it; a check cannot depend on it."""
+    """Stand-in for anything in a library that is not imported. Definitions may use it; checks on it raise Unread."""
 
-    defining: ClassVar = False  # modules are being imported
+    defining: ClassVar = False  # True while modules are imported
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -107,7 +108,7 @@ class _StandIn:
 
 
 class _Base:
-    """A base class of a library that is not imported; it may have options."""
+    """A base class from a library that is not imported. The real class may have `Options`."""
 
     Options: ClassVar = _StandIn()
 
@@ -115,7 +116,8 @@ class _Base:
 class _StandIns:
     """A finder and loader of stand-ins for libraries that are neither loaded nor light.
 
-    A library's module with pydantic models is imported without its package: a plugin may make its options of them.
+    A library's module with pydantic models is imported without its package, because plugins may build options from
+    them.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from crosstrain.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch = micro_batch x accumulation x dp_size, in samples, forwards and ranks."""
+    """Batch sizes in samples: global_batch = micro_batch x accumulation x dp_size."""
 
     global_batch: int
     micro_batch: int
@@ -20,9 +20,9 @@ class BatchPlan:
 
     @classmethod
     def of(cls, run: RunOptions, dp_size: int) -> BatchPlan:
-        """Compute the batch plan for `dp_size` data-parallel ranks; a size that is not given follows, or is 1.
+        """Compute the batch plan for `dp_size` data-parallel ranks. Omitted sizes are derived, or are 1.
 
-        Raises ConfigError where the numbers are inconsistent, with the nearest valid global batch size.
+        Raises ConfigError for inconsistent sizes, with the nearest valid global batch size.
         """
         total, micro, accumulation = run.global_batch_size, run.micro_batch_size, run.accum_grad_iters
         if total is None:
@@ -47,8 +47,8 @@ class BatchPlan:
         return cls(total, micro or total // unit, accumulation or total // unit, dp_size)
 
     def steps(self, run: RunOptions, samples: int) -> int:
-        """Steps of the whole run over a training split of `samples` samples."""
+        """Return the number of steps of the whole run, for a training split of `samples` samples."""
         if run.max_iters is not None:
             return run.max_iters
-        assert run.max_epoch is not None  # one of the two is always given
+        assert run.max_epoch is not None  # exactly one of the two is set
         return math.ceil(run.max_epoch * samples / self.global_batch)

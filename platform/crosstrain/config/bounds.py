@@ -1,8 +1,8 @@
-"""Bounds of options, declared beside their types and applied by the checker.
+"""Bounds of options. They are declared with the options' types and applied by the checker.
 
-An option's type is one of the names below, or carries constraints of `annotated_types`, whose names pydantic uses too:
-`Annotated[float, Interval(gt=0, le=1)]`, `Annotated[list[str], MinLen(1)]`. Undeclared, a number is finite and a whole
-one fits 64 bits, and a text is at most `LONGEST_TEXT` characters of Unicode without NUL.
+An option's type is one of the names below, or has constraints from `annotated_types`, as in pydantic:
+`Annotated[float, Interval(gt=0, le=1)]`, `Annotated[list[str], MinLen(1)]`. Without constraints, a number must be
+finite, an int must fit into 64 bits, and a text may have at most `LONGEST_TEXT` characters of Unicode without NUL.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Interval, MinLen
 
 LONGEST_TEXT = 65_536  # characters
-_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as file systems have it
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, the limits of file systems
 LARGEST = 2**63 - 1
 
 
@@ -25,12 +25,12 @@ class AllowInfinity:
 
 @dataclass(frozen=True)
 class IsPath:
-    """Constraint: the text can name a file; it is neither blank nor longer than file systems allow."""
+    """Constraint: the text is a valid path. It is not blank and within the length limits of file systems."""
 
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=10**12)]  # beyond, fp32 products vanish or overflow
+PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=10**12)]  # fp32 products do not underflow or overflow
 NonNegativeFloat = Annotated[float, Interval(ge=0, le=10**12)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]
@@ -40,9 +40,9 @@ _COMPARISONS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "b
 
 
 def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] | None:
-    """Return the bound that `value` breaks, as words after the type and words after the value: (" above 0", "").
+    """Return the bound that `value` violates, as words to add after the type and after the value: (" above 0", "").
 
-    None where it is within all bounds.
+    Returns None if the value is within all bounds.
     """
     limits = limits_of(constraints)
     if isinstance(value, float) and not math.isfinite(value):
@@ -60,7 +60,7 @@ def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] |
 
 
 def limits_of(constraints: Collection[Any]) -> dict[str, Any]:
-    """Return the bounds of a number by the names that `annotated_types` has for them: ge, gt, le, lt."""
+    """Return bound -> limit of a number. The bounds are ge, gt, le and lt, as in `annotated_types`."""
     return {n: getattr(c, n) for c in constraints for n in _COMPARISONS if getattr(c, n, None) is not None}
 
 

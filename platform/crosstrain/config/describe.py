@@ -1,4 +1,4 @@
-"""Descriptions of components and their options, for people: in lists, in editors and in the documentation."""
+"""Descriptions of components and their options, for lists, editors and documentation."""
 
 import ast
 import inspect
@@ -25,8 +25,8 @@ class Option:
     name: str
     hint: Any  # its type
     required: bool
-    default: Any  # as YAML has it
-    meaning: str  # "" if nothing says it
+    default: Any  # as in YAML
+    meaning: str  # "" if it is not documented
 
     @property
     def type(self) -> str:
@@ -35,7 +35,7 @@ class Option:
 
     @property
     def inner(self) -> Any:
-        """The dataclass of the options below this one; None if there are none."""
+        """The dataclass of nested options; None if there are none."""
         members = (self.hint, *get_args(self.hint))
         return next((h for h in members if isinstance(h, type) and is_dataclass(h) and h is not Component), None)
 
@@ -57,15 +57,15 @@ def summary(component: object) -> str:
 
 
 def first_comment(file: Path) -> str:
-    """Return the comment that begins a preset's file and describes it."""
+    """Return the description of a preset: the comment in the first line of its file."""
     return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """Return the meanings of the fields of a dataclass or a pydantic model, its bases' too.
+    """Return field name -> meaning for a dataclass or a pydantic model, including its bases' fields.
 
-    A meaning is the docstring below the field, else the comment beside it, else the one directly above it. Fields that
-    `make_dataclass` makes, without a source, have it in `field(metadata={"meaning": ...})`.
+    A meaning is the docstring below the field, or else the comment on its lines, or else the comment directly above.
+    Fields of `make_dataclass` have no source; their meaning is in `field(metadata={"meaning": ...})`.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
@@ -77,13 +77,13 @@ def meanings(cls: type) -> dict[str, str]:
 def _own_meanings(cls: type) -> dict[str, str]:
     try:
         return _in_source(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):  # a builtin, or made while the program runs
+    except (OSError, TypeError):  # a builtin, or a class created at run time
         made = cls.__dict__.get("__dataclass_fields__", {}).values()
         return {f.name: text for f in made if (text := f.metadata.get("meaning"))}
 
 
 def _in_source(source: str) -> dict[str, str]:
-    """Return the texts at the fields of the class that `source` defines."""
+    """Return field name -> docstring or comment for the class that `source` defines."""
     lines, found = source.splitlines(), {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}

@@ -1,4 +1,4 @@
-"""The interface of hints about settings of other programs, a kind of plugin."""
+"""The interface of plugins that give hints about settings of other programs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from crosstrain.config.registry import registry
 
 
 class Hints(ABC):
-    """Hints for users who bring settings of other programs, registered under a name."""
+    """Hints for users who bring settings from other programs."""
 
     @abstractmethod
     def of_key(self, key: str) -> str | None:
-        """Return a clause about the counterpart of another program's key; None for an unknown key."""
+        """Return a clause about our option for a key of other programs; None for an unknown key."""
 
     @abstractmethod
     def known(self) -> Set[str]:
@@ -22,14 +22,14 @@ class Hints(ABC):
 
     @abstractmethod
     def of_file(self, path: Path) -> str | None:
-        """Return a sentence if a file holds the settings of another program; None for any other file."""
+        """Return a sentence about a file if it contains settings for other programs; None for any other file."""
 
 
 def hints() -> list[Hints]:
-    """Return the hints that are installed."""
+    """Return the installed hints."""
     return [registry.get("hints", name)() for name in registry.names("hints")]
 
 
 def hint_of_key(key: str) -> str | None:
-    """Return the first clause about a key of another program, if there is one."""
+    """Return the first clause from the installed hints about a key of other programs, or None."""
     return next(filter(None, (each.of_key(key) for each in hints())), None)

@@ -1,6 +1,6 @@
-"""Loading of a configuration: YAML in, typed and checked options out, or one sentence for each mistake.
+"""Load a configuration: convert YAML to typed and checked options, or raise one sentence per mistake.
 
-Layers, lowest first: the defaults that components declare, `configs/`, the project file, `--options a.b=c`.
+Layers, lowest first: the components' defaults, `configs/`, the project file, `--options a.b=c`.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, did_yo
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
-_SIZED = "model with its preset's sizes"  # beside the sections
-# Kinds whose names may be files in a folder of configs/.
+_SIZED = "model with its preset's sizes"  # internal key of the tree, beside the user's sections
+# Kind of component that has presets -> folder in configs/.
 _PRESETS = {kind: f"{kind}s" for kind in ("runner", "dataset", "processor", "lr_scheduler")}
-# Keys of datasets that stored configurations lack if they are older, and the values that held before.
+# Dataset key that older stored configurations lack -> value that was in effect then.
 _EARLIER = {"split_rounding": "legacy"}
-_SIDE_BY_SIDE = "side_by_side"  # the preset whose parts are several datasets of a project
+_SIDE_BY_SIDE = "side_by_side"  # the preset that combines several datasets of a project
 
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration; `registry.get(kind, component.name)` gives the class of a component."""
+    """A checked configuration. `registry.get(kind, component.name)` returns the class of a component."""
 
     model: Component
-    sized: Component  # the model with its preset's sizes also where a pretrained folder, which may be away, has its own
-    model_type: str | None  # the file in configs/models/<arch>/ that the model's options started from
+    sized: Component  # the model with its preset's sizes, for use without its pretrained folder
+    model_type: str | None  # the file in configs/models/<arch>/ that provided the model's presets
     adapter: Component | None
     datasets: dict[str, Component]
     run: RunOptions
-    trust: Trust = Trust.COMMANDS  # how far what it names may be opened
+    trust: Trust = Trust.COMMANDS  # permission to open the sources that the configuration names
 
     @property
     def plain(self) -> dict[str, Any]:
-        """All options resolved and spelled out, as config.yaml holds them; `from_plain` reads it back."""
+        """All options, resolved and explicit, as in config.yaml. `from_plain` reads them back."""
         variant = {} if self.model_type is None else {"model_type": self.model_type}
         adapter = {} if self.adapter is None else {"adapter": to_plain(self.adapter)}
         model = {"arch": self.model.name, **variant, **adapter, **to_plain(self.model.options)}
@@ -61,18 +61,18 @@ class Config:
     def from_plain(
         plain: Mapping[str, Any], options: sources.Overrides = (), label: str = "config", trust: Trust = Trust.COMMANDS
     ) -> Config:
-        """Read a configuration that `plain` spells out, with overrides; only the overrides may name presets.
+        """Read a configuration with all options explicit, and apply overrides. Only the overrides may name presets.
 
-        `label` names it in errors. Raises ConfigError as `load_config` does.
+        `label` names the configuration in errors. Raises ConfigError as `load_config` does.
         """
         spelled_out, overrides = sources.plain_layer(label, sources.escape(dict(plain))), sources.read_options(options)
         return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
 
     def continuing(self, state: Mapping[str, Any]) -> Config:
-        """The configuration under the rules of a checkpoint that it continues, if that is older than their keys.
+        """Return this configuration with legacy values for the keys that the resumed checkpoint's run did not have.
 
-        A run that was continued so has the earlier values in its configuration and keeps them. state: the checkpoint's
-        own, with the configuration that it was written under.
+        A run that was resumed this way stores these values in its configuration and keeps them. state: the
+        checkpoint's state, which contains the configuration of its run.
         """
         old = json.dumps(state.get("config"))
         older = {key: value for key, value in _EARLIER.items() if not re.search(f'"{key}": (?!"{value}")', old)}
@@ -85,19 +85,19 @@ ProjectLike = str | os.PathLike[str] | Mapping[str, Any]  # a project file, or i
 
 
 def load_config(project: ProjectLike, options: sources.Overrides = (), without: Key = ()) -> Config:
-    """Load the configuration of a project: a file, or a dict with the same sections; `options` overrides its keys.
+    """Load a project's configuration, from a file or from a dict with the same sections.
 
-    `options`: `key=value` texts as on the command line, or a dict of values by dotted key. Raises ConfigError, one
-    sentence with file, line and key, for anything that is wrong with it, and UserError when a component that it names
-    needs a package that is not installed. The project's own value at `without` is left out.
+    `options` overrides its keys: `key=value` strings as on the command line, or a dict of dotted key -> value. The
+    project's own value at the key `without` is left out. Raises ConfigError, one sentence with file, line and key, for
+    any mistake. Raises UserError if a component needs a package that is not installed.
     """
     return _builder(project, options, Checker, without).build()
 
 
 def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
-    """Raise what `load_config` would, as far as it can be told in a second: without torch, nor plugins in this process.
+    """Raise the errors of `load_config` that can be found within a second, without importing torch or plugins here.
 
-    A note on standard error says which keys of the project `options` leave behind by the name of another component.
+    Prints a note on standard error about project keys that are dropped because `options` select other components.
     """
     left, sentences = apart(partial(_told, project, options)) or ([], [])
     if left:
@@ -108,21 +108,19 @@ def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
 
 
 def _told(project: ProjectLike, options: sources.Overrides) -> tuple[list[str], list[str]]:
-    """Return the places of keys that `options` leave behind, and the sentences about mistakes."""
+    """Return the locations of keys that `options` drop, and the sentences about mistakes."""
     mistakes, places = Mistakes(), list[str]()
     with mistakes:
         builder = _builder(project, options, AheadChecker)
         left = builder.left_behind()
         with mistakes:
             builder.build()
-        named = sources.keys(builder.tree)  # without components whose names are wrong
+        named = sources.keys(builder.tree)  # without components that have wrong names
         places = [builder.origins.where(key) for key in left if key[:-1] in named]
     return places, [text for error in mistakes.errors for text in error.sentences]
 
 
-def _builder(
-    project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()
-) -> _Builder:
+def _builder(project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()) -> _Builder:
     if isinstance(project, Mapping):
         base = sources.plain_layer("config", to_plain(project))
     else:
@@ -143,17 +141,17 @@ class _Sections:
 
 @dataclass
 class _Saved(_Sections):
-    datasets: dict[str, object]  # a published model has none
+    datasets: dict[str, object]  # a published model has no datasets
 
 
 class _Builder:
-    """A builder that puts presets and defaults under the user's layers, resolves the result and checks it."""
+    """Puts presets and defaults under the user's layers, resolves the result and checks it."""
 
     def __init__(
         self, base: sources.Layer, overrides: sources.Layer, presets: bool, checker: type[Checker] = Checker
     ) -> None:
         self.base, self.overrides = base, overrides
-        self.presets = presets  # whether names in `base` may stand for presets
+        self.presets = presets  # whether names in `base` may be presets
         self.origins = sources.Origins([base, overrides])
         self.check = checker(self.origins.where)
         self.check.over_preset = self._over_preset
@@ -161,7 +159,7 @@ class _Builder:
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
 
     def left_behind(self) -> list[Key]:
-        """The project's keys that are not kept, because the overrides name another component beside them."""
+        """Return the project's keys that are dropped because the overrides select other components."""
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
         return [key for key in gone if sources.names_component(self.overrides.tree, key[:-1])]
@@ -183,7 +181,7 @@ class _Builder:
                     continue
                 reduce(getitem, key[:-1], self.tree).pop(key[-1])
             tree = sources.resolve(self.tree, self.origins)
-        except UserError as error:  # from which others may follow
+        except UserError as error:  # further errors may follow from this one
             mistakes.errors.append(error)
             mistakes.raise_all()
             raise
@@ -221,7 +219,7 @@ class _Builder:
         return self.check.component("model", {"name": tree["arch"], **options}, ("model",))
 
     def _components(self) -> list[tuple[str, Key]]:
-        """Return kind and key of every component that may have presets."""
+        """Return (kind, key) of every component that may have presets."""
         found: list[tuple[str, Key]] = [("model", ("model",))] if "model" in self.tree else []
         found += [("dataset", ("datasets", label)) for label in self.tree.get("datasets", ())]
         return found + [(kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items() if "run" in self.tree]
@@ -243,7 +241,7 @@ class _Builder:
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
         if not isinstance(given, dict) and kind != "model":
-            self.check.component(kind, given, key)  # which says what it may be
+            self.check.component(kind, given, key)  # raises with the expected types
         parent[own] = given = self.check.value(dict[str, object], given, key)
         naming = sources.name_key(key)
         at = (*key, naming)
@@ -251,8 +249,8 @@ class _Builder:
         if naming not in given:
             others = [label for label in self.tree.get("datasets", ()) if label != own]
             origins = {layer.label for layer in self.origins.layers if key in layer.lines}
-            if kind == "dataset" and others and origins == {sources.OPTIONS}:  # a label that is misspelled
-                if own in (labels := others[0].split("+")):  # a saved run spells out what stood side by side
+            if kind == "dataset" and others and origins == {sources.OPTIONS}:  # probably a misspelled label
+                if own in (labels := others[0].split("+")):  # a saved run has the combined datasets as parts
                     part = f"datasets.{others[0]}.parts.{labels.index(own)}.dataset"
                     self.check.fail(key, f"unknown key; did you mean {part}?")
                 self.check.unknown_key(key, others)
@@ -288,7 +286,7 @@ class _Builder:
         return [sources.read_yaml(known[variant], ("model",))]
 
     def _presets(self, key: Key, name: str, files: dict[str, Path]) -> tuple[str, list[sources.Layer]]:
-        """Return the component that `name` stands for, and the presets on the way to it, lowest first."""
+        """Return the name of the component behind `name`, and the presets that lead to it, lowest first."""
         found: list[sources.Layer] = []
         while file := files.pop(name, None):
             layer = sources.read_yaml(file, key)
@@ -297,14 +295,14 @@ class _Builder:
         return name, found
 
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Put the preset that a component of another one's options names under its own options."""
+        """Apply the preset of a component that is nested in other options."""
         name, presets = self._presets((), given["name"], files := preset_files(kind))
-        cls = self.check.options_class(kind, name, files)  # an error names presets beside the components
+        cls = self.check.options_class(kind, name, files)  # an error lists presets and components
         layers = [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}]
         return reduce(sources.merge, layers)
 
     def _unpublished(self, cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Put defaults back in `below` for options that the pretrained folders in `given` decide."""
+        """Reset options in `below` to their defaults if the pretrained folders in `given` determine them."""
         out = dict(below)
         if given.get("pretrained"):
             out |= {key: value for key, value in defaults(cls).items() if key in getattr(cls, "published", ())}
@@ -318,17 +316,17 @@ class _Builder:
         return out
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
-        """Return the presets that the name of the component at `key` may stand for."""
+        """Return the presets that the component at `key` may name: name -> file."""
         return preset_files(kind) if self.presets or sources.names_component(self.overrides.tree, key) else {}
 
 
 def preset_files(kind: str) -> dict[str, Path]:
-    """Return the files in configs/ that a name of this kind of component may stand for."""
+    """Return the presets in configs/ for this kind of component: name -> file."""
     return _yaml_files(paths.home() / "configs" / _PRESETS[kind]) if kind in _PRESETS else {}
 
 
 def preset_component(kind: str, name: str) -> str:
-    """Return the name of the component that `name`, its own or a preset's, stands for."""
+    """Return the name of the component behind `name`, a component or a preset."""
     files = preset_files(kind)
     while file := files.pop(name, None):
         name = sources.read_yaml(file).tree.get("name", name)
@@ -336,7 +334,7 @@ def preset_component(kind: str, name: str) -> str:
 
 
 def model_types(arch: str) -> dict[str, Path]:
-    """Return the presets of a model, in configs/models/."""
+    """Return the presets of a model in configs/models/: name -> file."""
     return _yaml_files(paths.home() / "configs" / "models" / arch)
 
 

@@ -1,8 +1,8 @@
-"""The registry of components: from a kind and a name to a class or function, loaded on first use.
+"""The registry of components: maps (kind, name) to a class or function, loaded on first use.
 
 The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
-parsed when a kind is asked for that its text mentions, and imported when one of its names is asked for. So a broken
-plugin, or one whose dependencies are not installed, breaks nothing but itself, and listing the components imports
+parsed only when a kind that its text mentions is requested, and imported only when one of its components is requested.
+A broken plugin, or one with missing dependencies, therefore affects only itself, and listing the components imports
 nothing.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
-PACKAGE = "crosstrain_plugins"  # plugin folders and files are in this package
+PACKAGE = "crosstrain_plugins"  # package of the plugin folders and files
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Entry:
     kind: str
     name: str
     file: Path
-    line: int  # of the class or function
+    line: int  # line of the class or function
     summary: str  # first line of its docstring
-    module: str  # name to import the file under
+    module: str  # module name for importing the file
 
 
 class Registry:
-    """Every component that YAML can name, by kind and name.
+    """All components that YAML can name, by kind and name.
 
-    Sources, first owner of a name first: the core's verbs, the built-in `plugins/`, folders and files in
+    Sources, in order of precedence: the core's verbs, the built-in `plugins/`, folders and files in
     CROSSTRAIN_PLUGINS, those given to `add_folder`, and installed packages with an entry point in the group
     `crosstrain.plugins`.
     """
@@ -58,20 +58,20 @@ class Registry:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], list[Entry]] = {}
         self._objects: dict[tuple[str, str], Any] = {}
-        self.broken: dict[Path, str] = {}  # plugin files that could not be read or imported so far, and the reason
+        self.broken: dict[Path, str] = {}  # plugin files that could not be read or imported so far -> reason
         self._files: set[Path] = set()
-        self._parsed: set[str] = set()  # kinds for which every file that was found so far has been parsed
-        self._unparsed: dict[Path, tuple[str, bytes]] = {}  # files of plugins: name to import them under, and text
+        self._parsed: set[str] = set()  # kinds for which all files found so far are parsed
+        self._unparsed: dict[Path, tuple[str, bytes]] = {}  # plugin files -> module name and source
         self._labels: dict[str, Path] = {}
         self._started = self._finished = False
 
     def register(self, kind: str, name: str) -> Callable[[T], T]:
-        """Register the decorated class or function. Plugin files use `register_runner("mine")` and its like."""
+        """Register the decorated class or function. Plugin files use `register_runner("mine")` and similar methods."""
 
         def decorate(component: T) -> T:
             here = _identity(component)
             there = _identity(self._objects.get((kind, name), component))
-            if here != there:  # equal: the module was reloaded
+            if here != there:  # equal if the module was reloaded
                 raise _claimed_twice(kind, name, paths.show(there[0]), paths.show(here[0]))
             self._objects[kind, name] = component
             return component
@@ -95,11 +95,11 @@ class Registry:
     register_hints = partialmethod(register, "hints")
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
-        """Return the class or function registered as `name`; imports its module on first use.
+        """Return the class or function registered as `name`. Imports its module on first use.
 
-        `others` are further names that the error may suggest, such as presets. Raises ConfigError for a name that is
-        unknown, claimed twice or whose module fails to import, and UserError naming the package and the extra when a
-        dependency is not installed.
+        `others` are further names that the error may suggest, such as presets. Raises ConfigError if the name is
+        unknown or registered twice, or if its module fails to import. Raises UserError with the package and the extra
+        if a dependency is not installed.
         """
         self._parse(kind)
         key = (kind, name)
@@ -113,28 +113,28 @@ class Registry:
         return self._objects[key]
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of this kind, sorted; imports nothing."""
+        """Return the names of this kind, sorted, without importing anything."""
         self._parse(kind)
         return sorted({name for k, name in [*self._entries, *self._objects] if k == kind})
 
     def entries(self, kind: str) -> list[Entry]:
-        """Return the entries of plugin files for this kind, sorted by name; imports nothing."""
+        """Return the entries of plugin files for this kind, sorted by name, without importing anything."""
         self._parse(kind)
         return sorted((e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name)
 
     # ---- sources
 
     def add_folder(self, path: str | os.PathLike[str], label: str | None = None) -> None:
-        """Read the plugins in a folder, whose files become `crosstrain_plugins.<label>.<path>`, or in a file.
+        """Add a plugin folder, or a single file. A folder's files become `crosstrain_plugins.<label>.<path>`.
 
-        `label` defaults to its name. What was added before is passed over. Raises ConfigError if there is no such
-        folder or .py file.
+        `label` defaults to the name of the folder or file. Adding it again has no effect. Raises ConfigError if there
+        is no such folder or .py file.
         """
         self._scan_sources(installed=False)
         self._add_folder(Path(path), label)
 
     def folders(self) -> list[tuple[str, Path]]:
-        """Return (label, path) of every folder or file of plugins so far, for another process to add."""
+        """Return (label, path) of every plugin folder or file so far, so that a new process can add them."""
         self._scan_sources(installed=False)
         return list(self._labels.items())
 
@@ -181,7 +181,7 @@ class Registry:
                 self._scan(path, ".".join([package, *(inside[:-1] if inside[-1] == "__init__" else inside)]))
 
     def _scan(self, file: Path, module: str) -> None:
-        if file.resolve() in self._files:  # a folder inside another one
+        if file.resolve() in self._files:  # its folder lies inside one that was already scanned
             return
         self._files.add(file.resolve())
         self._parsed.clear()
@@ -225,7 +225,7 @@ class Registry:
             raise ConfigError(f"{what} was not registered when its file was imported: is the decorator conditional?")
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find the package of a folder of plugins, or a file's module, for Python's import; `sys.meta_path` asks."""
+        """Find the module of a plugin folder or file. This makes the registry a finder for `sys.meta_path`."""
         root, _, label = name.partition(".")
         if root != PACKAGE:
             return None
@@ -242,7 +242,7 @@ class Registry:
         return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
-        self._parse()  # a file may misspell its decorator
+        self._parse()  # search all files: a decorator may be misspelled
         known = sorted({*self.names(kind), *others})
         parts = [f"there is no {kind} called {name!r}"]
         if near := difflib.get_close_matches(name, known, n=3):
@@ -262,14 +262,14 @@ def _claimed_twice(kind: str, name: str, first: str, second: str) -> ConfigError
 
 
 def _identity(component: Any) -> tuple[Path, str]:
-    """File and qualified name of a class or function."""
+    """Return the file and the qualified name of a class or function."""
     module = getattr(component, "__module__", "?")
     file = getattr(sys.modules.get(module), "__file__", None) or module
     return Path(file), getattr(component, "__qualname__", "")
 
 
 def find_without_importing(module: str) -> ModuleSpec | None:
-    """Find a module's spec; unlike `importlib.util.find_spec`, import no parent package."""
+    """Find a module's spec without importing its parent packages, unlike `importlib.util.find_spec`."""
     parent = module.rpartition(".")[0]
     above = find_without_importing(parent) if parent else None
     search = list((above and above.submodule_search_locations) or [])
@@ -277,12 +277,12 @@ def find_without_importing(module: str) -> ModuleSpec | None:
 
 
 def _scan_file(file: Path, module: str, source: bytes) -> tuple[list[Entry], str | None]:
-    """Return the components that `file`, importable as `module`, registers, and its problem or None."""
+    """Return the components that `file`, importable as `module`, registers, and a problem with it or None."""
     try:
         tree = ast.parse(source, str(file))
     except SyntaxError as error:
         return [], f"SyntaxError: {error.msg}, line {error.lineno}"
-    except (ValueError, RecursionError) as error:  # null bytes, nested too deep
+    except (ValueError, RecursionError) as error:  # null bytes, or nested too deeply
         return [], f"{type(error).__name__}: {error}".replace("\n", " ")
     entries, problem = [], None
     for definition in _definitions(tree.body):
@@ -319,4 +319,4 @@ def _definitions(body: Iterable[ast.AST]) -> Iterator[ast.ClassDef | ast.Functio
 
 
 registry = Registry()
-sys.meta_path.insert(0, registry)  # first: a folder called as PACKAGE must not stand in for it
+sys.meta_path.insert(0, registry)  # first, so that no folder with the name of PACKAGE shadows it

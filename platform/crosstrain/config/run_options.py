@@ -12,28 +12,28 @@ from crosstrain.config.schema import Component, NoOptions, OptionError
 from crosstrain.utils.errors import ConfigError
 
 Steps = Annotated[int, Interval(ge=1, le=10**12)]
-Every = Steps | Literal["epoch"] | None  # steps between two, or the last step of each epoch; None: none
-BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
-Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 holds it times such
-DEFAULT_RUNNER = "ddp"  # with one process, plain torch
-DEFAULT_MODEL = "causal_lm"  # of a Hugging Face folder
+Every = Steps | Literal["epoch"] | None  # interval in steps; epoch: the last step of each epoch; None: never
+BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forward passes
+Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # loss scale; fp32 must be able to hold the scaled loss
+DEFAULT_RUNNER = "ddp"  # plain torch if there is only one process
+DEFAULT_MODEL = "causal_lm"  # for a Hugging Face folder
 
 
 @dataclass
 class AmpOptions:
-    """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
+    """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. A dynamic loss scale is only for fp16."""
 
     shorthand: ClassVar = "dtype"
-    switches: ClassVar[dict[bool, str]] = {True: "fp16", False: "fp32"}  # `amp: true` is torch's and LAVIS's fp16
+    switches: ClassVar[dict[bool, str]] = {True: "fp16", False: "fp32"}  # `amp: true` means fp16, as in torch and LAVIS
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
-    linear: Literal["float8"] | None = None  # products of the blocks' linear layers in training; None: as dtype
-    loss_scale: Scale | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
-    initial_scale: Scale = 2.0**32  # where a dynamic scale starts
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # autocast dtype; master weights and moments stay fp32
+    linear: Literal["float8"] | None = None  # dtype of matmuls in the blocks' linear layers; None: same as dtype
+    loss_scale: Scale | None = None  # fixed loss scale, in any precision; None: dynamic for fp16, else 1
+    initial_scale: Scale = 2.0**32  # initial value of a dynamic loss scale
     window: PositiveInt = 1000  # steps without overflow before the scale doubles
     hysteresis: PositiveInt = 2  # overflows before the scale halves
-    min_scale: Scale = 1.0  # a dynamic scale falls no lower
-    max_skipped: PositiveInt = 50  # consecutive skipped steps after which training gives up
+    min_scale: Scale = 1.0  # lower bound of a dynamic scale
+    max_skipped: PositiveInt = 50  # consecutive skipped steps after which training ends with an error
 
     def __post_init__(self) -> None:
         if self.min_scale > self.initial_scale:
@@ -44,32 +44,33 @@ class AmpOptions:
 class BadStepOptions:
     """Handling of bad steps: `on_bad_step: skip` is short for `on_bad_step: {policy: skip}`.
 
-    A step is bad if its loss is not finite; if its gradients are not, unless fp16's loss scale explains it; or, with
-    `spike`, if its loss exceeds `spike` times the median loss of the last `spike_window` good steps.
+    A step is bad if its loss is not finite; if its gradients are not finite, unless fp16's loss scale explains it; or,
+    with `spike`, if its loss exceeds `spike` times the median loss of the last `spike_window` good steps.
     """
 
     shorthand: ClassVar = "policy"
 
-    # stop: end the run; skip: go on with the next samples; roll_back: go back to the last checkpoint without these
+    # stop: end the run; skip: continue with the next samples; roll_back: return to the last checkpoint and leave out
+    # the bad samples
     policy: Literal["stop", "skip", "roll_back"] = "stop"
-    # factor on the median loss above which a step is bad; None: a loss may jump as it likes
+    # a step is bad if its loss exceeds this factor times the median loss; None: no spike detection
     spike: Annotated[float, Interval(gt=1, le=1e6)] | None = None
-    # good steps that the median is of; nothing is a spike before there are so many
+    # window of the median, in good steps; spike detection starts once the window is full
     spike_window: Annotated[int, Interval(ge=1, le=10**6)] = 100
-    # bad steps without a good one, or roll backs to one checkpoint, after which training ends
+    # training ends after this many bad steps without a good one, or after this many rollbacks to the same checkpoint
     max_in_a_row: PositiveInt = 10
 
 
 @dataclass
 class ProfileOptions:
-    """Steps that torch's profiler records, and the details that it records."""
+    """Steps to record with torch's profiler, and the level of detail."""
 
-    steps: list[int] | list[list[int]]  # [first, last], or several such windows; attempted steps
-    ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # which ranks are profiled
-    record_shapes: bool = False  # shapes of what operators are given; the table tells them apart then
-    with_stack: bool = False  # lines of the source that called them: large traces, slow steps
-    profile_memory: bool = True  # allocations, and memory over time
-    top: Annotated[int, Interval(ge=1, le=10_000)] = 30  # rows of the table of operators
+    steps: list[int] | list[list[int]]  # [first, last], or a list of such windows, in attempted steps
+    ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # ranks to profile
+    record_shapes: bool = False  # record input shapes of operators, and list operators by shape in the table
+    with_stack: bool = False  # record the source lines of calls; makes traces large and steps slow
+    profile_memory: bool = True  # record allocations, and memory over time
+    top: Annotated[int, Interval(ge=1, le=10_000)] = 30  # rows in the table of operators
 
     def __post_init__(self) -> None:
         if not all(len(w) == 2 and 1 <= w[0] <= w[1] for w in self.windows):
@@ -86,7 +87,7 @@ class ProfileOptions:
         return sorted(several or [one])
 
     def check(self, max_iters: int, world_size: int) -> None:
-        """Raise ConfigError for a window or a rank that the run does not have."""
+        """Raise ConfigError for a window or a rank that is outside the run."""
         for first, last in self.windows:
             if last > max_iters:
                 steps = f"the window {first} to {last} does not end before the run, whose last step is {max_iters}"
@@ -96,16 +97,27 @@ class ProfileOptions:
 
 
 @dataclass
-class CurriculumOptions:
-    """Short sequences first: the length of the samples as a function of the step.
+class LogOptions:
+    """Format of the log lines of a step: `log: megatron` is short for `log: {format: megatron}`."""
 
-    The lengths are the same under every runner, batch layout and after any resume.
+    shorthand: ClassVar = "format"
+
+    # plain: one readable line; megatron: lines in the format of Megatron-LM, for tools that parse them
+    format: Literal["plain", "megatron"] = "plain"
+    timers: bool = False  # add a line with the time of each phase of the step; megatron always includes it
+
+
+@dataclass
+class CurriculumOptions:
+    """Short sequences first: the sample length is a function of the step.
+
+    The lengths do not depend on the runner, the batch layout or resumes.
     """
 
-    start: PositiveInt  # tokens of a sample in the first steps
-    steps: PositiveInt  # from this step on samples are whole
-    multiple_of: PositiveInt = 8  # lengths are rounded down to it
-    # 1: the length grows linearly; 2: with the square root of the step, and so on
+    start: PositiveInt  # tokens per sample in the first step
+    steps: PositiveInt  # samples have their full length from this step on
+    multiple_of: PositiveInt = 8  # lengths are rounded down to a multiple of this
+    # exponent of the schedule: 1 grows the length linearly, 2 with the square root of the step, and so on
     degree: Annotated[float, Interval(ge=1, le=100)] = 1.0
 
     def __post_init__(self) -> None:
@@ -113,7 +125,7 @@ class CurriculumOptions:
             raise OptionError("start", f"{self.start} is not a multiple of {self.multiple_of} (multiple_of)")
 
     def check(self, full: int | None) -> int:
-        """Return the dataset's whole length. Raises ConfigError where there is none or it is below `start`."""
+        """Return `full`, the dataset's sequence length. Raises ConfigError if it is None or below `start`."""
         if full is None:
             raise ConfigError("run.curriculum: the dataset's samples have no common length, so none can be scheduled")
         if self.start > full:
@@ -121,9 +133,10 @@ class CurriculumOptions:
         return full
 
     def length(self, step: int, full: int) -> int:
-        """Return the tokens of a sample in a step, counted from 1.
+        """Return the number of tokens per sample in step `step`. The first step is 1.
 
-        As `fixed_linear` and `fixed_root` of DeepSpeed's curriculum_scheduler.py, at whose end samples are whole.
+        Follows `fixed_linear` and `fixed_root` of DeepSpeed's curriculum_scheduler.py. After the schedule, samples
+        have their full length.
         """
         if step >= self.steps:
             return full
@@ -131,99 +144,101 @@ class CurriculumOptions:
         return min(max(grown - grown % self.multiple_of, self.start), full)
 
 
-# Keys of `run` of which one is given, and what both say.
+# Exclusive pairs of keys in `run`, with a description of their common meaning.
 EXCLUSIVE = (("warmup_fraction", "warmup_steps", "long the warmup is"), ("max_epoch", "max_iters", "long to train"))
 
 
-# Keys of other programs, and ours.
 @dataclass
 class RunOptions:
     """Options of a training run. Steps are attempted optimizer steps; a sample is one row of a batch.
 
-    Raises OptionError, a ConfigError, for values that cannot go together.
+    Raises OptionError, a ConfigError, for values that cannot be combined.
     """
 
     output_dir: FilePath  # path or URL of the run's folder: config.yaml, log.txt, metrics.jsonl, checkpoints/ ...
-    # where a step is computed and what each rank holds: a runner or a preset
+    # execution of steps and sharding over ranks: a runner or a preset
     runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component(DEFAULT_RUNNER))
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    seed: NonNegativeInt = 1234  # of initial values, sample order, dropout and augmentation
-    plugins: list[FilePath] = field(default_factory=list)  # further folders and .py files of plugins
-    # how often all workers start again, from the newest checkpoint, after one has died
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
+    seed: NonNegativeInt = 1234  # seed of initial values, sample order, dropout and augmentation
+    plugins: list[FilePath] = field(default_factory=list)  # further folders and .py files with plugins
+    # maximum number of times that all workers are restarted from the newest checkpoint after one dies
     max_restarts: NonNegativeInt = 0
 
-    # Length: exactly one of the two.
+    # Length of the run: set exactly one of the two.
     max_iters: Steps | None = None  # attempted steps
     max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
 
-    # Batch: global = micro x accumulation x data-parallel ranks; what is not given follows, or is 1.
+    # Batch: global = micro x accumulation x data-parallel ranks. Omitted sizes are derived, or are 1.
     global_batch_size: BatchSize | None = None  # samples per step
-    micro_batch_size: BatchSize | None = None  # samples per forward on one rank
-    accum_grad_iters: BatchSize | None = None  # forwards per step on one rank
+    micro_batch_size: BatchSize | None = None  # samples per forward pass on one rank
+    accum_grad_iters: BatchSize | None = None  # forward passes per step on one rank
 
     # Optimization
 
-    # what is minimised, in place of the targets' cross-entropy
+    # loss to minimize; None: cross-entropy of the targets
     objective: Annotated[Component, "objective"] | None = None
-    # rule of the update
+    # optimizer and its options
     optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
-    # highest learning rate, reached when warmup ends
+    # highest learning rate, reached at the end of the warmup
     init_lr: Annotated[float, Gt(0), Interval(ge=1e-12, le=10_000)] = 1e-4
-    min_lr: NonNegativeFloat = 0.0  # where the schedule ends
-    # of parameters with two or more dimensions
+    min_lr: NonNegativeFloat = 0.0  # final learning rate of the schedule
+    # weight decay of parameters with two or more dimensions
     weight_decay: Annotated[float, Interval(ge=0, le=10_000)] = 0.01
-    grad_norm_clip: NonNegativeFloat | None = 1.0  # largest global gradient norm; 0 or None: off
-    # shape of the learning rate after the warmup
+    grad_norm_clip: NonNegativeFloat | None = 1.0  # maximum global gradient norm; 0 or None: no clipping
+    # learning rate schedule after the warmup
     lr_sched: Annotated[Component, "lr_scheduler"] = field(default_factory=lambda: Component("cosine"))
     warmup_steps: NonNegativeInt | None = None  # applied steps of linear warmup
-    # the same as a fraction of lr_decay_iters; neither: no warmup
+    # linear warmup as a fraction of lr_decay_iters; without either option: no warmup
     warmup_fraction: Annotated[float, Interval(ge=0, lt=1)] | None = None
-    lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last one
+    lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last step
 
-    freeze: list[Text] = field(default_factory=list)  # patterns of parameter names that are not trained
+    freeze: list[Text] = field(default_factory=list)  # name patterns of parameters that are not trained
 
     # Precision and memory
 
     amp: AmpOptions = field(default_factory=AmpOptions)
-    # what a block keeps for its backward: everything, its input, also products and attention, its input in host memory
+    # none: save all activations of a block; full: save only its input; selective: also the outputs of matmuls and
+    # attention; offload: save its input in host memory
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
-    compile: Literal["none", "blocks", "model"] = "none"  # what torch.compile gets
+    compile: Literal["none", "blocks", "model"] = "none"  # scope of torch.compile: nothing, each block, or the model
 
     # Reporting
     log_interval: Steps = 10  # steps between two log lines
-    # steps between two evaluations of val, and one at the end; epoch: at the end of each; None: no validation
+    log: LogOptions = field(default_factory=LogOptions)
+    # steps between evaluations of the val split, plus one at the end; epoch: after each epoch; None: no validation
     eval_interval: Every = None
     eval_iters: Steps = 10  # global batches per evaluation
-    # numbers of a task that validation and evaluation give besides the loss
+    # task metrics to compute in validation and evaluation, in addition to the loss
     metrics: list[Annotated[Component, "metric"]] = field(default_factory=list)
-    sample_prompts: list[Text] = field(default_factory=list)  # continued and shown when training ends
-    sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # length of those continuations
+    sample_prompts: list[Text] = field(default_factory=list)  # prompts that are completed and shown when training ends
+    sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # tokens generated per sample prompt
 
-    # what is called at steps, validations and saves
+    # callbacks to run at steps, validations and saves
     callbacks: list[Annotated[Component, "callback"]] = field(default_factory=list)
 
-    # where the numbers go; jsonl is always among them
+    # destinations of metrics; jsonl is always included
     trackers: list[Annotated[Component, "tracker"]] = field(
         default_factory=lambda: [Component("jsonl"), Component("tensorboard")]
     )
 
-    profile: ProfileOptions | None = None  # None: no step is profiled
+    profile: ProfileOptions | None = None  # steps to profile; None: no profiling
 
     # Checkpoints: one is always saved after the last step.
-    save_interval: Every = None  # steps between two; epoch: at the end of each; None: only after the last step
-    save_in_background: bool = True  # training goes on meanwhile, beside a copy of each rank's share in host memory
-    keep_last: PositiveInt | None = 3  # checkpoints; older ones are deleted; None: keep all
+    save_interval: Every = None  # interval in steps; epoch: after each epoch; None: only after the last step
+    save_in_background: bool = True  # continue training during a save; needs a copy of each rank's share in host memory
+    keep_last: PositiveInt | None = 3  # number of newest checkpoints to keep; None: keep all
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the checkpoint with the lowest validation loss
     resume_from: FilePath | None = None  # path or URL of a checkpoint or a run; None: this run's own latest, if any
-    # False: moments start at zero, once: after resume_from, or another model, optimizer or freeze; restarts keep them
+    # False: reset the optimizer state once, with resume_from or after a change of model, optimizer or freeze; later
+    # restarts keep the state
     resume_optimizer: bool = True
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 
-    curriculum: CurriculumOptions | None = None  # short sequences first; None: whole ones from the first step on
-    # processes per rank that load data; 0: the rank itself does
+    curriculum: CurriculumOptions | None = None  # schedule of short sequences; None: full length from the first step on
+    # data-loading processes per rank; 0: the rank loads its own data
     num_workers: Annotated[int, Interval(ge=0, le=256)] = 0
-    # seconds by which a rank may enter a collective late; None: no watchdog
+    # seconds that a rank may be late for a collective; None: no watchdog
     collective_timeout: Annotated[float, Interval(ge=0.1, le=10**7)] | None = 600.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Validation of plain data against typed dataclasses: returns typed values, or raises one sentence per mistake."""
+"""Validate plain data against typed dataclasses: return typed values, or raise one sentence per mistake."""
 
 import difflib
 import types
@@ -17,7 +17,7 @@ Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
 
 class OptionError(ConfigError):
-    """An error for `__post_init__` of an options dataclass; the checker adds file and line of field `key`."""
+    """An error to raise in an options dataclass's `__post_init__`. The checker adds file and line of field `key`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -25,11 +25,11 @@ class OptionError(ConfigError):
 
 
 class _OutOfBounds(ConfigError):
-    """A value of the right type, out of its bounds."""
+    """A value that has the right type but is out of bounds."""
 
 
 class Mistakes:
-    """A collector of every UserError that is raised inside `with mistakes:`, to report all at once."""
+    """A collector of UserErrors: each `with mistakes:` block stores its error, to report all at once."""
 
     def __init__(self) -> None:
         self.errors: list[UserError] = []
@@ -42,7 +42,7 @@ class Mistakes:
         return isinstance(error, UserError)
 
     def raise_all(self) -> None:
-        """Raise the collected errors, if any: a single one as it is, several as ConfigErrors."""
+        """Raise the collected errors, if any: a single one unchanged, several as ConfigErrors."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -53,9 +53,9 @@ class Mistakes:
 class NoOptions:
     """Options of a component that declares none.
 
-    Class variables of any options dataclass: `elsewhere` maps keys of other programs to advice, `shorthand` names the
-    field that a plain value stands for, as in `amp: bf16`, and `published` lists a model's keys whose values in presets
-    do not count beside a `pretrained` folder.
+    Any options dataclass may have these class variables. `elsewhere` maps keys of other programs to advice.
+    `shorthand` names the field for a plain value, as in `amp: bf16`. `published` lists keys of a model for which a
+    `pretrained` folder takes precedence over presets.
     """
 
 
@@ -63,7 +63,7 @@ class NoOptions:
 class Component:
     """A registered component and its options, an instance of its `Options` (None only in a field's default).
 
-    An options dataclass may hold components of its own: `resize: Annotated[Component, "processor"]`.
+    An options dataclass may have components as fields: `resize: Annotated[Component, "processor"]`.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Component:
 
 
 def options_class(kind: str, component: Any) -> type:
-    """Return the dataclass of options that a registered class or function declares; NoOptions if none."""
+    """Return the options dataclass of a registered class or function; NoOptions if it declares none."""
     cls = getattr(component, "Options", NoOptions)
     reserved = {"arch", "model_type", "adapter"} if kind == "model" else {"name"}
     whose = f"Options of {component.__module__}.{component.__qualname__}"
@@ -87,13 +87,13 @@ def options_class(kind: str, component: Any) -> type:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Return the plain default values of a dataclass, without the fields that have none."""
+    """Return a dataclass's defaults as plain values, without the fields that have no default."""
     made = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
     return {name: to_plain(value) for name, value in made.items() if value is not MISSING}
 
 
 def to_plain(value: Any) -> Any:
-    """Convert dataclasses, components, tuples and paths to values of YAML and JSON; `Checker` reads them back."""
+    """Convert dataclasses, components, tuples and paths to YAML and JSON values. `Checker` reads them back."""
     match value:
         case Component(name=name, options=options):
             return {"name": name, **(to_plain(options) or {})}
@@ -111,7 +111,7 @@ class Checker:
 
     Types: bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict, dataclasses,
     `Annotated[Component, kind]` and the constraints of crosstrain.config.bounds. An int is accepted for a float;
-    nothing else is converted. `where(key)` returns the file, the line and the name of a key, for errors. Every method
+    nothing else is converted. `where(key)` returns the file, line and name of a key for error messages. Every method
     raises ConfigError, or ConfigErrors for several mistakes at once.
     """
 
@@ -120,7 +120,7 @@ class Checker:
         self.over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given
 
     def options_class(self, kind: str, name: str, others: Iterable[str] = ()) -> type:
-        """Return the options of a component; an error may suggest `others`, such as presets."""
+        """Return the options dataclass of a component. An error may suggest `others`, such as presets."""
         return options_class(kind, registry.get(kind, name, others))
 
     def fail(self, key: Key, message: str) -> NoReturn:
@@ -131,14 +131,14 @@ class Checker:
 
     @contextmanager
     def located(self, key: Key) -> Iterator[None]:
-        """Put the place of `key` in front of errors that are raised inside the block."""
+        """Prefix errors that are raised in the block with the location of `key`."""
         try:
             yield
         except UserError as error:
             raise type(error)(self.sentence(key, str(error))) from error
 
     def component(self, kind: str, value: Any, key: Key) -> Component:
-        """Check a component: a name, or a mapping of `name` and options."""
+        """Check a component, given as a name or as a mapping with `name` and options."""
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -174,7 +174,7 @@ class Checker:
                 elif name not in meant | plain.keys():
                     self.fail((*key, name), f"required, but missing; expected {describe(hints[name])}")
                 elif name in plain and (get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name])):
-                    arguments[name] = self.value(hints[name], plain[name], (*key, name))  # may hold components
+                    arguments[name] = self.value(hints[name], plain[name], (*key, name))  # check nested components
         mistakes.raise_all()
         try:
             return cls(**arguments)
@@ -194,7 +194,7 @@ class Checker:
             place = foreign.rpartition(" ")[2].split(".")
             if (place[0], place[-1], len(place)) == (key[0], own, len(key)):
                 self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
-            if place[-1] in names and len(place) != len(key):  # the counterpart of another section
+            if place[-1] in names and len(place) != len(key):  # a similar option in a different section
                 self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], place[-1]))}?")
             self.fail(key, f"unknown key; {foreign}")
         foreign_keys = {foreign for each in hints() for foreign in each.known() if len(foreign) > 4}
@@ -235,7 +235,7 @@ class Checker:
         if origin is Literal and any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
         if origin is float and type(value) in (int, float):
-            with suppress(OverflowError):  # the whole number is beyond the largest float
+            with suppress(OverflowError):  # the int exceeds the largest float
                 return float(value)
         if origin is Path and isinstance(value, (str, Path)):
             return Path(self.value(bounds.FilePath, str(value) if value != Path() else ".", key))
@@ -244,7 +244,7 @@ class Checker:
         self.fail(key, _expected(hint, value))
 
     def _anything(self, value: Any, key: Key) -> Any:
-        """Check that YAML can hold `value`; numbers may be infinite, as other libraries' options may."""
+        """Check that YAML can represent `value`. Infinite numbers are allowed, because some libraries use them."""
         if isinstance(value, Mapping):
             return self._mapping(Any, Any, value, key)
         if isinstance(value, (list, tuple)):
@@ -278,7 +278,7 @@ class Checker:
         structured = [m for m in members if _takes(m, value)]
         if isinstance(value, str) and get_args(members[0])[:1] == (Component,) and members[1:] == (type(None),):
             structured = [members[0]]
-        if len(structured) == 1:  # its own complaint is the more precise one
+        if len(structured) == 1:  # the error of this type is more precise
             return self.value(structured[0], value, key)
         for member in members:
             try:
@@ -291,7 +291,7 @@ class Checker:
 
 
 def _takes(hint: Any, value: Any) -> bool:
-    """Return True where `hint` and `value` are the same kind of container."""
+    """Return True if `hint` and `value` are the same kind of container."""
     origin = get_origin(hint) or hint
     if origin is Annotated:
         inner = get_args(hint)[0]
@@ -306,7 +306,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def nearest_key(name: str, known: Iterable[str]) -> list[str]:
-    """A key that `name` misspells, if any; a long one that shares but a word means something else."""
+    """Return the known key that `name` misspells, if any. For long names the match must be closer."""
     return nearest(name, known, 0.6 if len(name) <= 4 else 0.75)
 
 
@@ -325,7 +325,7 @@ _WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything", o
 
 
 def describe(hint: Any, limits: bool = False) -> str:
-    """Return a type in words, with the bounds of its values if `limits`."""
+    """Describe a type in words. With `limits`, add the bounds of its values."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated and arguments[0] is Component:
         return f"the {arguments[1]}'s name, or a mapping with its name and options"

@@ -1,4 +1,4 @@
-"""Sources of configuration: read, merge and resolve them, and remember the origin of every key."""
+"""Sources of configuration: read, merge and resolve them, and keep the origin of every key."""
 
 import copy
 import fnmatch
@@ -24,21 +24,21 @@ _LARGEST_FILE = 2**18  # bytes
 _MOST_INTERPOLATIONS = 1000
 
 _RUN = {("run", name): hint for name, hint in get_type_hints(RunOptions).items()}
-# The key that names a mapping's component; a plain string in the mapping's place is short for it.
+# Key of a component -> key of its name in the component's mapping. A plain string instead of the mapping is the name.
 _NAME_KEYS: dict[Key, str] = {key: hint.shorthand for key, hint in _RUN.items() if hasattr(hint, "shorthand")}
 _NAME_KEYS |= {("model",): "arch"}
-# Texts that true and false are short for.
+# Key -> values that true and false stand for.
 _SWITCHES: dict[Key, dict[bool, str]] = {key: hint.switches for key, hint in _RUN.items() if hasattr(hint, "switches")}
 
 
 def name_key(key: Key) -> str:
-    """Return the key under `key` that names the component there: `name`, for the model `arch`."""
+    """Return the key of the component's name in the mapping at `key`: `name`, or `arch` for the model."""
     return _NAME_KEYS.get(key, "name")
 
 
 @dataclass
 class Layer:
-    """One source of configuration. `lines` has the line of every key in it, None where there are no lines."""
+    """One source of configuration. `lines` maps its keys to line numbers, or to None for a source without lines."""
 
     label: str
     tree: dict[str, Any]
@@ -52,9 +52,9 @@ class Origins:
     layers: list[Layer] = field(default_factory=list)
 
     def where(self, key: Key) -> str:
-        """Return `file:line: key`, from the highest layer that has `key`, or else the nearest section around it.
+        """Return `file:line: key` from the highest layer with `key`, or else from the nearest enclosing section.
 
-        The key is shown as it was written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
+        The key is shown as written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
         """
         for layer in reversed(self.layers):
             if key in layer.lines:
@@ -70,7 +70,7 @@ class Origins:
 
 
 def read_yaml(path: Path, at: Key = ()) -> Layer:
-    """Read the mapping in a YAML file, put under the key `at`. Raises ConfigError with the line of the mistake."""
+    """Read the mapping in a YAML file and nest it under `at`. Raises ConfigError with the line of a mistake."""
     label = paths.show(path)
     try:
         tree, root = parse(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
@@ -89,12 +89,12 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     return Layer(label, tree, dict(_lines(root, at)))
 
 
-# `a.b=value`, the value in YAML; or values by dotted key
+# strings `a.b=value` with YAML values, or dotted key -> value
 Overrides = Iterable[str | tuple[str, Any]] | Mapping[str, Any]
 
 
 def read_options(options: Overrides) -> Layer:
-    """Read overrides, as the command line and Python give them; for the same key the last one counts."""
+    """Read overrides from the command line or from Python. If a key occurs repeatedly, its last value counts."""
     tree: dict[str, Any] = {}
     for key, value in pairs(options):
         parsed = OmegaConf.create()
@@ -138,8 +138,8 @@ def without(layer: Layer, key: Key) -> Layer:
 def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) -> Any:
     """Merge `upper` over `lower`, mapping by mapping.
 
-    A string over or under a mapping with a component's name stands for that name: `zero2` for {name: zero2}. Where the
-    upper one names another component, the lower one's options are dropped.
+    If one side has a string where the other has a component's mapping, the string is the component's name: `zero2`
+    means {name: zero2}. If `upper` names a different component than `lower`, the options in `lower` are dropped.
     """
     naming = name_key(key)
     if isinstance(upper, bool):
@@ -171,7 +171,7 @@ def escape(value: Any) -> Any:
 
 
 def names_component(tree: Any, key: Key) -> bool:
-    """Return True where `tree` itself names the component at `key`."""
+    """Return True if `tree` itself names the component at `key`."""
     value = _value(tree, key)
     return isinstance(value, str) or (isinstance(value, dict) and name_key(key) in value)
 
@@ -180,7 +180,7 @@ def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
     """Return the value at `key`, by default the whole tree, with every ${interpolation} replaced by its value."""
     value = _value(tree, key)
     if not re.search(r"\$\{|\?\?\?", str(value)):
-        return value  # OmegaConf would copy the whole tree to find out
+        return value  # fast path: OmegaConf would copy the whole tree
     try:
         _refuse_growth(tree, origins)
         node: Any = OmegaConf.create(tree)
@@ -192,7 +192,7 @@ def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
 
 
 def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
-    """Raise ConfigError where interpolations of interpolations would grow beyond the bound on values."""
+    """Raise ConfigError if resolving nested interpolations would exceed the limit on values."""
     values = dict(_walk(tree))
     uses = sum(value.count("${") for value in values.values() if isinstance(value, str))
     if uses > _MOST_INTERPOLATIONS:
@@ -201,7 +201,7 @@ def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
 
     def size(key: Key) -> int:
         if key not in sizes:
-            sizes[key] = 0  # OmegaConf refuses circles
+            sizes[key] = 0  # OmegaConf reports cycles
             value = values[key]
             if isinstance(value, str):
                 size_ = 1 + len(value) // 100
@@ -224,7 +224,7 @@ def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
 
 
 def _references(text: str, key: Key) -> Iterator[str]:
-    """Yield the names of keys that the text at `key` interpolates; * where another interpolation decides."""
+    """Yield the names of keys that the text at `key` interpolates, with * in place of nested interpolations."""
     while found := re.search(r"\$\{([^${}]*)\}", text):
         text = f"{text[: found.start()]}*{text[found.end() :]}"
         for name in re.split("[:,]", found[1]):
@@ -234,7 +234,7 @@ def _references(text: str, key: Key) -> Iterator[str]:
 
 
 def keys(tree: Any) -> set[Key]:
-    """Return all keys of a tree, sections included."""
+    """Return all keys of a tree, including sections."""
     return {key for key, _ in _walk(tree)}
 
 

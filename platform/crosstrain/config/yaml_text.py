@@ -1,7 +1,8 @@
-"""A YAML parser for configurations: bounded in size and depth, and with numbers as people write them.
+"""A YAML parser for configurations, with limits on size and depth, and with conventional number formats.
 
-`1e-4` is a number, as OmegaConf has it. `010`, `1:30` and dates are text, which YAML 1.1 reads as 8, 90 and a date.
-`yes`, `no`, `on` and `off` are true and false. Tags other than those of numbers, text, lists and mappings are refused.
+`1e-4` is a number, as in OmegaConf. `010`, `1:30` and dates are text; YAML 1.1 reads them as 8, 90 and dates. `yes`
+and `on` are true; `no` and `off` are false. Only the tags of null, booleans, numbers, text, lists and mappings are
+allowed.
 """
 
 import re
@@ -9,12 +10,12 @@ from typing import Any
 
 import yaml
 
-LARGEST_TREE = 10_000  # values, with a text for one in each 100 characters
+LARGEST_TREE = 10_000  # values; every 100 characters of a text count as one more value
 DEEPEST = 50
 
 
 class Unreadable(Exception):
-    """A text that is no YAML, or exceeds the bounds; `line` counts from 1, None where it is unknown."""
+    """A text is not valid YAML or exceeds the limits. `line` counts from 1; None if it is unknown."""
 
     def __init__(self, message: str, mark: yaml.Mark | None = None) -> None:
         super().__init__(message)
@@ -22,7 +23,7 @@ class Unreadable(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    composed = 0  # values so far
+    composed = 0  # number of values so far
 
     def fetch_key(self) -> None:
         if self.peek(1) not in _BLANK:  # in a flow mapping, PyYAML reads {?x: 1} as {x: 1}
@@ -30,7 +31,7 @@ class _Loader(yaml.SafeLoader):
         super().fetch_key()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.composed += 1  # before the rest is read, which may take long
+        self.composed += 1  # check the limit here: reading the rest could take a long time
         if self.composed > LARGEST_TREE:
             raise Unreadable(f"more than {LARGEST_TREE:,} values", self.get_mark())
         return super().compose_node(parent, index)
@@ -38,7 +39,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-        except (KeyError, ValueError) as error:  # an explicit tag; or more digits than Python reads
+        except (KeyError, ValueError) as error:  # an explicit tag, or too many digits for Python
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
                 problem=f"{str(node.value)[:40]!r} is no {kind}", problem_mark=node.start_mark
@@ -49,7 +50,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _BLANK = "\0 \t\r\n\x85\u2028\u2029"
-_ADVICE = {  # a part of PyYAML's problem -> the advice
+_ADVICE = {  # part of PyYAML's message -> advice
     r"'\t'": "indent with spaces",
     "alias": "text that begins with * needs quotes",
     "alphabetic or numeric": "text that begins with * or & needs quotes",
@@ -73,7 +74,7 @@ _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\.(inf|Inf|INF)$
 
 
 def parse(text: str) -> tuple[Any, yaml.Node | None]:
-    """Parse a YAML document. Returns its value and its node, None for an empty one. Raises Unreadable."""
+    """Parse a YAML document. Returns its value and its node, or None and None if it is empty. Raises Unreadable."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -85,14 +86,14 @@ def parse(text: str) -> tuple[Any, yaml.Node | None]:
         problem = error.problem or ""
         problem += next((f"; {advice}" for part, advice in _ADVICE.items() if part in problem), "")
         raise Unreadable(f"not valid YAML: {problem}", error.problem_mark or error.context_mark) from error
-    except yaml.YAMLError as error:  # a character that YAML may not hold
+    except yaml.YAMLError as error:  # a character that YAML forbids
         raise Unreadable(f"not valid YAML: {error}") from error
     except RecursionError as error:
         raise Unreadable("nested too deep") from error
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Count the values and levels of a node with its aliases written out; refuse duplicate keys."""
+    """Count the values and levels of a node with its aliases expanded. Raises for duplicate keys."""
     if id(node) in known:
         if (found := known[id(node)]) is None:
             raise Unreadable("an anchor contains itself")

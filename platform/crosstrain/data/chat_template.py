@@ -1,4 +1,4 @@
-"""Render conversations by the tokenizer's chat template, and find the tokens that the assistant writes."""
+"""Render conversations with the tokenizer's chat template, and find the tokens that the assistant writes."""
 
 import copy
 import itertools
@@ -16,18 +16,18 @@ from crosstrain.data.template_library import lacking, template_library
 from crosstrain.data.tokenizer import stored_tokenizer
 from crosstrain.utils.errors import DataError, first_line
 
-Message = Mapping[str, Any]  # role, content (text, or null beside tool_calls), and what else the template reads
+Message = Mapping[str, Any]  # role, content (text, or null with tool_calls), and other keys for the template
 TrainOn = Literal["assistant", "last", "all"]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Written before words without a thought; the prompt may have begun it.
+# Text before a reply without reasoning. The prompt may already contain its beginning.
 _NO_THOUGHT = ("", "<think></think>", "</think>")
-_OPENING = 64  # characters of an answer that a prompt may write
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn; templates read one of them
+_OPENING = 64  # maximum number of an answer's first characters that may already be in the prompt
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning; a template reads one of them
 
 
 class SampleError(Exception):
-    """A sample that cannot be used, with the reason; the dataset decides how to go on."""
+    """A sample that cannot be used, with the reason. The dataset decides whether to skip it."""
 
 
 class ChatError(SampleError):
@@ -35,14 +35,14 @@ class ChatError(SampleError):
 
 
 def refuse_if(is_wrong: object, reason: str) -> None:
-    """Raise ChatError with the reason where something is wrong with a conversation."""
+    """Raise ChatError with the reason if `is_wrong`."""
     if is_wrong:
         raise ChatError(reason)
 
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A rendered conversation: its tokens, a flag for each that is a target, and what the template leaves out."""
+    """A rendered conversation: its tokens, a target flag for each, and the parts that the template leaves out."""
 
     ids: list[int]
     is_target: list[bool]
@@ -52,15 +52,15 @@ class EncodedChat:
 class ChatTemplate:
     """A tokenizer with its chat template.
 
-    Targets are what the assistant writes in its turns, up to and with the token that ends the turn. Templates mark it
-    by `{% generation %}`. In others it is what follows the prompt that the same template gives for an answer, which
-    therefore has to be a prefix of the rendered conversation.
+    The targets are the assistant's text in its turns, including the token that ends the turn. Templates mark this text
+    with `{% generation %}`. Without marks, the targets are the text after the template's generation prompt, so this
+    prompt must be a prefix of the rendered conversation.
     """
 
     def __init__(self, folder: Path, template: str | None = None) -> None:
-        """folder: of a tokenizer. template: Jinja text to use in place of the tokenizer's own.
+        """folder: the tokenizer's folder. template: Jinja text that replaces the tokenizer's template.
 
-        Raises DataError where there is no template.
+        Raises DataError if there is no template.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +81,7 @@ class ChatTemplate:
     # ---- rendering
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, answering: bool = False) -> str:
-        """Render a conversation; with `answering`, up to where the assistant's next words begin. ChatError if not."""
+        """Render a conversation. With `answering`, it ends where the assistant's next text begins. Raises ChatError."""
         return self._render(messages, tools, answering, False)[0]
 
     def _render(
@@ -94,18 +94,21 @@ class ChatTemplate:
         words = "".join(str(message.get("content")) for message in messages)
         try:
             texts, marks = render(
-                conversations=[list(messages)], tools=tools, add_generation_prompt=answering,
-                chat_template=self.tokenizer.get_chat_template(None, tools), return_assistant_tokens_mask=marked,
+                conversations=[list(messages)],
+                tools=tools,
+                add_generation_prompt=answering,
+                chat_template=self.tokenizer.get_chat_template(None, tools),
+                return_assistant_tokens_mask=marked,
                 **self.tokenizer.special_tokens_map,
-            )  # fmt: skip
+            )
             if not any(str(arguments) in texts[0] and str(arguments) not in words for arguments in objects):
                 return texts[0], marks[0] if marked else []
-        except MemoryError:  # of a process with limits
+        except MemoryError:  # raised by the memory limit of the process
             raise
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates may raise anything
             if not objects:
                 raise ChatError(f"the chat template refuses it ({first_line(error)})") from None
-        # The template takes arguments as JSON: it fails on an object, or writes it as Python does.
+        # The template expects arguments as JSON text: it fails on an object, or writes it in Python syntax.
         return self._render(_with_json(messages), tools, answering, marked)
 
     # ---- targets
@@ -113,14 +116,15 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], tools: list[Any] | None, train_on: TrainOn = "assistant"
     ) -> EncodedChat:
-        """Return tokens and targets: of the assistant's turns, of the last of them only, or all tokens but the first.
+        """Return the tokens, and the targets selected by `train_on`.
 
-        Turns of weight 0 are no targets. Raises ChatError for a conversation without a target, and where targets cannot
-        be told from the rest.
+        Targets are the assistant's turns, only the last of them, or all tokens except the first. Turns with weight 0
+        are not targets. Raises ChatError for a conversation without a target, and if targets cannot be separated from
+        other text.
         """
         self._check(messages, tools)
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        weight = int(train_on != "all")  # of turns to look for: those that are learned, or those that are not
+        weight = int(train_on != "all")  # find turns of this weight: 1 for targets; with "all", 0 for excluded ones
         others = [n + 1 for n, m in enumerate(messages) if n not in own and m.get("weight") == weight]
         refuse_if(
             others, f"turns {others} have weight {weight}, which train_on: {train_on} takes of the assistant only"
@@ -158,7 +162,10 @@ class ChatTemplate:
     def _after_prompt(
         self, text: str, messages: Sequence[Message], number: int, tools: list[Any] | None
     ) -> tuple[int, int]:
-        """Find a turn as what is added to the prompt for it. Raises ChatError unless prompt and turn are prefixes."""
+        """Return the span of a turn in `text`: from the end of its prompt to the end of the conversation up to it.
+
+        Raises ChatError unless this prompt is a prefix of that conversation, and that conversation a prefix of `text`.
+        """
         prompt = self.render(messages[:number], tools, answering=True)
         turn = self.render(messages[: number + 1], tools)
         refuse_if(
@@ -176,7 +183,7 @@ class ChatTemplate:
     def _with_end(
         self, text: str, span: tuple[int, int], message: Message, number: int, strict: bool
     ) -> tuple[int, int]:
-        """Let a span end with the token that ends the turn. Raises ChatError where there is none, or words differ."""
+        """Extend a span to the token that ends the turn. Raises ChatError if there is none or the text was changed."""
         start, stop = span
         turn = text[start:stop]
         found = list(self._special_token.finditer(turn))
@@ -188,7 +195,7 @@ class ChatTemplate:
         else:
             raise ChatError(f"the template ends turn {number + 1} by no special token, so no model would learn to stop")
         content, written = _dense(message.get("content")), _dense(words)
-        if content not in written:  # unless the prompt has written the beginning, such as <think>
+        if content not in written:  # the prompt may contain its beginning, such as <think>
             prompt = _dense(text[max(0, start - _OPENING) : start])
             lengths = (n for n in range(min(len(content), _OPENING), 0, -1) if prompt.endswith(content[:n]))
             content = content[next(lengths, 0) :]
@@ -210,13 +217,13 @@ class ChatTemplate:
     # ---- tokens
 
     def _tokens(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Return tokens, and for each if it is in a span; a token begins where a span begins, as after a prompt."""
+        """Return the tokens, and whether each is in a span. As after a prompt, no token crosses a span's border."""
         bounds = [0, *itertools.chain(*spans), len(text)]
         parts = self._encode([text[a:b] for a, b in itertools.pairwise(bounds)])
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
             return ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part]
-        # A tokenizer that begins each text with a space: the whole, if its tokens end where the spans do.
+        # This tokenizer prepends a space to each text: encode the whole text, if token boundaries match the spans.
         whole = self.backend.encode(text, add_special_tokens=False)
         starts, stops = {a for a, _ in whole.offsets}, {b for _, b in whole.offsets}
         refuse_if(
@@ -231,13 +238,13 @@ class ChatTemplate:
 
 
 def _calls(messages: Sequence[Message]) -> list[tuple[str, Any]]:
-    """Return names and arguments of all calls."""
+    """Return (name, arguments) of all tool calls."""
     functions = (call["function"] for message in messages for call in message.get("tool_calls") or ())
     return [(function["name"], function.get("arguments")) for function in functions]
 
 
 def _with_json(messages: Sequence[Message]) -> list[Message]:
-    """Return a copy in which arguments of calls are texts."""
+    """Return a copy of the messages in which the arguments of tool calls are JSON text."""
     copied: list[Any] = copy.deepcopy(list(messages))
     for message in copied:
         for call in message.get("tool_calls") or ():
@@ -246,7 +253,7 @@ def _with_json(messages: Sequence[Message]) -> list[Message]:
 
 
 def _unwritten(text: str, messages: Sequence[Message], tools: list[Any] | None) -> frozenset[str]:
-    """Name the parts of a conversation that the template leaves out, but the assistant's."""
+    """Return the names of the parts of a conversation that the template leaves out, except the assistant's turns."""
     written = _dense(text)
     found = {
         f"messages.content of {message['role']} turns"
@@ -258,10 +265,10 @@ def _unwritten(text: str, messages: Sequence[Message], tools: list[Any] | None) 
 
 
 def _shows(text: str, written: str, words: str) -> bool:
-    """Tell if a text has words, as they are or in JSON. written: the text without white space."""
+    """Return True if `text` contains `words`, unchanged or JSON-escaped. `written` is the text without white space."""
     return _dense(words) in written or json.dumps(words)[1:-1] in text
 
 
 def _dense(text: Any) -> str:
-    """Text without white space, which templates strip and add."""
+    """Return a text without white space, because templates strip and add it."""
     return "".join(text.split()) if isinstance(text, str) else ""

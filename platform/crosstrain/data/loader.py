@@ -1,9 +1,9 @@
-"""Batches of an endless stream of samples, cut for one data-parallel rank.
+"""Batches of an endless stream of samples, for one data-parallel rank.
 
-Sample number n of a run is a pure function of (seed, n). Each step takes the next `global_batch` numbers, except those
-that the run skips. Micro batch m of a step goes to rank m mod dp_size, so its first sample number, and with it its
-dropout, is the same for every number of ranks. Starting anywhere is seeking: nothing is replayed, only the number is
-stored.
+Sample n of a run is a pure function of (seed, n); n is called its sample number. Each step takes the next
+`global_batch` sample numbers, except those that the run skips. Micro batch m of a step goes to rank m mod dp_size. The
+number of its first sample seeds its dropout, so dropout does not depend on the number of ranks. A resume seeks: only
+the next sample number is stored, and nothing is replayed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, MicroBatch, Sample, Step
 
-_AHEAD = 8  # micro batches that are announced to a dataset before they are read
+_AHEAD = 8  # number of micro batches to announce ahead of the one being read
 
 
-CountTargets = Callable[[Batch], int]  # target tokens of a batch: `Model.num_targets`
+CountTargets = Callable[[Batch], int]  # number of target tokens of a batch: `Model.num_targets`
 
 
 class _ByNumber(torch.utils.data.Dataset):
@@ -43,7 +43,7 @@ class _ByNumber(torch.utils.data.Dataset):
     def __getitem__(self, number: int) -> Sample | UserError:
         try:
             return self.dataset.get(self.index_of(number), sample_rng(self.seed, number))
-        except UserError as error:  # returned, because an exception in another process arrives as a traceback
+        except UserError as error:  # returned, because an exception in a worker would arrive as a traceback
             return error
 
     def __getitems__(self, numbers: list[int]) -> list[Sample | UserError]:
@@ -61,18 +61,18 @@ def _batches(
     dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int
 ) -> Iterator[Batch]:
     samples = _ByNumber(dataset, seed, index_of)
-    if dataset.far and not num_workers:  # processes work ahead by themselves
+    if dataset.far and not num_workers:  # workers already read ahead
         numbers = _announced(dataset, index_of, numbers)
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more processes than cores, as was asked for
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # the user may ask for more workers than cores
     loader = DataLoader(
         samples,
         batch_sampler=numbers,
         collate_fn=samples.collate,
         num_workers=num_workers,
-        # Forked, whatever Python's default is: datasets of plugins cannot be imported by a fresh process.
+        # Always fork: a spawned process could not import the datasets of plugins.
         multiprocessing_context=CheckedForkContext() if num_workers else None,
         pin_memory=torch.cuda.is_available(),
-        # DataLoader draws one number from a generator per pass; give it its own, so that the global one is untouched.
+        # DataLoader draws a seed for each pass. A separate generator leaves the global one unchanged.
         generator=torch.Generator(),
     )
     for batch in loader:
@@ -84,7 +84,7 @@ def _batches(
 def _announced(
     dataset: Dataset, index_of: Callable[[int], int], batches: Iterable[Sequence[int]]
 ) -> Iterator[Sequence[int]]:
-    """Yield sample numbers of batches, each after some later ones were announced."""
+    """Yield the batches of sample numbers unchanged. Each batch is announced `_AHEAD` batches before it is yielded."""
     waiting = deque[Sequence[int]]()
     for numbers in batches:
         dataset.announce([index_of(number) for number in numbers])
@@ -95,14 +95,14 @@ def _announced(
 
 
 def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) -> Iterator[list[int]]:
-    """Yield the sample numbers of each step on all ranks, without end, from `start` on."""
+    """Yield the sample numbers of each step, for all ranks together. They begin with `start` and do not end."""
     following = sample_numbers(start, left_out or [])
     while True:
         yield list(islice(following, plan.global_batch))
 
 
 def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[list[int]]:
-    """Return the micro batches of a data-parallel rank, of a step's sample numbers."""
+    """Return the sample numbers of each micro batch of a data-parallel rank, given those of a step."""
     size = plan.micro_batch
     return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
 
@@ -110,7 +110,7 @@ def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[lis
 def _check_ids(
     dataset: Dataset, data: Batch, numbers: Sequence[int], index_of: Callable[[int], int], vocab_size: int | None
 ) -> None:
-    """Raise DataError for an id that is no token of the model. Negative ones mark images and labels to ignore."""
+    """Raise DataError for an ID outside the model's vocabulary. Negative IDs mark images and ignored labels."""
     for ids in [data[name] for name in ("input_ids", "labels") if name in data]:
         if vocab_size is not None and ids.numel() and (largest := int(ids.max())) >= vocab_size:
             number = numbers[int(ids.argmax()) * len(numbers) // ids.numel()]
@@ -124,18 +124,28 @@ def _check_ids(
 
 
 def training_steps(
-    dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0,
-    lengths: Iterator[int] | None = None, left_out: Ranges | None = None, vocab_size: int | None = None,
-) -> Iterator[Step]:  # fmt: skip
-    """Yield this rank's micro batches of each step, without end, from sample number `start` on; targets not counted.
+    dataset: Dataset,
+    plan: BatchPlan,
+    *,
+    seed: int,
+    start: int,
+    dp_rank: int,
+    num_workers: int = 0,
+    lengths: Iterator[int] | None = None,
+    left_out: Ranges | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[Step]:
+    """Yield this rank's micro batches of each step, endlessly from sample number `start` on.
 
-    lengths: tokens to which the samples of each step are shortened; None: they stay whole.
+    Targets are not counted: `num_targets` is 0.
+
+    lengths: length in tokens to which the samples of each step are shortened; None: full length.
     left_out: sample numbers to skip.
-    vocab_size: bound of token ids, beyond which DataError is raised; None: they are not looked at.
+    vocab_size: upper bound of token IDs; a larger one raises DataError. None: token IDs are not checked.
     """
     dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
     own = partial(share_of_rank, plan, dp_rank)
-    mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # read ahead of the steps below
+    mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # DataLoader reads these ahead
     index_of = partial(dataset.training_index, seed)
     batches = _batches(dataset, seed, index_of, mine, num_workers)
     whole: Iterator[int | None] = repeat(None)
@@ -151,22 +161,29 @@ def training_steps(
 
 
 def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
-    """Return a batch of a run's sample `number` alone, as training saw it. Not for a streamed dataset."""
+    """Return a batch with only the run's sample `number`, as in training. Streamed datasets do not support this."""
     return dataset.collate([dataset.get(dataset.training_index(seed, number), sample_rng(seed, number))])
 
 
 def evaluation_batches(
-    dataset: Dataset, micro_batch: int, *, dp_rank: int, dp_size: int, max_samples: int | None = None,
-    num_workers: int = 0, num_targets: CountTargets = lambda _: 0, vocab_size: int | None = None,
-) -> Iterator[tuple[MicroBatch, bool]]:  # fmt: skip
-    """Yield the first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
+    dataset: Dataset,
+    micro_batch: int,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    max_samples: int | None = None,
+    num_workers: int = 0,
+    num_targets: CountTargets = lambda _: 0,
+    vocab_size: int | None = None,
+) -> Iterator[tuple[MicroBatch, bool]]:
+    """Yield the first `max_samples` samples in evaluation order, each once, as (micro batch, counts).
 
-    Every rank gets the same number of micro batches, because a forward may be a collective. A rank that has too few
-    samples repeats its first ones with `counts` false. `vocab_size` as for `training_steps`.
+    Every rank gets the same number of micro batches, because a forward pass may be a collective. A rank with too few
+    samples gets the first samples of the split again, with `counts` false. `vocab_size` is as for `training_steps`.
     """
     dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    # The start of each of this rank's micro batches; beyond the last sample where other ranks have one more.
+    # First sample of each micro batch of this rank. It is past the end if only other ranks still have samples.
     starts = [first + dp_rank * micro_batch for first in range(0, total, micro_batch * dp_size)]
     mine = [range(start, min(start + micro_batch, total)) or range(min(micro_batch, total)) for start in starts]
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index

@@ -1,9 +1,9 @@
 """The order of samples: a shuffle that is computed, not stored.
 
-A keyed bijection of range(n), evaluated at one point in constant time, so an epoch over 10**12 samples is shuffled with
-no index file, no memory and no start-up. It is the generalised Feistel network on Z_a x Z_b with cycle walking of
-Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), with splitmix64's finaliser (Steele, Lea &
-Flood, OOPSLA 2014) as its round function. It is for shuffling, not for secrets.
+It is a keyed bijection of range(n); evaluating it at one point takes constant time. An epoch over 10**12 samples is
+shuffled without an index file, memory or start-up time. The algorithm is the generalized Feistel network on Z_a x Z_b
+with cycle walking of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), with splitmix64's
+finalizer (Steele, Lea & Flood, OOPSLA 2014) as its round function. It is not cryptographically secure.
 """
 
 import math
@@ -13,15 +13,15 @@ from crosstrain.utils.rng import GOLDEN_RATIO, derive_seed, splitmix64
 
 MAX_SIZE = 2**62  # keeps every intermediate value, at most a * b + a, within 64 bits
 
-# Four make a large domain look random; twelve leave even the 5! orders of five samples about equally likely. Must be
-# even, so that the halves end where they began.
+# Four rounds make a large domain look random. Twelve make even the 5! orders of five samples about equally likely. The
+# number of rounds must be even, so that both halves end where they began.
 _ROUNDS = 12
 
 
 class Permutation:
     """A bijection of range(n) that looks random and depends on `key`: `Permutation(n, key)(i)`.
 
-    n: 1 <= n <= 2**62, else ValueError. key: any int; its low 64 bits count.
+    n: from 1 to 2**62; raises ValueError for any other. key: any int; only its low 64 bits are used.
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -34,11 +34,11 @@ class Permutation:
         self._keys = [splitmix64(splitmix64(key) + r * GOLDEN_RATIO) for r in range(1, _ROUNDS + 1)]
 
     def __call__(self, i: int) -> int:
-        """Return the image of `i`. IndexError unless 0 <= i < n."""
+        """Return the image of `i`. Raises IndexError unless 0 <= i < n."""
         if not 0 <= i < self.n:
             raise IndexError(f"{i} is outside range({self.n})")
         i = self._scramble(i)
-        while i >= self.n:  # the network permutes a * b >= n values: walk its cycle until back among ours
+        while i >= self.n:  # the network permutes a * b >= n values: follow the cycle until it is in range(n)
             i = self._scramble(i)
         return i
 
@@ -52,7 +52,7 @@ class Permutation:
 
 
 def sample_index(seed: int, n: int, length: int) -> int:
-    """Return the index, in a dataset of `length` samples, of a run's sample `n`, from a new shuffle every epoch."""
+    """Return the index of a run's sample `n` in a dataset of `length` samples, from a new shuffle every epoch."""
     epoch, position = divmod(n, length)
     return _epoch(seed, epoch, length)(position)
 

@@ -1,4 +1,4 @@
-"""Ranges of sample numbers that a run skips; the order of the other samples does not change."""
+"""Ranges of sample numbers that a run skips. The order of the other samples does not change."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -7,7 +7,7 @@ Ranges = list[list[int]]  # [first, last] of each range, ascending, without over
 
 
 def numbers(start: int, left_out: Ranges) -> Iterator[int]:
-    """Yield all sample numbers from `start` on, ascending and without end, except those in the ranges."""
+    """Yield all sample numbers from `start` on, in ascending order and endlessly, except those in the ranges."""
     for first, last in left_out:
         if last >= start:
             yield from range(start, first)
@@ -16,7 +16,7 @@ def numbers(start: int, left_out: Ranges) -> Iterator[int]:
 
 
 def leave_out(left_out: Ranges, more: Sequence[int]) -> Ranges:
-    """Return the ranges with the numbers `more` added."""
+    """Return the ranges with the sample numbers `more` added."""
     out: Ranges = []
     for first, last in sorted([*left_out, *([number, number] for number in more)]):
         if out and first <= out[-1][1] + 1:

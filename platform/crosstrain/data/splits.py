@@ -15,7 +15,7 @@ from crosstrain.utils.types import Batch
 
 
 def training_dataset(config: Config) -> Component:
-    """Return the dataset to train on. Raises ConfigError where there is none."""
+    """Return the dataset to train on. Raises ConfigError if there is none."""
     return _labelled(config)[1]
 
 
@@ -27,13 +27,16 @@ def _labelled(config: Config) -> tuple[str, Component]:
 
 
 def named_splits(config: Config) -> list[Split]:
-    """Return the splits that the training dataset has files of their own for."""
+    """Return the splits for which the training dataset has separate files."""
     component = training_dataset(config)
     return registry.get("dataset", component.name).named_splits(component.options)
 
 
 def open_split(config: Config, split: Split) -> Dataset:
-    """Open a prepared split of the configured dataset. DataError if it would be empty; ConfigError without trust."""
+    """Open a prepared split of the configured dataset.
+
+    Raises DataError if it would be empty, and ConfigError if the configuration is not trusted to name data.
+    """
     label, component = _labelled(config)
     with limited_to(config.trust):
         check_source(f"the {split} split of {label}")
@@ -41,7 +44,7 @@ def open_split(config: Config, split: Split) -> Dataset:
 
 
 def open_dataset(component: Component, split: Split, address: str) -> Dataset:
-    """Open a split of a dataset that a project describes at `address`, which every error begins with."""
+    """Open a split of the dataset at the key `address` of a project. Messages of DataErrors begin with the address."""
     try:
         dataset = registry.get("dataset", component.name)(component.options, split)
     except DataError as error:
@@ -51,7 +54,7 @@ def open_dataset(component: Component, split: Split, address: str) -> Dataset:
 
 
 def prepare_data(config: Config) -> None:
-    """Make the dataset's missing files. Raises ConfigError as `open_split` does."""
+    """Create the dataset's missing files. Raises ConfigError as `open_split` does."""
     label, component = _labelled(config)
     with limited_to(config.trust):
         check_source(f"the dataset {label}")
@@ -59,14 +62,14 @@ def prepare_data(config: Config) -> None:
 
 
 def is_prepared(config: Config) -> bool:
-    """Tell whether `prepare_data` has nothing to make. Raises DataError where it would lack an input."""
+    """Return True if `prepare_data` has nothing to create. Raises DataError if an input is missing."""
     component = training_dataset(config)
     with limited_to(config.trust):
         return registry.get("dataset", component.name).is_prepared(component.options)
 
 
 def vocabulary_size(config: Config) -> int | None:
-    """Return the ids of the tokenizer that data still to be prepared will have; None where it is not here."""
+    """Return the tokenizer's vocabulary size before the data is prepared; None if the tokenizer is not a local path."""
     component = training_dataset(config)
     name = registry.get("dataset", component.name).tokenizer_of(component.options)
     if name is None or not Path(name).expanduser().exists():
@@ -76,6 +79,6 @@ def vocabulary_size(config: Config) -> int | None:
 
 
 def first_batch(dataset: Dataset) -> Batch:
-    """Return a batch of the first sample, on the meta device."""
+    """Return a batch with only the first sample, on the meta device."""
     batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
     return {key: value.to("meta") for key, value in batch.items()}

@@ -1,7 +1,7 @@
-"""Tokenizers for documents: any Hugging Face one, GPT-2's two files, or one trained here.
+"""Tokenizers for documents: from Hugging Face, from GPT-2's two files, or trained here.
 
-Encoding needs only the `tokenizers` library. `transformers`, slow to import, serves tokenizers that are neither a
-`tokenizer.json` nor GPT-2's files.
+Encoding needs only the `tokenizers` library. `transformers`, which is slow to import, is used only for tokenizers that
+are neither a `tokenizer.json` nor GPT-2's files.
 """
 
 import hashlib
@@ -30,26 +30,26 @@ from crosstrain.utils.trust import check_source
 
 _log = logging.getLogger(__name__)
 
-# Files in a tokenizer's folder, and in a model's.
+# Files in the folders of tokenizers and models.
 TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_MAX_BYTES = 1 << 27  # of each
+_MAX_BYTES = 1 << 27  # maximum size of each file
 END_OF_TEXT = "<|endoftext|>"
 _MAX_VOCABULARY = 1 << 20
-_MOST_IDS = 1 << 24  # of any tokenizer: what is counted by id takes memory for all
-_TRYING, _TRIED = 10.0, 10_000  # seconds in which a tokenizer is loaded and encodes letters before it is used
-_LONG = 1000  # longer words are cut for training: the time to learn their pairs grows with the length squared
+_MOST_IDS = 1 << 24  # limit for any tokenizer, because arrays indexed by ID use memory for all IDs
+_TRYING, _TRIED = 10.0, 10_000  # limits of the trial in `_try`: seconds, and characters to encode
+_LONG = 1000  # longer words are split for training, because merging takes time quadratic in their length
 _LONG_WORDS = re.compile(rf"(?<!\S)\S{{{_LONG},}}|(?<!\s)\s{{{_LONG},}}")
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer of documents. It reads no special tokens: `<|endoftext|>` written in a document is text."""
+    """A tokenizer of documents. It does not parse special tokens: `<|endoftext|>` in a document is plain text."""
 
     backend: Tokenizer
     end: str  # the token that ends a document
-    copy: Callable[[Path], object] | None = None  # copies the files that it was loaded from into a folder
-    chat_template: str | None = None  # Jinja that replaces the files' own
+    copy: Callable[[Path], object] | None = None  # copies the original tokenizer files into a folder
+    chat_template: str | None = None  # Jinja template that replaces the one in the files
 
     def __post_init__(self) -> None:
         if self.backend.token_to_id(self.end) is None:
@@ -62,7 +62,7 @@ class TextTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """A bound: all ids are below it."""
+        """An upper bound: all IDs are below it."""
         return 1 + max(self.backend.get_vocab().values())
 
     @cached_property
@@ -74,7 +74,7 @@ class TextTokenizer:
         return LimitedProcess(self.compute, "the tokenizer")
 
     def compute(self, given: list[str] | tuple[list[int], bool]) -> Any:
-        """Encode texts as arrays, or decode (ids, whether special tokens are left out), in this process."""
+        """Encode texts as arrays, or decode (ids, skip special tokens), in this process."""
         if isinstance(given, tuple):
             return self.backend.decode(given[0], skip_special_tokens=given[1])
         return [array("I", e.ids) for e in self.backend.encode_batch_fast(given, add_special_tokens=False)]
@@ -83,15 +83,15 @@ class TextTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text, on all cores and without computing offsets, in a process with limits."""
+        """Encode each text in a process with limits. It uses all cores and computes no offsets."""
         return [ids.tolist() for ids in self._process(texts, sum(map(len, texts)))]
 
     def decode(self, ids: list[int], *, words: bool = False) -> str:
-        """Decode ids, in a process with limits; `words` leaves special tokens out."""
+        """Decode IDs in a process with limits. `words` skips special tokens."""
         return self._process((ids, words), len(ids))
 
     def save(self, folder: Path) -> None:
-        """Write the folder that transformers' AutoTokenizer.from_pretrained opens."""
+        """Write a folder that transformers' AutoTokenizer.from_pretrained opens."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.copy is not None:
             self.copy(folder)
@@ -108,8 +108,8 @@ class TextTokenizer:
 def load_tokenizer(spec: str | Path) -> TextTokenizer:
     """Load a tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
 
-    A folder of prepared data or of a run stands for the tokenizer in it, or in its last checkpoint. Raises DataError if
-    there is none under that name, or it names no token that ends a text.
+    For a folder of prepared data or of a run, load the tokenizer in it or in its last checkpoint. Raises DataError if
+    there is no tokenizer of that name, or if it has no end-of-text token.
     """
     path = Path(spec).expanduser()
     if path.exists() and not path.is_dir():
@@ -132,13 +132,13 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
 
 
 def warn_if_rebuilt(spec: str) -> None:
-    """Warn of a tokenizer's folder for which transformers' class encodes otherwise than the tokenizer.json in it."""
+    """Warn if transformers' class for a tokenizer folder encodes differently from the folder's tokenizer.json."""
     path = Path(spec).expanduser()
     if not spec or not (path / CONFIG).is_file() or not (path / TOKENIZER).is_file():
         return
     config = _read_json(path / CONFIG)
     reads_it = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
-    if reads_it and not (path / "config.json").is_file():  # whose model's tokenizer may be of a class of its own
+    if reads_it and not (path / "config.json").is_file():  # the model may need a different tokenizer class
         return
     try:
         own, theirs = _from_file(path / TOKENIZER, config), _from_transformers(str(path))
@@ -146,15 +146,16 @@ def warn_if_rebuilt(spec: str) -> None:
         if theirs.encode(text) != own.encode(text):
             _log.warning(
                 "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used "
-                "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file", spec,
-            )  # fmt: skip
+                "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file",
+                spec,
+            )
     except LimitError as error:
         _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
-    except DataError:  # no tokenizer of transformers, so no other one
+    except DataError:  # transformers finds no tokenizer, so there is nothing to compare
         return
 
 
-# Keys of a checkpoint's tokenizer_config.json that transformers gets: nothing that names a file, an address or a class.
+# Keys of a checkpoint's tokenizer_config.json that are passed to transformers. None of them names a file, URL or class.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = (
     *("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
@@ -165,7 +166,7 @@ _PLAIN = (
 def stored_tokenizer(folder: Path) -> dict[str, Any]:
     """Return arguments for transformers' PreTrainedTokenizerFast, from the tokenizer's files in a checkpoint.
 
-    Raises DataError if they cannot be read, or the tokenizer brings code of its own.
+    Raises DataError if they cannot be read, or if the tokenizer needs its own code.
     """
     import transformers
 
@@ -187,7 +188,7 @@ def _content(token: Any) -> str:
 
 
 def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
-    """Load GPT-2's byte-level BPE from its two files, as Megatron-LM takes them."""
+    """Load GPT-2's byte-level BPE from its two files, as Megatron-LM does."""
     for path in (vocab_file, merge_file):
         check_source(f"the tokenizer {path}")
         if not Path(path).is_file():
@@ -197,14 +198,14 @@ def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> TextTokenizer:
-    """Train a byte-level BPE like GPT-2's (Radford et al. 2019), with `<|endoftext|>` as its last id.
+    """Train a byte-level BPE like GPT-2's (Radford et al. 2019), with `<|endoftext|>` as its last ID.
 
-    vocab_size counts 256 bytes, merges and `<|endoftext|>`. The result has fewer tokens if fewer pairs occur twice in
-    the texts. DataError if vocab_size is below 257, or above 1,048,576.
+    vocab_size includes the 256 bytes, the merges and `<|endoftext|>`. The result has fewer tokens if too few pairs
+    occur at least twice in the texts. Raises DataError if vocab_size is below 257 or above 1,048,576.
     """
     if vocab_size < 257:
         raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
-    if vocab_size > _MAX_VOCABULARY:  # the Rust side takes memory for all of them at once
+    if vocab_size > _MAX_VOCABULARY:  # the Rust library allocates memory for all of them at once
         raise DataError(f"a vocabulary of {vocab_size} is too large: at most {_MAX_VOCABULARY} can be trained")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -219,7 +220,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
 
 
 def _in_parts(text: str) -> Iterator[str]:
-    """Cut a text within its longest words."""
+    """Split a text inside words longer than `_LONG` characters, and yield the parts."""
     start = 0
     for found in _LONG_WORDS.finditer(text):
         for stop in range(found.start() + _LONG, found.end(), _LONG):
@@ -229,14 +230,14 @@ def _in_parts(text: str) -> Iterator[str]:
 
 
 def vocabulary(path: Path) -> dict[str, int]:
-    """Return the ids by token of a tokenizer.json, added tokens included. DataError if it cannot be read."""
+    """Return token -> ID of a tokenizer.json, including added tokens. Raises DataError if it cannot be read."""
     return _backend(path).get_vocab(with_added_tokens=True)
 
 
 def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
-    """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named by the content of its files.
+    """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named after the hash of its files.
 
-    The first time, `warn_if_rebuilt` looks at `spec`, from which it was loaded.
+    When the folder is new, `warn_if_rebuilt` checks `spec`, the source of the tokenizer.
     """
     cache = cache_folder("tokenizers")
     cache.mkdir(parents=True, exist_ok=True)
@@ -244,14 +245,14 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
         new = Path(partial) / "new"
         tokenizer.save(new)
         digest = hashlib.sha256()
-        for path in sorted(new.iterdir()):  # all files: two tokenizers may differ in their chat templates alone
+        for path in sorted(new.iterdir()):  # hash all files: two tokenizers may differ only in their chat templates
             data = path.read_bytes()
             digest.update(f"{path.name}/{len(data)}/".encode() + data)
         folder = cache / digest.hexdigest()[:16]
         try:
             os.rename(new, folder)
         except OSError:
-            if not folder.exists():  # otherwise it was saved before, with the same content
+            if not folder.exists():  # if it exists, the same content was saved before
                 raise
         else:
             warn_if_rebuilt(spec)
@@ -262,7 +263,7 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
 def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokenizer, Path]:
     """Load a tokenizer and return it with its `cached_folder`.
 
-    chat_template: replaces its own: a name in configs/chat_templates, Jinja, or the file of it.
+    chat_template: replaces the tokenizer's own: a name in configs/chat_templates, a Jinja text, or a Jinja file.
     """
     tokenizer = load_tokenizer(spec)
     if chat_template is not None:
@@ -283,7 +284,7 @@ def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens([END_OF_TEXT])  # takes the next id, the last, unless the vocabulary has it
+    tokenizer.add_special_tokens([END_OF_TEXT])  # gets the last ID, unless the vocabulary already has it
     return TextTokenizer(tokenizer, END_OF_TEXT)
 
 
@@ -301,11 +302,11 @@ def _copier(source: Path) -> Callable[[Path], None]:
     return lambda folder: copy_files(plain_files(source, TOKENIZER_FILES), folder)
 
 
-_tried = set[str]()  # sums of the files that `_try` has returned from
+_tried = set[str]()  # hashes of files that passed `_try`
 
 
 def _backend(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, which a process with limits has tried. DataError if it is none."""
+    """Load a tokenizer.json after a trial in a process with limits. Raises DataError if it is not a tokenizer."""
     data = _read(path)
     if (digest := hashlib.sha256(data).hexdigest()) not in _tried:
         LimitedProcess(partial(_try, path), f"the tokenizer {path}", seconds=_TRYING)(data)
@@ -314,7 +315,7 @@ def _backend(path: Path) -> Tokenizer:
 
 
 def _try(path: Path, data: bytes) -> None:
-    """Load a tokenizer, decode all its tokens and encode some: most that take all memory do so at once."""
+    """Load a tokenizer, decode all its tokens and encode some text. Most malicious files exceed the limits here."""
     with explained(f"{path} is not a tokenizer", DataError):
         tokenizer = Tokenizer.from_buffer(data)
     tokenizer.no_truncation()
@@ -338,7 +339,7 @@ def _from_transformers(spec: str) -> TextTokenizer:
 
 
 def _rebuilt(kind: Any, spec: str) -> tuple[str, str, dict[str, bytes]]:
-    """Return the tokenizer.json of transformers' tokenizer, the token that ends a text, and its files by name."""
+    """Return the tokenizer.json of transformers' tokenizer, its end-of-text token, and its files by name."""
     try:
         tokenizer = kind.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Groups of ranks: collectives on Python values, with one process each the identity."""
+"""Groups of ranks with collectives on Python values; in a group of one process they return their input."""
 
 import os
 import zlib
@@ -12,12 +12,12 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, TrainingError,
 
 T = TypeVar("T")
 
-# Called with a group whose ranks met in different collectives, before the error is raised. The watchdog sets it.
+# Called before the error is raised if ranks of a group meet in different collectives. Set by the watchdog.
 desync_handler: Callable[[dist.ProcessGroup], None] | None = None
 
 
 class Group:
-    """Ranks that work together. One process needs no process group and gets none."""
+    """Ranks that work together. A group of one process has no process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(process_group) if process_group else 0
@@ -25,7 +25,7 @@ class Group:
         self.process_group = process_group if self.size > 1 else None
 
     def twin(self) -> "Group":
-        """A group of the same ranks, which are all, for small messages on the host. Collective."""
+        """A gloo group of all ranks, for small messages on the host. Collective."""
         if self.process_group is None:
             return Group()
         return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
@@ -49,13 +49,13 @@ class Group:
     def all_reduce_sum(self, *values: float, tag: str = "") -> list[float]:
         """Return the sums over the ranks, in double precision.
 
-        `tag` names the sums, such as "loss". Raises TrainingError, instead of wrong sums, when ranks meet here with
-        different tags.
+        `tag` names the sums, such as "loss". Raises TrainingError, instead of returning wrong sums, if the ranks call
+        it with different tags.
         """
         if self.process_group is None:
             return list(values)
         number = zlib.crc32(tag.encode())
-        tensor = torch.tensor([*values, number], dtype=torch.float64)  # on the CPU: no wait for the GPU
+        tensor = torch.tensor([*values, number], dtype=torch.float64)  # on the CPU, to avoid a sync with the GPU
         dist.all_reduce(tensor, group=self.process_group)
         *sums, numbers = tensor.tolist()
         if numbers != number * self.size:
@@ -70,8 +70,8 @@ class Group:
     def together(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; returns the ranks' results. Collective.
 
-        If some fail with a UserError or an OSError, the error of one is raised on every rank, damage last: a bucket
-        that cannot be read, or a full disk, is none.
+        If ranks fail with a UserError or an OSError, one error is raised on every rank. A CheckpointError is raised
+        only if there is no other error: an unreadable bucket or a full disk does not mean a damaged checkpoint.
         """
         result = problem = None
         try:
@@ -98,6 +98,6 @@ def choose_device(choice: str, local_rank: int) -> torch.device:
         raise ConfigError("run.device: cuda needs a GPU, and torch sees none; use auto or cpu")
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each task its own GPU alone
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show only one GPU per task
     torch.cuda.set_device(device)
     return device

@@ -1,4 +1,4 @@
-"""The meeting of all ranks, before they can form groups."""
+"""The first meeting of all ranks, before process groups exist."""
 
 import os
 import socket
@@ -12,27 +12,27 @@ import torch.distributed as dist
 
 from crosstrain.utils.errors import ConfigError, RankLost, first_line
 
-_QUIET = 5.0  # seconds that a rank waits for the others before it says so; then it does every minute
-_STRANGE = 20.0  # seconds after which a program that answers at the port, but is not this run's rank 0, is named
-_SHOWN = 64  # ranks that are looked for by number
-# Variables that tell the jobs of a cluster apart, as far as their launchers set them.
+_QUIET = 5.0  # seconds that a rank waits for the others before it prints a note; then it prints one every minute
+_STRANGE = 20.0  # seconds after which a program at the port that is not this run's rank 0 is an error
+_SHOWN = 64  # only the first ranks are listed by number
+# Environment variables that identify a job of a cluster; launchers set some of them.
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 
 
 def meet(rank: int, size: int, timeout: float) -> dist.Store:
-    """Return the store of all ranks when each of them has come to it, in `timeout` seconds.
+    """Wait until all ranks have joined the store, for at most `timeout` seconds; returns the store.
 
-    Raises ConfigError where a different program has the port, and RankLost where a rank does not come.
+    Raises ConfigError if a different program uses the port, and RankLost if a rank does not join.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError("MASTER_ADDR, MASTER_PORT: set them to rank 0's machine and a free port there")
     here, free = socket.gethostname(), "set MASTER_PORT to a free one, the same for every rank"
     at = f"rank {rank} of {size} on {here}"
-    # Our launcher and torchrun choose the port, and choose anew when they start workers again.
+    # Our launcher and torchrun choose the port, and choose a new one for each restart.
     in_use = RankLost if "TORCHELASTIC_RUN_ID" in os.environ else ConfigError
     found, began, due, error = dict[str, Any](), time.monotonic(), _QUIET, None
-    # In a thread, as the library's call may never return, and holds signals off.
+    # In a thread, because the library call may never return, and blocks signal handlers.
     Thread(target=_arrive, args=(found, (host, int(port)), rank, size, timeout), daemon=True).start()
     while error is None and (waited := time.monotonic() - began) < timeout:
         store, error = found.get("store"), found.get("error")
@@ -55,14 +55,14 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
 
 
 def _arrive(found: dict[str, Any], address: tuple[str, int], rank: int, size: int, timeout: float) -> None:
-    """Connect a rank and count it. `found` gets the time of the first answer, and the store or an error."""
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store, at its own port
+    """Connect a rank and count it. Sets the time of the first answer in `found`, and the store or an error."""
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
     is_host = rank == 0 and not by_agent
     while not is_host and "answered" not in found:
         try:
             socket.create_connection(address, timeout=5).close()
             found["answered"] = time.monotonic()
-        except OSError:  # rank 0 is not there yet
+        except OSError:  # rank 0 has not started yet
             time.sleep(0.2)
     try:
         store = dist.TCPStore(

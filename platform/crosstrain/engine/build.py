@@ -10,8 +10,7 @@ from pathlib import Path
 
 from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, shared_kind
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.manifest import FrozenParameter
-from crosstrain.checkpoint.weights import (
+from crosstrain.checkpoint.load_weights import (
     PretrainedWeights,
     check_frozen,
     fill_initial,
@@ -19,6 +18,7 @@ from crosstrain.checkpoint.weights import (
     fingerprints,
     load_shards,
 )
+from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
@@ -46,12 +46,12 @@ _MOST_RANKS = 2**16
 
 
 def make_runner(config: Config) -> Runner:
-    """The configured runner, not yet set up."""
+    """Create the configured runner; `setup` has not been called."""
     return registry.get("runner", config.run.runner.name)(config.run.runner.options, config.run)
 
 
 def make_model(config: Config) -> Model:
-    """The configured model. Raises ConfigError where it names weights that the configuration is not trusted with."""
+    """Build the configured model. Raises ConfigError if the configuration is not trusted with the weights it names."""
     with limited_to(config.trust):
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
@@ -60,7 +60,7 @@ def make_model(config: Config) -> Model:
 
 
 def make_objective(config: Config, model: Model) -> Objective:
-    """The configured objective of a model, by default the model's own loss. ConfigError where they do not fit."""
+    """Build the configured objective; the default is the model's own loss. ConfigError if it does not fit the model."""
     chosen = config.run.objective
     made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
     made.attach(model)
@@ -70,7 +70,7 @@ def make_objective(config: Config, model: Model) -> Objective:
 
 
 def add_adapter(adapter: Component, model: Model, key: str) -> None:
-    """Add the configured adapter to a model, in place. ConfigError, at the YAML's `key`, where it does not fit."""
+    """Add the configured adapter to a model in place. ConfigError, at the YAML's `key`, if it does not fit."""
     try:
         registry.get("adapter", adapter.name)(adapter.options).add(model)
     except OptionError as error:
@@ -78,9 +78,10 @@ def add_adapter(adapter: Component, model: Model, key: str) -> None:
 
 
 def model_on_meta(config: Config) -> Model:
-    """The configured model without memory for its parameters, to check and to plan with.
+    """Build the configured model on the meta device, for checks and plans.
 
-    Raises ConfigError for sizes that its libraries refuse, that are absurd or that take minutes to lay out.
+    Raises ConfigError if the model's libraries refuse its sizes, if it has too many parameter tensors, or if the build
+    takes minutes.
     """
     what = f"model: {config.model.name} cannot be built with these options"
     with explained(what), parameters_on_meta(at_most=_MOST_PARAMETERS, seconds=_LONGEST_BUILD):
@@ -88,9 +89,10 @@ def model_on_meta(config: Config) -> Model:
 
 
 def check_layout(config: Config, world_size: int, hint: Callable[[int], str] | None = None, step: int = 1) -> None:
-    """Raise ConfigError where the runner's layout does not fit `world_size` ranks.
+    """Raise ConfigError if the runner's layout does not fit `world_size` ranks.
 
-    It ends with the `hint` for the next larger number that fits, of those that are `step` apart.
+    The message ends with `hint(size)`. `size` is the next larger world size that fits, searched in increments of
+    `step`.
     """
     size_of = partial(registry.get("runner", config.run.runner.name).data_parallel_size, config.run.runner.options)
     try:
@@ -110,9 +112,9 @@ def _is_refused(size_of: Callable[[int], int], world_size: int) -> bool:
 
 
 def batch_plan(config: Config, world_size: int) -> BatchPlan:
-    """The batch arithmetic of the configured runner on `world_size` workers, before any of them exists.
+    """Compute the batch sizes of the configured runner on `world_size` workers; no worker needs to be running.
 
-    Raises ConfigError where the layout, the numbers or the run's other settings do not go together.
+    Raises ConfigError if the layout, the batch sizes or the run's other settings are incompatible.
     """
     runner = registry.get("runner", config.run.runner.name)
     runner.check(config.run.runner.options, config.run)
@@ -122,7 +124,7 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
 
 
 def _check_apart(config: Config) -> None:
-    """Raise ConfigError for settings that need all ranks in each step, where ranks make steps apart."""
+    """Raise ConfigError for settings that need all ranks in every step; the runner trains ranks independently."""
     name, run = config.run.runner.name, config.run
     if run.amp.dtype == "fp16":
         raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
@@ -131,10 +133,10 @@ def _check_apart(config: Config) -> None:
 
 
 def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
-    """The learning rate of the n-th applied step (n = 1, 2, ...); a skipped step does not advance it.
+    """Build the learning-rate schedule: the rate of the n-th applied step, n = 1, 2, ...; skipped steps do not count.
 
-    After a linear warmup, a registered function of n decides, with values in [0, 1] between `min_lr` and `init_lr`.
-    `lr_decay_iters` and the warmup's length default to the run's.
+    The warmup is linear. After it, a registered function of n returns values in [0, 1], scaled to `min_lr` and
+    `init_lr`. `lr_decay_iters` defaults to `max_iters`; `warmup_steps` defaults to `warmup_fraction` of the decay.
     """
     run = config.run
     decay = run.lr_decay_iters or max_iters
@@ -154,7 +156,7 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
 
 
 def check_fit(objective: Objective, dataset: Dataset) -> None:
-    """Raise ConfigError for samples that an objective, or its model, cannot take."""
+    """Raise ConfigError if the objective or its model cannot take the dataset's samples."""
     model = objective.model
     if objective.row_layout != dataset.row_layout:
         theirs, ours = (layout or "plain samples" for layout in (objective.row_layout, dataset.row_layout))
@@ -180,7 +182,7 @@ def check_fit(objective: Objective, dataset: Dataset) -> None:
 
 
 def check_vocabulary(model: Model, ids: int | None) -> None:
-    """Raise ConfigError where a tokenizer has more ids than the model."""
+    """Raise ConfigError if the tokenizer has more IDs than the model's vocabulary."""
     if ids and model.vocab_size and ids > model.vocab_size:
         raise ConfigError(
             f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has {ids} ids: a "
@@ -189,9 +191,9 @@ def check_vocabulary(model: Model, ids: int | None) -> None:
 
 
 def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
-    """Raise ConfigError where an id of the dataset is another token in the tokenizer.json of the weights' `folder`.
+    """Raise ConfigError if the dataset and the tokenizer.json in the weights' `folder` map an ID to different tokens.
 
-    Tokens that only the dataset's vocabulary has are not compared.
+    IDs that exist only in the dataset's vocabulary are not compared.
     """
     ours = dataset.tokenizer_path
     if folder is None or ours is None or not all((f / TOKENIZER).is_file() for f in (folder, ours)):
@@ -210,7 +212,7 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
 
 
 def check_held(model: Model, runner: type[Runner], config: Config) -> None:
-    """Raise ConfigError for a model that the runner cannot hold, if quantized, or cannot train as it is defined."""
+    """Raise ConfigError if the runner cannot hold the model's quantized parameters or cannot train this model."""
     if (ranks := context_size(config.run.runner.options)) > 1:
         if config.run.objective is not None:
             raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
@@ -229,10 +231,10 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
 
 
 def freeze(model: Model, patterns: list[str]) -> None:
-    """Exclude from training the parameters whose canonical names match one of the patterns (`transformer.h.0.*`).
+    """Freeze the parameters that match a pattern by canonical name, for example `transformer.h.0.*`.
 
-    The model may have excluded others. Raises ConfigError for a pattern that matches nothing, and where nothing is left
-    to train.
+    The model may already have frozen other parameters. Raises ConfigError if a pattern matches nothing or if no
+    trainable parameter is left.
     """
     parameters = model.weights.parameters()
     for pattern in patterns:
@@ -246,7 +248,7 @@ def freeze(model: Model, patterns: list[str]) -> None:
 
 
 def construct_model(config: Config, runner: Runner, make: Callable[[], Model], for_training: bool) -> Model:
-    """The model that `make` gives, where the runner has it live, frozen and checkpointed as the run trains it."""
+    """Build the model on the runner's device, with the run's frozen parameters, float8 and activation checkpointing."""
     model = runner.construct(make)
     check_held(model, type(runner), config)
     if runner.context.process_group is not None:
@@ -264,18 +266,19 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
 def build_model(
     config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool, weights: str | None = None,
     moments: bool = True,
-) -> dict[str, FrozenParameter]:
-    """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
+) -> dict[str, FrozenParameter]:  # fmt: skip
+    """Set up the runner with the model, its weights and, for training, the optimizer.
 
-    Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folders, else
-    initial values; `weights` as for `Reader.open`. Without `moments` the checkpoint's are left behind. Returns the
-    frozen parameters that stem from pretrained folders, which checkpoints need not hold.
+    Weights come from `checkpoint` if given, otherwise from the model's pretrained folders, otherwise from
+    initialization. Training also loads the optimizer state of `checkpoint` unless `moments` is False. `weights` is
+    passed to `Reader.open`. Returns the frozen parameters loaded from pretrained folders; checkpoints need not store
+    them.
     """
     model = construct_model(config, runner, lambda: make_model(config), for_training)
     if config.run.compile != "none":
         for module in model.blocks() if config.run.compile == "blocks" else [model]:
             module.compile()  # in place, so that names of parameters do not change
-    whole, buffers = model.weights.parameters(), model.weights.buffers()  # of which a rank may keep a part
+    whole, buffers = model.weights.parameters(), model.weights.buffers()  # before sharding
     names = {*whole, *buffers}
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model) if for_training else None)
@@ -306,18 +309,18 @@ def build_model(
         check_frozen(earlier, hashes)
     runner.loaded()
     if REFERENCE in runner.held.extra and (reader is None or RUNNER + REFERENCE not in reader.kinds()):
-        runner.held.keep(REFERENCE)  # training begins with these weights
+        runner.held.keep(REFERENCE)  # the weights at the start of training
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
 
 
 def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:
-    """The shards under the kinds that the checkpoint has: a rank's own copies may begin with those of all ranks.
+    """Match shards to the kinds in the checkpoint; a rank's own copy may be loaded from the copy shared by all ranks.
 
-    What a runner keeps for itself may be absent, and what a different runner has kept is left behind. Raises
-    CheckpointError unless the checkpoint holds exactly the kinds of state that the optimizer keeps. Collective.
+    The checkpoint may lack the runner's own tensors; tensors of a different runner are ignored. Raises CheckpointError
+    unless the checkpoint holds exactly the kinds of state of the configured optimizer. Collective.
     """
     found = reader.kinds()
-    kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
+    kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may have no trainable parameter
     there, here = (_optimizer_kinds(of) for of in (found, kinds))
     if there != here:
         raise CheckpointError(
@@ -336,13 +339,13 @@ def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Co
 
 
 def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
-    """The shards of which a checkpoint with these kinds has something, under its kinds."""
+    """Select the shards that a checkpoint with these `kinds` can fill, renamed to the checkpoint's kinds."""
     stored = [replace(s, kind=s.kind if s.kind in kinds else shared_kind(s.kind)) for s in shards]
     return [s for s in stored if s.kind in kinds]
 
 
 def _optimizer_kinds(kinds: set[str]) -> set[str]:
-    """The kinds of state that an optimizer keeps, among those of a checkpoint or a runner."""
+    """Select the kinds of optimizer state among the kinds of a checkpoint or a runner."""
     shared = {shared_kind(kind) for kind in kinds if not kind.startswith(CALLBACK)}
     return {kind for kind in shared if not kind.startswith(RUNNER)} - {"param"}
 

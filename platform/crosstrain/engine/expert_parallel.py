@@ -1,7 +1,8 @@
-"""Expert parallelism: each rank of a group holds some of the experts whole, and tokens travel to the experts' ranks.
+"""Expert parallelism: each rank of a group holds some experts whole, and tokens are sent to the ranks of their experts.
 
-transformers has the same (`transformers.distributed.expert_parallel`), but only from 5.2x on, without pipelines, and
-with split sizes that a plan, whose tensors have no values, cannot follow. The experts' own forward is transformers'.
+transformers has an implementation (`transformers.distributed.expert_parallel`), but only since 5.2x and without
+pipeline parallelism. It also reads split sizes from tensors, and the tensors of a plan have no values. The experts'
+forward is the one of transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from crosstrain.utils.errors import ConfigError
 
 
 def check_experts(model: Model, ranks: int) -> None:
-    """Raise ConfigError for a model without experts that `ranks` ranks can share."""
+    """Raise ConfigError unless the model has experts and `ranks` divides their number."""
     counts = [experts.num_experts for experts in model.structure.experts().values()]
     if not counts:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -38,7 +39,7 @@ def check_experts(model: Model, ranks: int) -> None:
 
 
 def local_forward(experts: nn.Module, *inputs: Tensor) -> Tensor:
-    """The experts' own forward; where parameters are DTensors, with this rank's slices."""
+    """Call the experts' original forward; DTensor parameters are replaced by this rank's local tensors."""
     kept: dict[str, Any] = dict(experts._parameters)
     slices: dict[str, Any] = {name: p.to_local() for name, p in kept.items() if isinstance(p, DTensor)}
     experts._parameters.update(slices)
@@ -49,10 +50,10 @@ def local_forward(experts: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 def fully_shard_experts(model: Model, mesh: DeviceMesh, copies: int, **options: Any) -> None:
-    """Shard this rank's experts over the ranks of `mesh`, which hold the same ones; before their blocks are sharded.
+    """Shard this rank's experts over `mesh`, the ranks that hold the same experts. Call it before sharding the blocks.
 
-    Their gradients hold the sum over the ranks that share the experts, so averages over all `copies` of the model
-    divide by their number.
+    Gradients of experts are already summed over the expert-parallel ranks. Averages therefore divide by `copies`, the
+    number of copies of the model.
     """
     for experts in model.structure.experts().values():
         fully_shard(experts, mesh=mesh, **options)
@@ -62,7 +63,7 @@ def fully_shard_experts(model: Model, mesh: DeviceMesh, copies: int, **options: 
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [sum(send), width] to the ranks of a group, rows [sum(receive), width] from them; gradients go back."""
+    """Differentiable all-to-all: send rows [sum(send), width], receive rows [sum(receive), width]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -77,7 +78,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class ExpertParallel:
-    """The ranks of a process group that share the experts: rank r of n has the r-th n-th of each stack."""
+    """A process group that shares the experts: each stack of experts is split into equal parts in rank order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, dist.get_world_size(group)
@@ -86,9 +87,9 @@ class ExpertParallel:
         return self
 
     def shard(self, model: Model) -> set[str]:
-        """Keep this rank's experts of a model on the meta device, and have them compute what the ranks send them.
+        """Keep only this rank's experts of a model on the meta device, and replace their forward.
 
-        Returns the model's own names of the parameters that were cut.
+        The new forward exchanges tokens with the other ranks. Returns the model's own names of the sharded parameters.
         """
         names = set()
         for name, experts in model.structure.experts().items():
@@ -101,24 +102,24 @@ class ExpertParallel:
         return names
 
     def _forward(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Replacement of the forward of `experts`, which hold this rank's alone.
+        """Forward of `experts`, a stack that holds only this rank's experts.
 
-        hidden_states: [tokens, width], this rank's. top_k_index: [tokens, k], numbers of all ranks' experts.
-        top_k_weights: [tokens, k]. Every pair of a token and an expert is computed: ranks have no capacity.
+        hidden_states: this rank's tokens [tokens, width]. top_k_index: global expert numbers [tokens, k].
+        top_k_weights: [tokens, k]. No token is dropped: there is no capacity limit.
         """
         mine, k = experts.num_experts, top_k_index.shape[1]
-        order = top_k_index.flatten().argsort(stable=True)  # pairs for a rank follow each other
+        order = top_k_index.flatten().argsort(stable=True)  # groups the (token, expert) pairs by destination rank
         numbers = torch.arange(self.size * mine, device=hidden_states.device)
         counts = (top_k_index.reshape(-1, 1) == numbers).sum(0)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         if has_values(counts):
             send, receive = torch.stack([counts, arriving]).view(2, self.size, mine).sum(2).tolist()
-        else:  # in a plan: as balanced routing has it
+        else:  # in a plan: balanced routing
             send = receive = [len(order) // self.size + (n < len(order) % self.size) for n in range(self.size)]
         rows = _Exchange.apply(hidden_states[order // k], send, receive, self.group)
         numbers = numbers[:mine].repeat(self.size).repeat_interleave(arriving, output_size=sum(receive))
-        if idle := not len(rows):  # a row of zeros keeps the graph, and with it the exchanges of the backward
+        if idle := not len(rows):  # a row of zeros keeps the autograd graph, so the backward exchanges too
             rows, numbers = rows.sum(0, keepdim=True), numbers.new_zeros(1)
         weights = top_k_weights.new_ones(len(numbers), 1)
         out = local_forward(experts, rows, numbers[:, None], weights)

@@ -1,4 +1,4 @@
-"""Linear layers whose products are computed in float8 in training, by torchao."""
+"""Float8 training of linear layers with torchao."""
 
 import torch
 from torch import nn
@@ -8,16 +8,16 @@ from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.logging import log
 from crosstrain.utils.optional_deps import require
 
-_MULTIPLE = 16  # of both sizes of a layer, for the kernels of GPUs
+_MULTIPLE = 16  # GPU kernels need in_features and out_features to be multiples of 16
 
 
 def fits(module: nn.Module) -> bool:
-    """True for a linear layer that float8 can compute; subclasses, as of weights in few bits, compute in their way."""
+    """True for a linear layer that can compute in float8; subclasses, such as quantized layers, are excluded."""
     return type(module) is nn.Linear and not (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE)
 
 
 def check_float8(model: Model) -> None:
-    """Raise ConfigError for a model without a layer that float8 can compute."""
+    """Raise ConfigError if no layer of the model can compute in float8."""
     if not any(fits(module) for block in model.blocks() for module in block.modules()):
         raise ConfigError(
             f"run.amp.linear: the model's blocks have no linear layer (torch.nn.Linear) whose sizes are multiples of "
@@ -26,13 +26,14 @@ def check_float8(model: Model) -> None:
 
 
 def convert(model: Model, device: torch.device) -> None:
-    """Exchange the linear layers within the blocks for torchao's, which have the same parameters under the same names.
+    """Replace the linear layers in the blocks with torchao's; parameters and their names stay the same.
 
-    Devices without float8 products emulate them: float8 values, multiplied in higher precision.
+    Devices without float8 matrix products emulate them: values are rounded to float8 and multiplied in higher
+    precision.
     """
     float8 = require("torchao.float8", "run.amp.linear: float8")
     emulate = device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
-    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # any number of tokens
+    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # for any number of tokens
     for block in model.blocks():
         float8.convert_to_float8_training(block, config=config, module_filter_fn=lambda module, _: fits(module))
     layers = [module for block in model.blocks() for module in block.modules() if isinstance(module, nn.Linear)]

@@ -1,4 +1,4 @@
-"""Memory and traffic of a rank, as a runner describes them before any rank exists."""
+"""Estimates of a rank's memory and communication, computed by a runner before any rank is started."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from crosstrain.utils.types import Batch
 
 @dataclass(frozen=True)
 class PlanContext:
-    """A planned run: a model on the meta device, frozen as the run freezes it, and the ranks that train it.
+    """A planned run: a model on the meta device, with the run's frozen parameters, and the ranks that train it.
 
-    torch's process group is a fake one of `world_size` ranks, this one the first; exchanges do nothing.
+    torch's process group is a fake one with `world_size` ranks, and this process is rank 0. Its collectives do nothing.
     """
 
     model: Model
@@ -28,38 +28,38 @@ class PlanContext:
     world_size: int
     batch: BatchPlan
     device: str  # cpu or cuda
-    replicas: int  # ranks that have or share one copy of the same parameters: data-parallel ones, and their contexts
+    replicas: int  # ranks that hold or share copies of the same parameters: data-parallel times context-parallel ranks
 
 
 @dataclass
 class Layout:
-    """Memory that one rank holds and bytes that it sends in a step. Fields are bytes unless they say elements."""
+    """Memory of one rank and the bytes it sends in a step. Fields are in bytes unless marked as elements."""
 
-    parameters: int  # held on the device all the time
-    updated: int  # elements that this rank's optimizer updates, with state for each
-    held: int  # elements of parameters that this rank keeps between steps, wherever they are
-    whole: int | None = None  # elements of the model on all ranks, with padding; None: as on a single rank
-    gradients: int = 0  # allocated all the time while a micro batch is computed
-    retained_grad_fraction: float = 0.0  # of each gradient of the backward, kept until the step
-    retained_grad_fraction_outside: float | None = None  # outside of blocks; None: the same
-    masters: int = 0  # the optimizer's own copy of the parameters, beside its state
-    gathered: int = 0  # parameters of other ranks, at the peak
-    buffers: int = 0  # for communication while micro batches are computed
-    gradient_buffers: int = 0  # for communication from the first gradient of a backward on, waiting gradients included
-    step_buffers: int = 0  # for communication between the last backward and the end of the step
-    sent: int = 0  # in a step, beside the exchanges within forward and backward, which are traced
+    parameters: int  # parameters that stay on the device
+    updated: int  # elements that this rank's optimizer updates and keeps state for
+    held: int  # elements of parameters that this rank keeps between steps, on the device or the host
+    whole: int | None = None  # elements of the model over all ranks, with padding; None: same as on a single rank
+    gradients: int = 0  # gradients allocated for the whole computation of a micro batch
+    retained_grad_fraction: float = 0.0  # fraction of each gradient that is kept from the backward until the step
+    retained_grad_fraction_outside: float | None = None  # the same for parameters outside of blocks; None: equal
+    masters: int = 0  # the optimizer's master copy of the parameters, not counted as optimizer state
+    gathered: int = 0  # peak memory of parameters gathered from other ranks
+    buffers: int = 0  # communication buffers while micro batches are computed
+    gradient_buffers: int = 0  # communication buffers from the first gradient of a backward on, with waiting gradients
+    step_buffers: int = 0  # communication buffers between the last backward and the end of the step
+    sent: int = 0  # bytes sent in a step, except for the collectives inside forward and backward: those are traced
     host: dict[str, int] = field(default_factory=dict)  # host memory by purpose, without optimizer state
-    optimizer: Literal["device", "host", "disk"] = "device"  # place of the optimizer state
-    in_flight: float = 1  # micro batches whose activations are kept at once
-    bubble: float = 0.0  # part of the step in which ranks wait for each other's stages
-    model: Model | None = None  # the rank's part of the model, on the meta device; None: all of it
-    head: Head | None = None  # of the rank; None: the plain one
-    autocast: bool = True  # False: the rank's part computes in its own type
-    computes: str = ""  # key of the trace: layouts with equal keys are traced once
+    optimizer: Literal["device", "host", "disk"] = "device"  # where the optimizer state is kept
+    in_flight: float = 1  # number of micro batches with live activations
+    bubble: float = 0.0  # fraction of the step that a rank waits for other pipeline stages
+    model: Model | None = None  # this rank's part of the model, on the meta device; None: the whole model
+    head: Head | None = None  # this rank's output head; None: the plain head
+    autocast: bool = True  # False: this rank's part computes in the type of its parameters
+    computes: str = ""  # key of the memory trace: layouts with equal keys are traced once
     kind: str = ""  # name of this kind of rank, such as a pipeline stage
 
 
-# Fields of a layout that are sums over the parameters which it describes.
+# Fields of a layout that are sums over its parameters.
 _SUMS = (
     "parameters", "updated", "held", "gradients", "masters", "gathered", "buffers", "gradient_buffers", "step_buffers",
     "sent",
@@ -68,7 +68,7 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's parameters, in and outside of blocks; a tied parameter counts once."""
+    """Sizes in bytes of a model's parameters, inside and outside of blocks; a tied parameter counts once."""
 
     parameters: int
     trainable: int
@@ -79,7 +79,7 @@ class Sizes:
 
     @staticmethod
     def of(model: Model, among: Container[nn.Parameter] | None = None) -> Sizes:
-        """Sizes of all parameters, or of those `among`."""
+        """Sizes of all parameters, or only of the parameters in `among`."""
 
         def some(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
             return [p for p in parameters if among is None or p in among]
@@ -93,38 +93,36 @@ class Sizes:
 
 
 def numbers(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Bytes and elements of parameters; a tied one counts once."""
+    """Bytes and elements of parameters; a tied parameter counts once."""
     each = {id(p): p for p in parameters}.values()
     return sum(p.numel() * p.element_size() for p in each), sum(p.numel() for p in each)
 
 
 def all_reduced(size: int, ranks: int) -> int:
-    """Bytes that a rank sends to sum `size` bytes by a ring (Patarasuk & Yuan, 2009): 2 (n - 1) / n of them."""
+    """Bytes that a rank sends in a ring all-reduce of `size` bytes: 2 (n - 1) / n * size (Patarasuk & Yuan, 2009)."""
     return 2 * size * (ranks - 1) // ranks
 
 
 def scattered(size: int, ranks: int) -> int:
-    """Bytes that a rank sends to gather `size` bytes from everybody, or to sum them and keep its part: (n - 1) / n."""
+    """Bytes that a rank sends in an all-gather or reduce-scatter of `size` bytes in total: (n - 1) / n * size."""
     return size * (ranks - 1) // ranks
 
 
 def share(size: int, ranks: int) -> int:
-    """The largest of `ranks` parts."""
+    """Size of the largest of `ranks` parts: `size / ranks`, rounded up."""
     return -(-size // ranks)
 
 
 def data_parallel(at: PlanContext) -> Layout:
-    """Layout of plain data parallelism: every rank holds everything, and gradients are summed."""
+    """Layout of plain data parallelism: every rank holds the whole model, and gradients are summed."""
     ranks = at.replicas
     return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
 
 
-def with_experts(
-    model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]
-) -> Layout:
-    """Layout of a rank with its part of the experts, where `expert_parallel` of the `copies` ranks share them.
+def with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
+    """Layout of a rank when `expert_parallel` of the `copies` ranks share the experts.
 
-    model: the rank's part. `describe` gives the layout of parameters of these sizes on this number of ranks.
+    model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on a number of ranks.
     """
     if expert_parallel == 1:
         return describe(Sizes.of(model), copies)
@@ -140,9 +138,9 @@ def with_experts(
 
 
 def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
-    """Layout with all of `sizes` on each of `ranks` ranks, which sum gradients.
+    """Layout of `ranks` ranks that each hold all parameters and sum their gradients.
 
-    once: the step has one backward, so gradients appear one by one; otherwise all are allocated all the time.
+    once: the step has only one backward, so gradients are allocated one by one. Otherwise all gradients stay allocated.
     """
     return Layout(
         parameters=sizes.parameters,
@@ -155,20 +153,28 @@ def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
 
 
 def fully_sharded(
-    sizes: Sizes, at: PlanContext, ranks: int, *, regather: bool, offload: bool, every: bool,
-    gathered: Sizes | None = None, half_sums: bool = False,
-) -> Layout:  # fmt: skip
-    """Layout of torch's FSDP2 with `ranks` ranks to a copy of the model.
+    sizes: Sizes,
+    at: PlanContext,
+    ranks: int,
+    *,
+    regather: bool,
+    offload: bool,
+    every: bool,
+    gathered: Sizes | None = None,
+    half_sums: bool = False,
+) -> Layout:
+    """Layout of torch's FSDP2; `ranks` ranks share a copy of the model.
 
     While a block computes, the next one is gathered; parameters outside of blocks stay gathered. `regather`: blocks are
     freed after their forward. `every`: gradients are reduced after every micro batch, not only after the last.
-    `gathered`: the model as it is gathered and computes; `half_sums`: gradients are summed in its types.
+    `gathered`: sizes of the gathered parameters, in the types of the computation; None: same as `sizes`. `half_sums`:
+    gradients are summed in the types of `gathered`.
     """
     mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
     rounds, whole = at.batch.accumulation, gathered or sizes
     block, outside = min(sizes.largest_block, sizes.trainable), min(sizes.outside_blocks, sizes.trainable)
     most = whole.outside_blocks + 2 * whole.largest_block if regather else whole.parameters
-    waits = rounds > 1 and not every  # all gradients, whole, for the last micro batch
+    waits = rounds > 1 and not every  # unsharded gradients accumulate until the last micro batch
     shares = 0 if offload else trained
     copies = at.replicas // ranks
     sent = scattered(whole.parameters, ranks) * rounds
@@ -181,10 +187,10 @@ def fully_sharded(
         updated=share(sizes.trainable_elements, ranks),
         gradients=sizes.trainable if waits else shares if every else 0,
         retained_grad_fraction=shares / max(whole.trainable, 1) if not waits and not every else 0.0,
-        retained_grad_fraction_outside=0.0 if waits else 1.0,  # which are summed last
+        retained_grad_fraction_outside=0.0 if waits else 1.0,  # these gradients are reduced last
         gathered=most,
-        # A block's gradients are copied before they are sent, while the next block makes its own. When the rest is
-        # summed, the shares of all are there.
+        # A block's gradients are copied for the reduce-scatter while the next block computes its own. All gradient
+        # shards are allocated by the time the gradients outside of blocks are reduced.
         gradient_buffers=2 * block,
         step_buffers=max(0, 2 * outside - (sizes.trainable - shares if waits else 0)),
         sent=sent + all_reduced(trained, copies),

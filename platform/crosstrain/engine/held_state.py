@@ -1,4 +1,4 @@
-"""A rank's part of a run's state: parameters, optimizer state and gradients, as boxes of logical tensors."""
+"""A rank's shards of parameters, optimizer state and gradients, as boxes of logical tensors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
 if TYPE_CHECKING:
     from crosstrain.engine.runner import Runner
 
-REFERENCE = "reference"  # kind of the weights that training began with, for an objective that compares with them
+REFERENCE = "reference"  # kind of the initial weights, kept for objectives that compare with a reference model
 
 
 class HeldState:
-    """Describes what a runner's rank holds, for checkpoints, comparisons and optimizers. Nothing is gathered.
+    """Describes the tensors held by a rank, for checkpoints, comparisons and optimizers. Nothing is gathered.
 
-    The platform calls `shards` and `gradients`. A runner whose engine keeps other memory than the model's parameters,
-    whole or as DTensors, makes a subclass that overrides the small methods after them. These know nothing of names.
+    The platform calls `shards` and `gradients`. The defaults cover plain parameters and DTensors. If an engine stores
+    parameters differently, its runner subclasses HeldState and overrides the small methods below; they take parameters,
+    not names.
 
-    equal: kinds of tensors that are equal on all ranks that hold the same box, once `Runner.synchronize` was called;
-    None: all kinds. A checkpoint has one copy of these and every rank's own copy of all other kinds.
-    extra: the runner's own tensors by kind and parameter, laid out as `weight`. Checkpoints keep them, and other
-    runners leave them behind.
+    equal: kinds of tensors that are the same on all ranks with the same box after `Runner.synchronize`; None: all
+    kinds. A checkpoint stores one copy of these kinds, and one copy per rank of all other kinds.
+    extra: the runner's own tensors by kind and parameter, laid out like `weight`. Checkpoints keep them; other runners
+    ignore them.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -39,10 +40,10 @@ class HeldState:
         self.extra: dict[str, dict[nn.Parameter, Tensor]] = {}
 
     def shards(self) -> list[Shard]:
-        """This rank's part of parameters and optimizer state, in live memory: reading it saves, writing to it loads.
+        """This rank's shards of parameters and optimizer state, in live memory: a save reads them, a load writes them.
 
-        Persistent buffers are among the parameters, a model's `quantized` ones are not. Raises CheckpointError for
-        optimizer state that is neither shaped like its parameter nor a scalar tensor.
+        Persistent buffers are included; quantized parameters are not. Raises CheckpointError for optimizer state that
+        is neither a scalar tensor nor shaped like its parameter.
         """
         out, model, optimizer = list[Shard](), self.runner.model, self.runner.optimizer
         quantized = model.weights.quantized()
@@ -50,7 +51,7 @@ class HeldState:
             if name not in quantized:
                 out += self._shards_of(name, parameter)
         for matrix, state in (optimizer.state if optimizer else {}).items():
-            if isinstance(matrix, str):  # a `MatrixOptimizer` keeps it on this rank only
+            if isinstance(matrix, str):  # a `MatrixOptimizer` keeps this state on the owner only
                 out += [_whole(self._kind(kind), matrix, value) for kind, value in state.items()]
         out += [_whole("param", name, buffer) for name, buffer in model.weights.buffers().items()]
         return out
@@ -72,13 +73,13 @@ class HeldState:
                 )
 
     def _kind(self, kind: str) -> str:
-        """Name of a kind of state in checkpoints: with the rank's number unless ranks have equal copies."""
+        """Name of a kind in checkpoints; it includes the rank unless all ranks have equal copies."""
         if self.equal is None or kind in self.equal or kind == UPDATE:
             return kind
         return own_kind(self.runner.world.rank, kind)
 
     def gradients(self) -> list[Shard]:
-        """This rank's part of the gradients, times `gradient_scale`; valid after `forward_backward`."""
+        """This rank's shards of the gradients, times `gradient_scale`; valid after `forward_backward`."""
         out = []
         for name, parameter in self.runner.model.weights.parameters().items():
             gradient = self.gradient(parameter)
@@ -88,35 +89,35 @@ class HeldState:
         return out
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        """Shape of a parameter with padding, also where an engine keeps something else in its place."""
+        """Full shape of a parameter, with padding, even if the engine replaces it by a shard."""
         return parameter.shape
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """Memory of this rank's part of a parameter."""
+        """This rank's shard of a parameter."""
         return parameter
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """This rank's optimizer state of a parameter, by the optimizer's names, laid out as `weight` is."""
+        """This rank's optimizer state of a parameter, by the optimizer's names, laid out like `weight`."""
         return self.runner.optimizer.state.get(parameter, {}) if self.runner.optimizer else {}
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of a parameter's gradient, laid out as `weight` is."""
+        """This rank's shard of a parameter's gradient, laid out like `weight`."""
         return parameter.grad
 
     def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        """Boxes in the logical `shape` of `held`: this rank's part of `parameter` or of a tensor shaped like it."""
+        """Boxes of `held` in the logical `shape`. `held` is this rank's shard of `parameter` or of its state."""
         return dtensor_pieces(held, tuple(shape)) if isinstance(held, DTensor) else whole_pieces(held, tuple(shape))
 
     # ---- copies of weights
 
     def keep(self, kind: str) -> None:
-        """Copy this rank's present weights, of parameters that train, into tensors of its own, `extra[kind]`."""
+        """Copy this rank's current weights of trainable parameters to `extra[kind]`."""
         trained = [p for p in self.runner.model.weights.parameters().values() if p.requires_grad]
         self.extra[kind] = {p: self.weight(p).detach().clone() for p in trained}
 
     @torch.no_grad()
     def swap(self, kind: str) -> None:
-        """Exchange this rank's weights for those of `extra[kind]`."""
+        """Swap this rank's weights with the copies in `extra[kind]`."""
         for parameter, kept in self.extra[kind].items():
             weight = self.weight(parameter).detach()
             now = weight.clone()
@@ -124,24 +125,24 @@ class HeldState:
             kept.copy_(now)
         self.runner.loaded()
 
-    # ---- the optimizer of what is held
+    # ---- the optimizer
 
     def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
-        """Give the runner its optimizer over the parameters as they are now, with its state allocated; None for None.
+        """Set the runner's optimizer, with its state allocated, over the current parameters.
 
-        For `Runner.prepare`.
+        Called by `Runner.prepare`. make_optimizer: None: no optimizer.
         """
         if make_optimizer is None:
             return
         self.runner.optimizer = self.bound(make_optimizer(self.trained(), self.full_shape))
         try:
             create_state(self.runner.optimizer)
-        except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
+        except RuntimeError as error:  # the parameters' tensor class lacks an operation
             name, reason = self.runner.run.optimizer.name, first_line(error)
             raise ConfigError(f"run.optimizer: {name} fails under this runner: {reason}") from error
 
     def bound(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer, told where the parts of whole matrices are if it needs them. Collective."""
+        """Return the optimizer; a MatrixOptimizer is first bound to this rank's shards. Collective."""
         if isinstance(optimizer, MatrixOptimizer):
             optimizer.bind(self.shards, self.copies(), self.runner.device)
         return optimizer
@@ -151,7 +152,7 @@ class HeldState:
         return self.runner.model.named_parameters()
 
     def copies(self) -> Group:
-        """The ranks that hold equal copies or parts of this rank's parameters. Collective."""
+        """The ranks that hold equal copies or other shards of this rank's parameters. Collective."""
         return self.runner.world if self.equal is None else Group()
 
 

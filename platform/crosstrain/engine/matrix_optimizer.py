@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, under runners whose ranks hold parts of them."""
+"""Optimizers that update whole matrices, under runners that shard them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from crosstrain.checkpoint.boxes import Box, Shard
 from crosstrain.distributed.group import Group
 from crosstrain.utils.errors import ConfigError
 
-UPDATE = "update"  # kind of the shards of `direction`'s results, which are state within a step only
-Holdings = dict[str, tuple[tuple[int, ...], list[Box]]]  # shape and a rank's boxes, by name
+UPDATE = "update"  # kind of the results of `direction`, kept in the optimizer state during a step
+Holdings = dict[str, tuple[tuple[int, ...], list[Box]]]  # by matrix name: its shape and one rank's boxes
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A logical matrix [m, n], or stack of such, whose parts meet on one rank."""
+    """A logical matrix [m, n], or a stack of matrices, gathered to one rank for its update."""
 
     name: str
     shape: tuple[int, ...]
     owner: int
-    boxes: list[list[Box]]  # that each rank holds
-    sent: list[list[Box]]  # that each rank sends to the owner: every box once
+    boxes: list[list[Box]]  # boxes held by each rank
+    sent: list[list[Box]]  # boxes that each rank sends to the owner; each box is sent once
 
 
 def assign_owners(by_rank: list[Holdings]) -> list[list[Matrix]]:
-    """Choose an owner for each matrix: the heaviest first, to the holder with the least work (m^2 n) so far.
+    """Choose an owner for each matrix: heaviest first, each to the holder with the least work so far.
 
-    Returns rounds, in which each rank owns one matrix at most. Every rank computes the same from the same holdings.
+    The work of a matrix is m n min(m, n). Returns rounds; in a round each rank owns at most one matrix. The result is
+    the same on every rank.
     """
     shapes = {name: shape for held in by_rank for name, (shape, _) in held.items()}
     work = {name: math.prod(shape) * min(shape[-2:]) for name, shape in shapes.items()}
@@ -55,16 +56,16 @@ def assign_owners(by_rank: list[Holdings]) -> list[list[Matrix]]:
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers whose update of a hidden matrix depends on all of it.
+    """Base class of optimizers that compute the update of a hidden matrix from the whole matrix.
 
-    Such a matrix is gathered, as described by the runner's boxes, to one of the ranks that hold it, transformed there,
-    and its parts are sent back. So every runner computes the same. `Model.weights.matrices` chooses the matrices; all
-    else is left to the optimizer `rest`, which works element by element.
+    The runner's boxes describe the shards of a matrix. They are gathered to one of the ranks that hold it, `transform`
+    runs there, and the shards of the update are sent back, so every runner computes the same update.
+    `Model.weights.matrices` selects the matrices; the elementwise optimizer `rest` updates all other parameters.
 
-    A subclass implements `transform`, and `direction` and `apply` where it needs to.
+    A subclass implements `transform`, and overrides `direction` and `apply` if needed.
     """
 
-    dtype = torch.float32  # of what `transform` returns
+    dtype = torch.float32  # type of the tensors returned by `transform`
     _shards: Callable[[], list[Shard]] | None = None
 
     def __init__(
@@ -73,40 +74,40 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         plain = [group for group in self.param_groups if "matrices" not in group]
         self._rest = rest(plain) if plain else None
-        self._rounds: dict[tuple[int, ...], list[list[Matrix]]] = {}  # by the parameters that are stepped together
+        self._rounds: dict[tuple[int, ...], list[list[Matrix]]] = {}  # by the ids of the parameters in a step
 
     # ---- for subclasses
 
     def direction(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        """This rank's part of what `transform` is given, element by element; may overwrite the gradient.
+        """Compute this rank's shard of the input of `transform`, element by element; may overwrite the gradient.
 
-        `state` is the parameter's, shaped as the gradient: flat or sharded where the runner's parameters are.
+        `state` is the parameter's state, shaped like the gradient: flat or sharded if the parameters are.
         """
         return gradient
 
     def transform(self, matrix: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """The update of a whole matrix [m, n], or of a stack [..., m, n] of them, not to be changed in place.
+        """Compute the update of a matrix [m, n] or a stack [..., m, n]. Do not change `matrix` in place.
 
-        `state` is kept for this matrix by its owner, in tensors of any shape that begin as zeros.
+        `state` is the matrix's state on its owner: tensors of any shape, initialized to zeros.
         """
         raise NotImplementedError
 
     def apply(self, weight: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, ...]) -> None:
-        """Change a part of a weight, in place, by the same part of the update; `shape` is the whole matrix's."""
+        """Update a shard of a weight in place with the same shard of the update; `shape` is the whole matrix's."""
         weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     # ---- for runners
 
     def bind(self, shards: Callable[[], list[Shard]], group: Group, device: torch.device) -> None:
-        """Take parts of weights and updates from `shards`, and compute on `device`.
+        """Read shards of weights and updates from `shards`, and compute on `device`.
 
-        The ranks of `group` hold all parts of the matrices that one of them has, and step together.
+        The ranks of `group` together hold the whole matrices, and call `step` together.
         """
         self._shards, self._group, self._device = shards, group, device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters in the groups as they now are; engines may step some of them at a time. Collective."""
+        """Update the parameters in the current groups; an engine may step some parameters at a time. Collective."""
         if self._rest is not None:
             self._rest.state = self.state
             self._rest.param_groups = [group for group in self.param_groups if "matrices" not in group]
@@ -114,7 +115,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         cut = [p for g in self.param_groups if "matrices" in g for p in g["params"] if p.grad is not None]
         for p in cut:
             self.state[p][UPDATE] = self.direction(p.grad, self.state[p])
-        if cut or self._shards is not None:  # ranks without a part take part
+        if cut or self._shards is not None:  # ranks without a shard join the exchange
             self._update_matrices(tuple(id(p) for group in self.param_groups for p in group["params"]))
         for p in cut:
             del self.state[p][UPDATE]
@@ -146,7 +147,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _transformed(
         self, matrices: list[Matrix], updates: dict[str, dict[Box, Tensor]]
     ) -> list[tuple[Matrix, dict[Box, Tensor]]]:
-        """This rank's parts of a round's matrices, transformed by their owners."""
+        """Return this rank's shards of a round's updates, computed by the owners of the matrices."""
         me, nothing = self._group.rank, [list[Box]()] * self._group.size
         to_owners, to_holders = [list[Tensor]() for _ in nothing], [list[Tensor]() for _ in nothing]
         for matrix in matrices:
@@ -170,7 +171,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _exchange(
         self, sent: list[list[Tensor]], boxes: list[list[Box]], dtype: torch.dtype
     ) -> list[dict[Box, Tensor]]:
-        """Send tensors to each rank of the group, and receive from each of them tensors of these boxes."""
+        """Send tensors to each rank of the group, and receive the tensors of `boxes` from each rank."""
         flat = [part.reshape(-1) for parts in sent for part in parts]
         received = torch.cat(flat or [torch.empty(0)]).to(self._device, dtype)
         if self._group.process_group is not None:

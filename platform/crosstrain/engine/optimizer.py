@@ -17,13 +17,13 @@ from crosstrain.utils.errors import ConfigError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 ShapeOf = Callable[[nn.Parameter], torch.Size]
-_BLOCK = 4096  # elements whose squares torch may sum in fp32
+_BLOCK = 4096  # number of squares that torch sums in fp32 at a time
 
 
 class MakeOptimizer(Protocol):
-    """Build the configured optimizer over the parameters that a runner has after sharding.
+    """Build the configured optimizer over the runner's parameters after sharding.
 
-    `shape_of` gives a parameter's full shape where an engine keeps something else in its place.
+    `shape_of` returns the full shape of a parameter that an engine replaces by a shard.
     """
 
     def __call__(self, parameters: NamedParameters, shape_of: ShapeOf = ...) -> torch.optim.Optimizer: ...
@@ -36,10 +36,10 @@ def parameter_groups(
     lr_scale: Callable[[str], float] = lambda name: 1.0,
     matrices: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not.
+    """Group the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not.
 
-    Where `lr_scale` or the type differs, there are two for each, fp32 first. Parameters whose names are in `matrices`
-    are in groups of their own, which list their canonical names.
+    Each `lr_scale` and each element size has its own two groups, fp32 first. Parameters named in `matrices` have
+    separate groups that also list their canonical names.
     """
     groups: dict[tuple[int, float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, p in parameters:
@@ -57,7 +57,7 @@ def parameter_groups(
 
 
 def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimizer:
-    """A function that builds the configured optimizer, for parameters of `model` under its own names."""
+    """Return a function that builds the configured optimizer, for parameters of `model` under the model's own names."""
     make = registry.get("optimizer", config.run.optimizer.name)
     more: dict[str, Any] = {} if model is None else {"lr_scale": model.weights.lr_scale}
     if model is not None and isinstance(make, type) and issubclass(make, MatrixOptimizer):
@@ -68,27 +68,28 @@ def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimiz
         if not groups:
             raise ConfigError("the model has no trainable parameter: every part is frozen")
         try:
-            # The rate is set before every step; a zero until then makes a forgotten one visible.
+            # The rate is set before every step. With rate 0 a missing call is easy to notice: nothing trains.
             return make(groups, lr=0.0, options=config.run.optimizer.options)
-        except (ValueError, TypeError) as error:  # parameters or values that it does not take
+        except (ValueError, TypeError) as error:  # the optimizer rejects the parameters or the options
             raise ConfigError(f"run.optimizer: {config.run.optimizer.name} refuses: {error}") from error
 
     return build
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer's state now, without moving a parameter.
+    """Allocate the optimizer state now, without changing a parameter.
 
-    Optimizers allocate at their first step, but a checkpoint must be loadable before it and complete even if every step
-    so far was skipped. A step with zero gradients and rate zero leaves zeros; the count of steps is reset. Raises
-    ConfigError for state that does not start at zero, and for state in parameter groups, which no checkpoint holds.
+    Optimizers allocate their state in the first step. A checkpoint must be loadable before that step, and complete even
+    if every step so far was skipped. A step with zero gradients and learning rate zero leaves state at zero; the step
+    count is reset. Raises ConfigError for state that does not start at zero, and for state in parameter groups because
+    checkpoints do not store it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]  # an engine may keep buffers there
     for p in parameters:
         p.grad = torch.zeros_like(p)
     settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    still = {"lr", "weight_decay"}  # decay would enter a momentum
+    still = {"lr", "weight_decay"}  # weight decay would change the momentum
     for group in optimizer.param_groups:
         group.update(dict.fromkeys(still & group.keys(), 0.0))
     optimizer.step()
@@ -116,9 +117,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients of an optimizer's parameters; zeros where no micro batch used one.
+    """The gradients of an optimizer's parameters; zeros if no micro batch used the parameter.
 
-    Engines that flatten parameters cannot leave one out of a step, so nobody does.
+    Engines that flatten parameters cannot leave one out of a step. No runner does, so that all update alike.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
@@ -128,9 +129,9 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def global_norm(tensors: list[Tensor]) -> float:
-    """2-norm of all elements of all tensors; DTensors count once, however they are sharded. Collective for DTensors.
+    """2-norm of all elements of all tensors; every DTensor counts once. Collective for DTensors.
 
-    In float64, because it is compared across runners and decides how much is clipped.
+    The sum is in float64, because runners must agree on the norm and on the clipping that depends on it.
     """
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -151,7 +152,7 @@ def _square(tensors: list[Tensor]) -> Tensor:
     """Sum of squares of plain tensors on one device, a float64 scalar."""
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
-    # On a CPU torch sums a norm in a few fp32 numbers: off by 1e-6 at 10^5 elements and by 1e-3 at 10^7.
+    # On a CPU torch accumulates a norm in fp32: the error is 1e-6 at 10^5 elements and 1e-3 at 10^7.
     total = torch.zeros((), dtype=torch.float64)
     for tensor in tensors:
         flat = tensor.reshape(-1)
@@ -162,9 +163,9 @@ def _square(tensors: list[Tensor]) -> Tensor:
 
 
 def check_elementwise(make_optimizer: MakeOptimizer) -> None:
-    """Raise ConfigError unless the optimizer updates each element by itself; for runners that cut parameters.
+    """Raise ConfigError unless the optimizer is elementwise, for runners that split parameters.
 
-    Checked by a trial: a matrix and the same numbers in two pieces must move alike.
+    A trial decides: the update of a matrix must equal the update of the same numbers in two pieces.
     """
     numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
 

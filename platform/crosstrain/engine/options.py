@@ -1,4 +1,4 @@
-"""Options that runners share, as bases of their dataclasses `Options`."""
+"""Options shared by runners; the `Options` dataclasses of runners inherit them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,27 +8,27 @@ from crosstrain.config.bounds import PositiveInt
 
 @dataclass
 class ContextOptions:
-    """Options of runners whose ranks can share sequences."""
+    """Options of runners with context parallelism."""
 
-    context_parallel: PositiveInt = 1  # ranks that share each sequence: every one computes a part of its tokens
+    context_parallel: PositiveInt = 1  # ranks that share each sequence; each computes a part of its tokens
 
     def replicas(self, world_size: int) -> list[list[int]]:
-        """Ranks that have, or share, one copy of the same parameters, and whose gradients are summed; all of them."""
+        """Groups of ranks that share or copy the same parameters and sum their gradients; by default, all ranks."""
         return [[*range(world_size)]]
 
 
 @dataclass
 class ExpertOptions(ContextOptions):
-    """Options of runners whose ranks can also share experts."""
+    """Options of runners with expert parallelism."""
 
-    expert_parallel: PositiveInt = 1  # ranks that share the experts: each holds some of them, sharded over the rest
+    expert_parallel: PositiveInt = 1  # ranks that split the experts; ranks with the same experts shard them further
 
 
 def context_size(options: Any) -> int:
-    """Ranks that share each sequence under a runner's options."""
+    """Number of ranks that share each sequence under a runner's options."""
     return options.context_parallel if isinstance(options, ContextOptions) else 1
 
 
 def expert_size(options: Any) -> int:
-    """Ranks that share the experts under a runner's options."""
+    """Number of ranks that share the experts under a runner's options."""
     return options.expert_parallel if isinstance(options, ExpertOptions) else 1

@@ -1,8 +1,8 @@
-"""Mixed precision with one meaning under every runner, and loss scaling with Megatron's semantics.
+"""Mixed precision with the same semantics under every runner, and loss scaling with Megatron's semantics.
 
-Master weights, moments and gradients are fp32; autocast lowers the forward's matrix products to bf16 or fp16. fp16
-needs its loss scaled, because small gradients would vanish: the loss is multiplied by the scale before the backward,
-gradients are divided by it after, and a step whose gradients overflowed is skipped.
+Master weights, moments and gradients are fp32; autocast runs the forward's matrix products in bf16 or fp16. fp16 needs
+loss scaling, because small gradients would underflow. The loss is multiplied by the scale before the backward, and the
+gradients are divided by it afterwards. A step with overflowed gradients is skipped.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,11 +19,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LossScaler:
-    """Halves the scale on overflow and doubles it after `window` steps without one; a constant without a window.
+    """Halves the scale on overflow, doubles it after `window` steps without overflow; constant without a window.
 
-    The first `hysteresis - 1` overflows only lower the tolerance (Megatron-LM, fp16/loss_scaler.py, whose
-    `delayed_shift` this is): starting at 2^32 with hysteresis 2, a scale of 2^17 means 16 skipped steps. The tolerance
-    is given back whenever the scale grows.
+    The first `hysteresis - 1` overflows only lower the tolerance, like `delayed_shift` in Megatron-LM
+    (fp16/loss_scaler.py). Example: from 2^32 with hysteresis 2, a scale of 2^17 is reached after 16 skipped steps. The
+    tolerance is restored whenever the scale grows.
     """
 
     def __init__(self, scale: float, window: int | None = None, hysteresis: int = 1, min_scale: float = 0.0) -> None:
@@ -32,7 +32,7 @@ class LossScaler:
         self.steps_since_overflow = 0
 
     def update(self, overflow: bool) -> None:
-        """Adapt the scale after a step, whose gradients did or did not `overflow`."""
+        """Adapt the scale after a step; `overflow`: the step's gradients overflowed."""
         if self.window is None:
             return
         if overflow:
@@ -53,7 +53,7 @@ class LossScaler:
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned, also for another kind of scale. Raises CheckpointError."""
+        """Restore a result of `state`; does nothing if either scale is constant. CheckpointError if it is malformed."""
         if self.window is not None and state:
             try:
                 self.scale = float(state["scale"])
@@ -70,41 +70,41 @@ class Precision:
         self.options = options
         self.dtype = DTYPES[options.dtype]
         self.device_type = device_type
-        self.in_parameters = False  # True: parameters have the type that computes, so that nothing is cast
+        self.in_parameters = False  # True: parameters already have the compute type, so autocast is off
         dynamic = options.loss_scale is None and options.dtype == "fp16"
         adapting = (options.initial_scale, options.window, options.hysteresis, options.min_scale)
         self.scaler = LossScaler(*adapting) if dynamic else LossScaler(options.loss_scale or 1.0)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of every forward, in training, evaluation and generation alike."""
+        """The context of every forward in training, evaluation and generation."""
         if self.dtype == torch.float32 or self.in_parameters:
             return nullcontext()
         return torch.autocast(self.device_type, self.dtype)
 
     @property
     def overflows(self) -> bool:
-        """True where gradients that are not finite are expected now and then, and lower the loss scale."""
+        """True if occasional non-finite gradients are expected and lower the loss scale."""
         return self.options.dtype == "fp16"
 
     def update_scale(self, attempted: bool, applied: bool) -> None:
-        """Adapt the loss scale after a step; one that was refused for its loss does not count."""
+        """Adapt the loss scale after a step; a step rejected because of its loss does not count."""
         if attempted and (applied or self.overflows):
             self.scaler.update(overflow=not applied)
 
 
 def linear_weights(model: Model) -> list[nn.Parameter]:
-    """Parameters of the linear layers of blocks, which autocast rounds before each use."""
+    """Parameters of the linear layers in blocks; autocast rounds them before each use."""
     layers = [module for block in model.blocks() for module in block.modules() if is_linear(module)]
     return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
 
 
 def is_linear(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D  # here, because a runner is named without a model
+    from transformers.pytorch_utils import Conv1D  # imported here so that runners load without transformers
 
     return isinstance(module, (nn.Linear, Conv1D))
 
 
 def computes_in_half(run: RunOptions, model: Model) -> bool:
-    """True where only products in bf16 read the weights of linear layers, so that they may be rounded before."""
+    """True if the weights of linear layers are only read by bf16 products, so they may be rounded in advance."""
     in_bf16 = (run.amp.dtype, run.amp.linear, run.compile) == ("bf16", None, "none")
     return in_bf16 and not (model.structure.reads_across or model.weights.quantized())

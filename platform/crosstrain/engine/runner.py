@@ -34,35 +34,35 @@ from crosstrain.utils.types import Batch, MicroBatch
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a runner class that the platform asks for before and between steps."""
+    """Features of a runner class."""
 
-    exact: bool = True  # False: a step is not the one of plain torch, because ranks train apart for some steps
+    exact: bool = True  # False: steps differ from plain torch's, because ranks train independently for some steps
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
-    takes_quantized: bool = True  # False: a model with parameters in few bits (`Model.weights.quantized`) is refused
-    takes_float8: bool = True  # False: `run.amp.linear: float8`, which exchanges modules within blocks, is refused
-    saves_memory: tuple[str, ...] = ()  # settings of options, option=value, that a plan tries as well
-    cuts_models: bool = False  # True: a rank may compute with a part of the model, which `layouts` describes
+    takes_quantized: bool = True  # False: models with quantized parameters (`Model.weights.quantized`) are rejected
+    takes_float8: bool = True  # False: `run.amp.linear: float8` is rejected; float8 replaces modules within blocks
+    saves_memory: tuple[str, ...] = ()  # memory-saving settings, option=value, that `crosstrain plan` also tries
+    cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes it
 
 
 @dataclass
 class StepResult:
     """Result of an attempted optimizer step."""
 
-    grad_norm: float  # global norm before clipping, loss scale taken out; not finite where it overflowed
+    grad_norm: float  # global norm before clipping, without the loss scale; not finite after an overflow
     applied: bool
 
 
 class Runner:
-    """Base class of all runners, which Lightning and MMEngine call strategies: it decides where a training step runs.
+    """Base class of all runners (strategies in Lightning and MMEngine): a runner executes the training steps.
 
-    A runner owns the four things in which DDP, FSDP, ZeRO and Megatron differ, and nothing else: the micro-batch loop,
-    clip-and-step, the evaluation forward, and what each rank holds. The defaults are a complete single-process runner.
-    `run.runner: {name: ..., <Options>}` chooses and configures one.
+    A runner implements the four parts that differ between DDP, FSDP, ZeRO and Megatron: the micro-batch loop,
+    clip-and-step, the evaluation forward, and the tensors of each rank. The defaults are a complete single-process
+    runner. `run.runner: {name: ..., <Options>}` chooses and configures one.
 
-    After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples) and `context` (those that
-    share samples, each with a part of every sequence). After `prepare`: `model`, `module` (what is called to compute;
-    the model itself unless something wraps it) and `optimizer` (None for evaluation). `objective.inputs(batch)` are the
-    arguments of that call. `state` holds JSON values that checkpoints keep and a resumed run gives back.
+    After `setup`: `device`, `world` (all ranks), `dp` (the ranks with different samples) and `context` (the ranks that
+    share samples; each has a part of every sequence). After `prepare`: `model`, `module` (the callable for the forward:
+    the model or its wrapper) and `optimizer` (None for evaluation). The forward takes `objective.inputs(batch)`.
+    `state` holds JSON values that are saved in checkpoints and restored on resume.
     """
 
     capabilities: ClassVar = Capabilities()
@@ -72,7 +72,7 @@ class Runner:
     dp: Group
     model: Model
     module: nn.Module
-    micro_losses: list[Tensor]  # summed, of the last step's micro batches; empty on a rank that computes none
+    micro_losses: list[Tensor]  # summed losses of the last step's micro batches; empty on a rank without losses
 
     def __init__(self, options: Any, run: RunOptions) -> None:
         self.options, self.run = options, run
@@ -80,18 +80,18 @@ class Runner:
         self.optimizer: torch.optim.Optimizer | None = None
         self.micro_losses = []
         self.state: dict[str, Any] = {}
-        self.objective = Objective(None)  # what the loss of a batch is
+        self.objective = Objective(None)  # computes the loss of a batch
 
     @cached_property
     def held(self) -> HeldState:
-        """This rank's part of parameters, optimizer state and gradients."""
+        """This rank's shards of parameters, optimizer state and gradients."""
         return HeldState(self)
 
     # ---- joining
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
-        """Number of ranks that see different samples; ConfigError where `world_size` does not fit the options."""
+        """Number of ranks with different samples; ConfigError if `world_size` does not fit the options."""
         sharing = context_size(options)
         if world_size % sharing:
             raise ConfigError(f"run.runner.context_parallel: {sharing} does not divide the {world_size} ranks evenly")
@@ -99,34 +99,38 @@ class Runner:
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        """Raise ConfigError for settings of the run that exclude each other here; called before a worker exists."""
+        """Raise ConfigError for settings that this runner cannot combine; called before workers start."""
         if run.compile != "none" and expert_size(options) > 1:
             raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
-        """Raise ConfigError for a model, on the meta device, that cannot be laid out so; before a worker exists."""
+        """Raise ConfigError if the runner cannot shard this model, given on the meta device; before workers start."""
         if (ranks := expert_size(options)) > 1:
             check_experts(model, ranks)
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
-        """Memory and traffic of each kind of rank, for `crosstrain plan`; called before a worker exists."""
+        """Memory and communication of each kind of rank, for `crosstrain plan`; called before workers start."""
         return [data_parallel(at)]
 
     def setup(self) -> None:
-        """Choose the device and join the other ranks; a process group that is there already, as a fake one, is used."""
+        """Choose the device and join the other ranks; an initialized process group, such as a fake one, is reused."""
         local_rank, size = world()
         self.device = choose_device(self.run.device, local_rank)
         if not dist.is_initialized() and (size > 1 or self.capabilities.needs_process_group):
             cuda = self.device.type == "cuda"
-            # The timeout is later than the watchdog's.
+            # One minute after the watchdog's limit, so that the watchdog reports first.
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
             store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
-                device_id=self.device if cuda else None, timeout=timedelta(seconds=timeout),
-            )  # fmt: skip
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                device_id=self.device if cuda else None,
+                timeout=timedelta(seconds=timeout),
+            )
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
         self.precision = Precision(self.run.amp, self.device.type)
@@ -137,7 +141,7 @@ class Runner:
             self.context = _subgroup(rows, "context")
 
     def close(self) -> None:
-        """Leave together; a rank that left early would break the others' last collective."""
+        """Leave the process group together; an early exit of one rank would break the others' last collective."""
         if dist.is_initialized():
             self.world.barrier()
             watchdog.remove()
@@ -146,26 +150,26 @@ class Runner:
     # ---- building
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
-        """Build the model where it will live; its weights are filled in after `prepare`."""
+        """Build the model on its device; weights are loaded after `prepare`."""
         return construct(make_model, self.device)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        """Shard or wrap the model, then build the optimizer over what is left. No optimizer: evaluation only."""
+        """Shard or wrap the model, then build the optimizer. make_optimizer: None: evaluation only."""
         self.model = self.module = model
         self.held.build_optimizer(make_optimizer)
 
     def loaded(self) -> None:
-        """Refresh whatever is derived from the boxes of `held`; called after they were filled."""
+        """Refresh everything derived from the tensors of `held`; called after they are loaded."""
 
     # ---- training
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
-        """Gradients of one optimizer step; returns the step's loss, the same on every rank.
+        """Compute the gradients of one optimizer step; returns the step's loss, the same on every rank.
 
         The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
-        `num_targets`. The weight of a micro batch does not depend on the number of ranks, so that what overflows in
-        fp16 does not either. In a step without collectives (`meets`) `num_targets` is None: the rank takes its own
-        targets for every rank's, and returns its own loss.
+        `num_targets`. The weight of a micro batch does not depend on the number of ranks, so the overflows of fp16 do
+        not depend on it either. In a step without collectives (`meets`) `num_targets` is None: the rank assumes as many
+        targets on every other rank, and returns its own loss.
         """
         own = sum(micro_batch.num_targets for micro_batch in micro_batches) * self.dp.size
         targets = max(own, 1) if num_targets is None else num_targets
@@ -187,14 +191,14 @@ class Runner:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on the gradients after `forward_backward`: the loss scale over the ranks that engines average over.
+        """Factor on the gradients after `forward_backward`: the loss scale, divided by the ranks engines average over.
 
-        The sum is meant: each rank's gradient is that of its part of the loss, divided by the number of all targets.
+        The true gradient is the sum over ranks: each rank's loss is already divided by the number of all targets.
         """
         return self.precision.scaler.scale / (self.dp.size * self.context.size)
 
     def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
-        """Summed loss of a batch on this device, or the result that `mode` asks for, under autocast."""
+        """Summed loss of a batch on this device, or the result requested by `mode`, under autocast."""
         with self.precision.autocast():
             return self.module(**self.objective.inputs(batch, mode))
 
@@ -204,11 +208,11 @@ class Runner:
             loss.backward()
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a micro batch: where an engine can wait, gradients are exchanged only after the last."""
+        """Context of a micro batch; an engine may skip the gradient exchange until the last micro batch."""
         return nullcontext()
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
-        """Unscale, clip by global norm, step, zero, adapt the loss scale. `apply=False` throws the gradients away."""
+        """Unscale, clip by global norm, step, zero, adapt the loss scale. `apply=False` discards the gradients."""
         assert self.optimizer is not None
         gradients = gradients_of(self.optimizer)
         scale = self.gradient_scale
@@ -220,12 +224,12 @@ class Runner:
             if clip / scale != 1.0:
                 torch._foreach_mul_(gradients, clip / scale)
             self.update()
-        self.model.zero_grad(set_to_none=True)  # not the optimizer's alone: it may own a share of the parameters
+        self.model.zero_grad(set_to_none=True)  # the optimizer may hold only a part of the parameters
         self.precision.update_scale(apply, applied)
         return StepResult(norm, applied)
 
     def update(self) -> None:
-        """Change the parameters by the gradients as they now stand."""
+        """Update the parameters with the current gradients."""
         assert self.optimizer is not None
         self.optimizer.step()
 
@@ -234,18 +238,18 @@ class Runner:
         return global_norm(gradients)
 
     def set_learning_rate(self, rate: float) -> None:
-        """The rate of the next step; a parameter group may scale it by its `lr_scale`."""
+        """Set the learning rate of the next step; a parameter group scales it by its `lr_scale`, if any."""
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
-    # ---- steps that ranks make apart
+    # ---- steps that ranks make independently
 
     def meets(self, step: int) -> bool:
-        """False if the ranks make this step, a number from 1 on, without any collective; the same on every rank.
+        """False if the ranks make this step (numbers start at 1) without any collective; the same on every rank.
 
-        Then the loss, the norm and the update of each rank are its own, and its copies of parameters and optimizer
-        state differ from other ranks' until `synchronize`. Only for runners that are not `exact`.
+        In such a step each rank has its own loss, norm and update. Parameters and optimizer state differ between ranks
+        until `synchronize`. Only for runners that are not `exact`.
         """
         return True
 
@@ -265,26 +269,26 @@ class Runner:
             self.model.train()
 
     def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
-        """The model's output for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
+        """The model's output for a batch, valid on every rank; also used by generation. Call inside `evaluating`."""
         with self.precision.autocast():
             return self.model(**self.objective.inputs(to_device(batch, self.device), mode))
 
 
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:
-    """Seed torch's random numbers for a micro batch; ranks that share it draw their own."""
+    """Seed torch's random numbers for a micro batch; context-parallel ranks use different seeds."""
     parts = [runner.context.rank] if runner.context.size > 1 else []
     seed_everything_for(runner.run.seed, micro_batch.first_sample, *parts)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on a device."""
+    """Move the tensors of a batch to a device."""
     return {
         key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()
     }
 
 
 def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
-    """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
+    """Count the routers' choices in a step, without dropout, if a router loss needs the counts first. Collective."""
     for routers in runner.model.structure.routers():
         if routers.counts_first:
             with runner.evaluating():
@@ -294,18 +298,19 @@ def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
 
 
 def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
-    """Means over the ranks of what each rank's model recorded (`Model.take_recorded`), by name. Collective."""
+    """Means over the ranks of the values recorded by each rank's model (`Model.take_recorded`), by name. Collective."""
     totals: Sums = {}
     for held in group.all_gather(sums):
         add_sums(totals, held)
     return {
         name: largest_share(total) if isinstance(total, Tensor) else total / count
-        for name, (total, count) in totals.items() if count
-    }  # fmt: skip
+        for name, (total, count) in totals.items()
+        if count
+    }
 
 
 def _subgroup(rows: list[list[int]], name: str) -> Group:
-    """This rank's group of several that are made together."""
+    """Create one group per row of ranks; returns the group of this rank."""
     if len(rows[0]) == 1:
         return Group()
     return Group(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rows, group_desc=name)[0]))

@@ -1,4 +1,4 @@
-"""Parameters that took part in a backward."""
+"""Parameters that received a gradient."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from crosstrain.utils.errors import TrainingError
 
 
 class UsedParameters(set[nn.Parameter]):
-    """The trained parameters of a model that were reached by backward passes since the last `clear`."""
+    """The trainable parameters of a model that received a gradient since the last `clear`."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -16,7 +16,7 @@ class UsedParameters(set[nn.Parameter]):
                 parameter.register_post_accumulate_grad_hook(self.add)
 
     def check(self, problem: str) -> None:
-        """Raise TrainingError, with the `problem` that it is, where a trained parameter was not reached."""
+        """Raise TrainingError, ending in `problem`, if a trainable parameter received no gradient."""
         parameters = self._model.weights.parameters().items()
         if unused := [name for name, p in parameters if p.requires_grad and p not in self]:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""

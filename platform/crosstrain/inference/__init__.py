@@ -1,1 +1,1 @@
-"""Use of a trained model: generation, perplexity, visual question answering, lm-eval."""
+"""Inference with a trained model: generation, perplexity, visual question answering, lm-eval."""

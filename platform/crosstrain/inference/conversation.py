@@ -1,4 +1,4 @@
-"""Chat sessions: in the tokenizer's chat template, or about images as the training's dataset puts them."""
+"""Chat sessions in the tokenizer's chat template or, with images, in the format of the training dataset."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from crosstrain.utils.types import Sample
 
 @dataclass
 class ChatSession:
-    """A conversation that goes on, in the tokenizer's chat template or as the training's dataset puts it."""
+    """A conversation in the tokenizer's chat template or in the format of the training dataset."""
 
-    prompt: Callable[[Conversation, list[Any]], Sample]  # of messages and their images; UserError where it has none
+    prompt: Callable[[Conversation, list[Any]], Sample]  # formats messages and images; UserError if it cannot
     ends: Collection[int]  # tokens that end an answer
     takes_images: bool
-    images: list[Any] = field(default_factory=list)  # PIL
-    waiting: int = 0  # images that no message has mentioned
+    images: list[Any] = field(default_factory=list)  # PIL images
+    waiting: int = 0  # number of images not yet mentioned in a message
     history: Conversation = field(default_factory=list)
 
     @staticmethod
     def in_template(encoders: Encoders, tokenizer: Any) -> ChatSession:
-        """A session in the tokenizer's chat template."""
+        """Start a session in the tokenizer's chat template."""
 
         def prompt(messages: Conversation, _: list[Any]) -> Sample:
             turns = [{"role": message.role, "content": message.text} for message in messages]
@@ -43,12 +43,12 @@ class ChatSession:
 
     @staticmethod
     def about(files: list[str], config: Config, checkpoint: Path, encoders: Encoders | None = None) -> ChatSession:
-        """A session that begins with these image files, in the configured dataset's format.
+        """Start a session about these image files, in the configured dataset's format.
 
-        Raises UserError where the dataset has no conversations, or no usable format.
+        Raises UserError if the dataset has no conversations or no usable format.
         """
         component = training_dataset(config)
-        # Processors may be none for images, or have values that no library takes.
+        # The configured processor may not take images, or a library may reject its values.
         with explained(f"{checkpoint}: its dataset {component.name} cannot ask"), limited_to(config.trust):
             builder = prompt_builder(component, checkpoint)
         if encoders is not None:
@@ -57,7 +57,7 @@ class ChatSession:
 
     @staticmethod
     def possible(config: Config, checkpoint: Path, encoders: Encoders) -> ChatSession | None:
-        """A session without images so far; None where the model was not trained on conversations."""
+        """Start a session without images; None if the model was not trained on conversations."""
         try:
             return ChatSession.about([], config, checkpoint, encoders)
         except UserError:
@@ -65,11 +65,11 @@ class ChatSession:
 
     @property
     def commands(self) -> str:
-        """The commands and what they do."""
+        """A line that explains the commands."""
         return "`image FILE` adds an image, `new` starts over" if self.takes_images else "`new` starts over"
 
     def ask(self, text: str) -> Sample:
-        """The prompt for an answer to `text`."""
+        """Format the prompt for an answer to `text`."""
         return self.prompt([*self.history, self.message(text)], self.images)
 
     def remember(self, text: str, answer: str) -> None:
@@ -78,7 +78,7 @@ class ChatSession:
         self.waiting = 0
 
     def command(self, text: str) -> bool:
-        """Run the command that `text` is; False if it is none."""
+        """Run `text` if it is a command; False if it is not."""
         word, _, rest = text.strip().partition(" ")
         if word == "image" and rest and self.takes_images:
             self.images.append(_open(rest))
@@ -91,8 +91,8 @@ class ChatSession:
         return True
 
     def message(self, text: str) -> Message:
-        """A user's words, with the placeholders of the images that no message has mentioned."""
-        if not self.takes_images or text.count(IMAGE) == self.waiting:  # at places of the user's choice
+        """A user message, with placeholders for the waiting images."""
+        if not self.takes_images or text.count(IMAGE) == self.waiting:  # the user placed them
             return Message("user", text)
         return Message("user", IMAGE * self.waiting + text.replace(IMAGE, ""))
 

@@ -1,7 +1,7 @@
-"""Batched decoding: the next token's logits of sequences that grow a token at a time, under any runner.
+"""Batched decoding under any runner: logits of the next token for sequences that grow a token at a time.
 
-`DecodeState` grows sequences that begin and end together, as in generation and VQA. `Decoder` has slots in which
-sequences come and go, as in a server.
+`DecodeState` decodes sequences that start and end together, as in generation and VQA. `Decoder` has slots, in which
+sequences start and end independently, as in a server.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from transformers.cache_utils import DynamicLayer
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.types import Sample
 
-BLOCK = 64  # keys; a multiple of the number that a vector instruction takes
+BLOCK = 64  # keys; a multiple of the SIMD width
 
 
 class DecodeState:
-    """Prompts that grow together, with a key/value cache where the model keeps one.
+    """Prompts decoded together, with a key/value cache if the model has one.
 
-    Prompts of different lengths are padded on the left, which the model has to take positions for.
+    Prompts of different lengths are padded on the left; the model must then take position IDs.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sample]) -> None:
@@ -38,7 +38,7 @@ class DecodeState:
         }
 
     def logits(self) -> Tensor:
-        """fp32 logits [prompts, vocabulary] of the next token. Collective; call it once for every `append`."""
+        """Compute fp32 logits [prompts, vocabulary] of the next token. Collective; call it once for every `append`."""
         batch = {"input_ids": self._ids, "cache": self.cache, **self._extra}
         if not self._mask.all():
             positions = (self._mask.cumsum(1) - 1).clamp(min=0)
@@ -46,7 +46,7 @@ class DecodeState:
         return self._runner.evaluate(batch).float()
 
     def append(self, tokens: Tensor) -> None:
-        """Add these tokens [prompts]."""
+        """Append the tokens [prompts], one to each sequence."""
         self._mask = pad(self._mask, (0, 1), value=1)
         if self.cache is None:
             self._ids = torch.cat([self._ids, tokens[:, None]], 1)
@@ -55,21 +55,21 @@ class DecodeState:
 
 
 class Decoder:
-    """Slots in which sequences grow; every rank of a runner has the same ones.
+    """Slots that each decode one sequence; all ranks of a runner have the same slots.
 
-    A slot's logits do not depend on the other slots, up to rounding. Slots are computed together where `KVSlots` can
-    hold the model's cache, else one after another.
+    A slot's logits do not depend on the other slots, up to rounding. Slots are computed in one batch if `KVSlots` can
+    hold the model's cache, otherwise one by one.
     """
 
     def __init__(self, runner: Runner, slots: int) -> None:
         self._runner = runner
-        cache = runner.model.new_cache()  # which has to keep the keys and values of all earlier tokens
+        cache = runner.model.new_cache()  # `KVSlots` needs the keys and values of all earlier tokens
         known = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
         self._kv = KVSlots(slots) if runner.model.takes_positions and known else None
         self._states: dict[int, DecodeState] = {}
 
     def start(self, slots: list[int], prompt: Sample) -> Tensor:
-        """Logits [vocabulary], on the CPU, of the token after a prompt from which these slots continue. Collective."""
+        """Start these slots with a prompt; returns logits [vocabulary] of the next token on the CPU. Collective."""
         states = [DecodeState(self._runner, [prompt]) for _ in (slots if self._kv is None else slots[:1])]
         logits = [state.logits()[0].cpu() for state in states]
         if self._kv is None:
@@ -80,7 +80,7 @@ class Decoder:
         return logits[0]
 
     def step(self, tokens: dict[int, int]) -> dict[int, Tensor]:
-        """Add a token to some slots; logits [vocabulary] of each of these, on the CPU. Collective."""
+        """Append a token to each slot in `tokens`; returns their logits [vocabulary] on the CPU. Collective."""
         if self._kv is not None:
             logits = self._runner.evaluate(self._kv.batch(tokens)).float().cpu()
             for slot in tokens:
@@ -97,12 +97,12 @@ class Decoder:
 
 
 class KVSlots(Cache):
-    """Keys and values of sequences of any lengths, one in each slot, so that one forward computes them all.
+    """A key/value cache with one sequence of any length per slot; one forward computes all slots.
 
-    No slot sees another, so its logits are the same beside any neighbours, up to rounding. Rounding is kept small by
-    fixed shapes: a forward always computes all slots, in use or not, over a whole number of blocks of keys, and a
-    masked key adds an exact zero. Equality to the bit is not promised: threads split a product, so the order of a
-    row's sums may depend on the slot's number, and the longest sequence decides how many blocks all slots read.
+    A slot does not attend to other slots, so its logits depend on them only by rounding. Fixed shapes keep that
+    rounding small: a forward computes all slots, used or not, over a whole number of blocks of keys, and a masked key
+    adds an exact zero. Results are not bitwise reproducible: threads split a product, so the order of a row's sums may
+    depend on the slot's number. The longest sequence also sets the number of blocks read by all slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -111,8 +111,8 @@ class KVSlots(Cache):
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each [slots, heads, room, width]
 
     def take(self, slot: int, cache: DynamicCache) -> None:
-        """Copy the one sequence that `cache` holds into a slot."""
-        # A pipeline stage fills some of the layers only.
+        """Copy the single sequence in `cache` to a slot."""
+        # A pipeline stage fills only its own layers.
         layers: list[Any] = cache.layers
         filled = {number: layer for number, layer in enumerate(layers) if layer.keys is not None}
         self.lengths[slot] = length = max((layer.get_seq_length() for layer in filled.values()), default=0)
@@ -121,7 +121,7 @@ class KVSlots(Cache):
                 held[slot, :, :length] = new[0]
 
     def batch(self, tokens: dict[int, int]) -> dict[str, Any]:
-        """The batch that adds a token to some slots; the result of the others is not used."""
+        """Build the batch that appends a token to each slot in `tokens`; logits of the other slots are unused."""
         new = torch.zeros(len(self.lengths), 1, dtype=torch.long)
         for slot, token in tokens.items():
             new[slot] = token
@@ -129,11 +129,14 @@ class KVSlots(Cache):
         self._span = -(-(max(self.lengths) + 1) // BLOCK) * BLOCK
         seen = torch.arange(self._span) <= self._at[:, None]
         return {
-            "input_ids": new, "position_ids": self._at[:, None], "attention_mask": seen[:, None, None], "cache": self,
-        }  # fmt: skip
+            "input_ids": new,
+            "position_ids": self._at[:, None],
+            "attention_mask": seen[:, None, None],
+            "cache": self,
+        }
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """A layer's keys and values [slots, heads, span, width], the new ones [slots, heads, 1, width] included."""
+        """Store new keys and values [slots, heads, 1, width] of a layer; returns all, [slots, heads, span, width]."""
         slots = torch.arange(len(self.lengths), device=key_states.device)
         at = self._at.to(key_states.device)
         out = []
@@ -146,9 +149,10 @@ class KVSlots(Cache):
         return max(self.lengths)
 
     def _room(self, layer: int, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """A layer's memory, with room for sequences of this length; the unused part is finite.
+        """Return a layer's buffers, grown to hold sequences of this length; unused entries are finite.
 
-        Values are kept in the keys' precision, as `DynamicCache` does: under autocast keys may be fp32, values bf16.
+        Values are stored in the type of the keys, like in `DynamicCache`: under autocast keys may be fp32 and values
+        bf16.
         """
         held = self._held.get(layer)
         if held is not None and held[0].shape[2] >= length:

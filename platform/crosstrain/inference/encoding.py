@@ -1,6 +1,6 @@
-"""A checkpoint's tokenizer, which a stranger may have made: prompts are encoded in processes that can be killed.
+"""Encoding with an untrusted tokenizer of a checkpoint: prompts are encoded in processes that can be killed.
 
-A regular expression of a tokenizer and a chat template may never end, or take all memory.
+A tokenizer's regular expression or chat template may run forever or exhaust the memory.
 """
 
 import json
@@ -16,26 +16,26 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, first_line, se
 from crosstrain.utils.limited_process import LimitedProcess
 
 Kind = Literal["text", "chat", "words"]
-_SECONDS = 4.0  # for one prompt
+_SECONDS = 4.0  # time limit of one prompt
 _SLOW = 1.0  # seconds after which a prompt counts as stuck
-_MEMORY = 1 << 29  # bytes that a process may take beyond the tokenizer
+_MEMORY = 1 << 29  # memory limit of a process in bytes, beyond the tokenizer
 
 
 def open_tokenizer(checkpoint: Path) -> Any:
-    """The tokenizer of a checkpoint, to decode with. CheckpointError where it cannot be loaded or lets text grow."""
+    """Load a checkpoint's tokenizer for decoding. CheckpointError if it cannot be loaded or its decoder is unsafe."""
     from transformers import PreTrainedTokenizerFast
 
     try:
-        # Not AutoTokenizer, which opens whatever files and imports whatever class the folder's own files name.
+        # Not AutoTokenizer: it opens any file and imports any class named in the folder.
         tokenizer = PreTrainedTokenizerFast(**stored_tokenizer(checkpoint))
-    except Exception as error:  # of many kinds, from Python and from Rust
+    except Exception as error:  # Python and Rust raise many types
         raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({first_line(error)})") from error
     check_decoder(tokenizer, checkpoint)
     return tokenizer
 
 
 def check_stored(checkpoint: Path) -> None:
-    """ConfigError unless a tokenizer is stored with the checkpoint."""
+    """Raise ConfigError unless a tokenizer is stored with the checkpoint."""
     if not (checkpoint / CONFIG).is_file():
         raise ConfigError(
             f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
@@ -44,7 +44,7 @@ def check_stored(checkpoint: Path) -> None:
 
 
 def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
-    """CheckpointError unless decoding takes time in proportion to the tokens: it has no process of its own."""
+    """Raise CheckpointError unless decoding is linear in the number of tokens: it runs in this process."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     steps = [json.loads(decoder.__getstate__())] if decoder is not None else []
     for step in steps:
@@ -58,25 +58,25 @@ def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
 
 
 class Encoders:
-    """Processes that turn texts and chats into token ids. Every call has one to itself, so that none delays another.
+    """Processes that encode texts and chats as token IDs. Each call has a process to itself, so no call delays others.
 
-    Raises CheckpointError where the tokenizer cannot be loaded, in little time.
+    The constructor raises CheckpointError if the tokenizer cannot be loaded.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         check_stored(checkpoint)
         self._checkpoint = checkpoint
-        self.tokenizer = open_tokenizer(checkpoint)  # to decode with
+        self.tokenizer = open_tokenizer(checkpoint)  # for decoding
         self._idle: list[LimitedProcess] = []
-        self._busy: dict[LimitedProcess, float] = {}  # since when
+        self._busy: dict[LimitedProcess, float] = {}  # start time of the call
 
     @property
     def stuck(self) -> int:
-        """Number of prompts whose encoding takes unusually long."""
+        """Number of prompts that have been encoding for longer than `_SLOW`."""
         return sum(time.monotonic() - since > _SLOW for since in list(self._busy.values()))
 
     def ends(self, tokenizer: Any) -> set[int]:
-        """Tokens that end an answer: the tokenizer's end of text, and those of the model's generation_config.json."""
+        """Tokens that end an answer: the tokenizer's end of text and the end tokens in generation_config.json."""
         path = self._checkpoint / GENERATION_CONFIG
         settings = read_json(path, most_bytes=1 << 20) if path.exists() else {}
         return {tokenizer.eos_token_id} | end_tokens(settings)
@@ -86,9 +86,9 @@ class Encoders:
         return load_tokenizer(self._checkpoint)
 
     def encode(self, kind: Kind, given: Any) -> list[int]:
-        """Token ids of a text; of a chat, by the tokenizer's template; or of words, in which no token is special.
+        """Encode a text, a chat (in the tokenizer's template) or words (text without special tokens) as token IDs.
 
-        Raises LimitError for any error, and for what takes too long or too much memory.
+        Raises LimitError for any error, and if encoding exceeds the limits of time or memory.
         """
         try:
             process = self._idle.pop()
@@ -111,6 +111,6 @@ class Encoders:
         return [-1 if i is None else i for i in self.tokenizer(given, add_special_tokens=False)["input_ids"]]
 
     def close(self) -> None:
-        """End every process."""
+        """End all processes."""
         for process in [*self._idle, *self._busy]:
             process.close()

@@ -1,4 +1,4 @@
-"""Text generation, under any runner."""
+"""Text generation under any runner."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -19,12 +19,12 @@ from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Sample
 
-OnText = Callable[[int, str], None]  # completion, piece of its text
+OnText = Callable[[int, str], None]  # number of the completion, new piece of its text
 
 
 @dataclass
 class Sampling:
-    """Settings of sampling. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+    """Sampling settings. `temperature` 0 is greedy decoding; `top_k` 0 and `top_p` 1 keep every token."""
 
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -48,11 +48,11 @@ class Sampling:
 
 @dataclass(eq=False)
 class Sequence:
-    """A completion: its random numbers, its text as it grows, and the reason for its end."""
+    """A growing completion: its random numbers, its text so far and its finish reason."""
 
     sampling: Sampling
-    number: int  # of the completion; its random numbers depend on the seed and this alone
-    ends: Collection[int]  # tokens
+    number: int  # number of the completion; its random numbers depend only on the seed and this number
+    ends: Collection[int]  # end tokens
     text: TextStream
     tokens: int = 0
     finish_reason: Literal["stop", "length"] | None = None
@@ -61,7 +61,7 @@ class Sequence:
         self.rng = generator(self.sampling.seed, "completion", self.number)
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that it completes."""
+        """Add a token; returns the text completed by it."""
         if token in self.ends:
             self.finish_reason = "stop"
             return ""
@@ -75,12 +75,15 @@ class Sequence:
 
 
 def decode(
-    runner: Runner, prompts: list[Sample], sequences: list[Sequence], on_text: OnText | None = None,
+    runner: Runner,
+    prompts: list[Sample],
+    sequences: list[Sequence],
+    on_text: OnText | None = None,
     group: Group | None = None,
-) -> None:  # fmt: skip
-    """Grow a sequence from each prompt until all are finished. Collective.
+) -> None:
+    """Decode one sequence for each prompt until all are finished. Collective.
 
-    `group`: ranks whose prompts differ, which all go on until the last of them is finished.
+    `group`: ranks with different prompts; all of them continue until the last one is finished.
     """
     state, sampling = DecodeState(runner, prompts), sequences[0].sampling
     while True:
@@ -95,14 +98,19 @@ def decode(
 
 
 def generate(
-    runner: Runner, tokenizer: Any, prompt: str | Sample, sampling: Sampling, on_text: OnText | None = None,
-    end: int | Collection[int] | None = None, stops: Iterable[str] = (),
-) -> list[str]:  # fmt: skip
-    """Completions of `prompt`, a text or a sample without labels, the same on every rank. Collective.
+    runner: Runner,
+    tokenizer: Any,
+    prompt: str | Sample,
+    sampling: Sampling,
+    on_text: OnText | None = None,
+    end: int | Collection[int] | None = None,
+    stops: Iterable[str] = (),
+) -> list[str]:
+    """Complete `prompt`, a text or a sample without labels; the same results on every rank. Collective.
 
-    `on_text(completion, piece)` is called with each piece of text as it is decided. A completion ends at the token
-    `end`, or one of several, by default the tokenizer's end-of-text token, or before the first of the strings `stops`.
-    Raises UserError where the prompt leaves no room for a token, and where the tokenizer is not the model's.
+    `on_text(completion, piece)` is called for each new piece of text. A completion ends at a token of `end`, or before
+    the first of the strings `stops`. The default of `end` is the tokenizer's end-of-text token. Raises UserError if the
+    prompt leaves no room for a token or if the tokenizer does not match the model.
     """
     end = tokenizer.eos_token_id if end is None else end
     ends = [end] if isinstance(end, int) else end
@@ -121,12 +129,12 @@ def generate(
 
 
 def as_prompt(ids: list[int], end: int) -> Sample:
-    """Token ids as a sample; an empty prompt is `end`, which documents follow in training."""
+    """Make a sample of token IDs; an empty prompt becomes `end`, the token before each document in training."""
     return {"input_ids": np.array([-1 if i is None else i for i in ids] or [end], np.int64)}
 
 
 def room_after(model: Model, sample: Sample, least: int = 1) -> int:
-    """Number of tokens that the model can add to a prompt; UserError below `least`, and for ids that it lacks."""
+    """Number of tokens that the model can add to a prompt; UserError below `least`, and for unknown token IDs."""
     ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
     known = (ids >= 0) | (ids == IMAGE_ID)
     if not known.all() or (vocabulary is not None and ids.max() >= vocabulary):
@@ -137,7 +145,7 @@ def room_after(model: Model, sample: Sample, least: int = 1) -> int:
 
 
 def choose(logits: Tensor, sampling: Sampling, random: list[torch.Generator]) -> Tensor:
-    """Next token [batch], on the CPU, from fp32 logits [batch, vocabulary], each row with its own generator."""
+    """Sample the next tokens [batch], on the CPU, from fp32 logits [batch, vocabulary]; each row has its generator."""
     if sampling.temperature == 0:
         return logits.argmax(-1).cpu()
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness (Gao et al., 2021-) under any runner, for `crosstrain evaluate --tasks`.
 
-Needs the package lm_eval. Every rank of a runner computes the same.
+Needs the package lm_eval. Every rank runs the same requests.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from crosstrain.utils.logging import log
 from crosstrain.utils.types import IGNORE_INDEX
 from crosstrain.utils.units import finite
 
-_LENGTH = 2048  # tokens, where the model has no limit
-_NEW = 256  # tokens of a text, where the task does not say
-_BOOTSTRAPS = 1000  # draws for standard errors that have no formula
-Encode = Callable[[str], list[int]]  # a text's token ids
+_LENGTH = 2048  # tokens, if the model has no limit
+_NEW = 256  # new tokens, if the task sets no number
+_BOOTSTRAPS = 1000  # bootstrap samples for standard errors without a formula
+Encode = Callable[[str], list[int]]  # text to token IDs
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
 class HarnessModel(TemplateLM):
-    """Log-likelihoods are minus the training loss. Use it inside `runner.evaluating()`."""
+    """A model of the harness; log-likelihoods are minus the training loss. Use it inside `runner.evaluating()`."""
 
     def __init__(self, runner: Runner, tokenizer: Any, encode: Encode, quiet: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class HarnessModel(TemplateLM):
         return "checkpoint"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text, without a token for its beginning, as in training."""
+        """Encode a text without a beginning-of-text token, as in training."""
         return self._encode(string)
 
     def _loglikelihood_tokens(
@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each text, in windows of the model's length; an end-of-text token comes first."""
+        """Log-likelihood of each text in windows of the model's length; the context starts with the prefix token."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             tokens = self.tok_encode(request.args[0])
@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy texts, unless a task samples; UserError for a task's unknown setting."""
+        """Generate texts, greedily unless the task samples; UserError for an unknown setting of a task."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             context, given = request.args
@@ -79,23 +79,25 @@ class HarnessModel(TemplateLM):
             new = min(given.get("max_gen_toks", _NEW), self._length - 1)
             until = given.get("until") or []
             sampling = Sampling(
-                new, float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
-                given.get("top_k") or 0, given.get("top_p") or 1.0,
-            )  # fmt: skip
+                new,
+                float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
+                given.get("top_k") or 0,
+                given.get("top_p") or 1.0,
+            )
             prompt = as_prompt(self.tok_encode(context)[-(self._length - new) :], self.eot_token_id)
             stops = [until] if isinstance(until, str) else until
             found += generate(self._runner, self.tokenizer, prompt, sampling, stops=stops)
         return found
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> float:
-        """log p(continuation | context); the beginning is cut off where both exceed the model's length."""
+        """log p(continuation | context); the start is truncated if both together exceed the model's length."""
         ids = (context + continuation)[-(self._length + 1) :]
         labels = torch.tensor([ids[1:]])
         labels[0, : max(0, len(ids) - 1 - len(continuation))] = IGNORE_INDEX
         return -float(self._runner.evaluate({"input_ids": torch.tensor([ids[:-1]]), "labels": labels}))
 
     def _is_greedy(self, context: list[int], continuation: list[int]) -> bool:
-        """True if every token of the continuation is the likeliest one in its place."""
+        """True if every token of the continuation is the argmax at its position."""
         before = context[max(0, len(context) + len(continuation) - self._length - 1) :]
         if not before:
             return False
@@ -108,12 +110,17 @@ class HarnessModel(TemplateLM):
 
 
 def run_tasks(
-    runner: Runner, tokenizer: Any, encode: Encode, tasks: list[str], folder: str | None,
-    limit: int | None, is_main: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Metrics by task. Collective; all ranks compute the same. UserError for unknown tasks and missing data.
+    runner: Runner,
+    tokenizer: Any,
+    encode: Encode,
+    tasks: list[str],
+    folder: str | None,
+    limit: int | None,
+    is_main: bool,
+) -> dict[str, Any]:
+    """Return metrics by task, the same on every rank. Collective. UserError for unknown tasks and missing data.
 
-    `folder` has task files beyond the harness's own; `limit`: documents of each task.
+    `folder`: task files in addition to the harness's own. `limit`: number of documents per task; None: all.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if folder is not None and not Path(folder).is_dir():
@@ -125,12 +132,12 @@ def run_tasks(
             hint = did_you_mean(name, known, "--task-path names a folder with others")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
     model = HarnessModel(runner, tokenizer, encode, quiet=not is_main)
-    with runner.evaluating(), explained("--tasks: the harness cannot do it"):  # for want of data, or by a task file
+    with runner.evaluating(), explained("--tasks: the harness cannot do it"):  # missing data or a bad task file
         found = simple_evaluate(
             model, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )
     results: dict[str, Any] = {}
-    for name, metrics in (found or {"results": {}})["results"].items():  # the harness gives them to the first rank
+    for name, metrics in (found or {"results": {}})["results"].items():  # only rank 0 gets results from the harness
         results[name] = {key: finite(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         for key, value in results[name].items():
             if value is not None and "_stderr" not in key and "," in key:

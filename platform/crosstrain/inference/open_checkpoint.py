@@ -1,4 +1,4 @@
-"""Open a checkpoint, or a Hugging Face folder, which a stranger may have made: its configuration and its model."""
+"""Open the configuration and the model of an untrusted checkpoint or Hugging Face folder."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.folders import find_checkpoint, is_hugging_face
-from crosstrain.checkpoint.weights import PretrainedWeights, load_shards, open_weights
+from crosstrain.checkpoint.load_weights import PretrainedWeights, load_shards, open_weights
 from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import DEFAULT_MODEL, DEFAULT_RUNNER, RunOptions
@@ -27,15 +27,15 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, sen
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.trust import Trust, check_source, is_own, limited_to, names_command
 
-# Limits of a model's constructor. The address space, beside the largest parameter, is hardly touched.
+# Limits for building a model: address space in bytes, beyond its largest parameter, and seconds.
 _BYTES, _SECONDS = 1 << 30, 10.0
-_PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabularies may have
+_PADDING = 1 << 26  # elements; allowance for padded vocabularies, in addition to twice the checkpoint's elements
 
 
 def find_model(place: str | Path, weights: str | None) -> Path:
-    """Find a checkpoint as `find_checkpoint` does; a Hugging Face folder is returned as it is.
+    """Find a checkpoint like `find_checkpoint`; a Hugging Face folder is returned unchanged.
 
-    Raises CheckpointError, too, where it has no weights called `weights`.
+    Also raises CheckpointError if the checkpoint has no weights called `weights`.
     """
     folder = Path(place)
     found = folder if is_hugging_face(folder) else find_checkpoint(place)
@@ -44,10 +44,11 @@ def find_model(place: str | Path, weights: str | None) -> Path:
 
 
 def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False) -> Config:
-    """The configuration in a checkpoint's state, with the user's overrides.
+    """Load the configuration in a checkpoint's state, with the user's overrides.
 
-    It is trusted with data if this user trained with it, or by `trust_data`. Raises CheckpointError where there is
-    none, and ConfigError for values that it must not have or that this installation does not support.
+    The configuration is trusted to name data if this user trained with it or if `trust_data` is True. Raises
+    CheckpointError if the checkpoint has no configuration, and ConfigError for values that are forbidden or that this
+    installation does not support.
     """
     state = load_state(checkpoint)
     saved = state.get("config")
@@ -67,16 +68,16 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
         raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
 
 
-# Options of `run` that a checkpoint decides; the others have their defaults, and unknown ones are refused.
+# Options of `run` that are taken from a checkpoint. Other options get their defaults; unknown options are rejected.
 _FROM_ANYBODY = {"device", "amp"}
 _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics", "objective"}
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required, and not used
 
 
 def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options: Overrides) -> dict[str, Any]:
-    """Reduce section `run` of a checkpoint's configuration to the options of evaluation.
+    """Reduce the section `run` of a checkpoint's configuration to the options of evaluation.
 
-    `own`: the current user has trained with it.
+    `own`: the current user trained with this configuration.
     """
     run = saved.get("run")
     if isinstance(run, dict):
@@ -92,7 +93,7 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options:
         if isinstance(run.get("num_workers"), int):
             run["num_workers"] = min(run["num_workers"], os.cpu_count() or 1)
         saved = saved | {"run": run}
-    if names_command(saved):  # sooner than when a shard is opened
+    if names_command(saved):  # fail now, not when a shard is opened
         raise ConfigError(
             f"{checkpoint}: its data come from a command (pipe:...), which is not run on a checkpoint's word; "
             f"name a project file with --cfg-path"
@@ -101,11 +102,11 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options:
 
 
 def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
-    """Print the plugins that the configuration names, if any, and the way to have them."""
+    """Print the plugins in the configuration, if any, and how to enable them."""
     run = saved.get("run")
     if isinstance(run, dict) and (plugins := run.get("plugins")):
         named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
-        note = (  # whose end somebody may paste
+        note = (  # quoted, because the user may paste the end into a shell
             f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if you trust "
             f"them: --cfg-path and the project file, or --options {shlex.quote(f'run.plugins=[{named}]')}"
         )
@@ -113,9 +114,9 @@ def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
 
 
 def open_config(checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool) -> Config:
-    """The configuration `project`, or else the checkpoint's own configuration, with overrides by `options`.
+    """Load the configuration `project`, or else the checkpoint's own configuration, with the overrides `options`.
 
-    A Hugging Face folder takes the place of the project's `model.pretrained`; without a project there is no dataset.
+    A Hugging Face folder replaces the project's `model.pretrained`. Without a project it has no dataset.
     """
     if not is_hugging_face(checkpoint):
         if not project:
@@ -129,14 +130,19 @@ def open_config(checkpoint: Path, project: ProjectLike | None, options: Override
 
 
 def open_on_workers(
-    checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool, nproc_per_node: int | None,
+    checkpoint: Path,
+    project: ProjectLike | None,
+    options: Overrides,
+    trust_data: bool,
+    nproc_per_node: int | None,
     alone: bool = False,
-) -> tuple[Config, Launch]:  # fmt: skip
-    """Open a configuration and choose the workers that compute with its checked model: one, if `alone`.
+) -> tuple[Config, Launch]:
+    """Open a configuration, check its model, and choose the workers.
 
-    Where the runner needs another number than there are, and the user chose neither runner nor number, plain torch in
-    one process takes its place. Raises ConfigError as `open_config` does and for a layout that is not possible, and
-    CheckpointError as `outline` does.
+    alone: start only one worker.
+
+    If the runner does not fit the number of workers, and the user chose neither, plain torch in one process is used.
+    Raises ConfigError like `open_config` and for an impossible layout, and CheckpointError like `outline`.
     """
     config = open_config(checkpoint, project, options, trust_data)
     how = Launch.detect(nproc_per_node or (1 if alone else None), config.run.device)
@@ -158,15 +164,16 @@ def open_on_workers(
 
 
 def load_model(config: Config, runner: Runner, checkpoint: Path, weights: str | None) -> None:
-    """Set up the runner with a checkpoint's model, to evaluate; `weights` as for `Reader.open`."""
-    held = None if is_hugging_face(checkpoint) else checkpoint  # else the weights are model.pretrained
+    """Set up the runner with a checkpoint's model for evaluation; `weights` is passed to `Reader.open`."""
+    held = None if is_hugging_face(checkpoint) else checkpoint  # a Hugging Face folder is model.pretrained
     build_model(config, runner, held, for_training=False, weights=weights)
 
 
 def outline(config: Config, checkpoint: Path) -> Model:
-    """Build the configured model on the meta device, no larger than the checkpoint's tensors.
+    """Build the configured model on the meta device, and compare it with the checkpoint's tensors.
 
-    Raises CheckpointError where it cannot be built, in little time and memory, or has other parameters.
+    Raises CheckpointError if building fails or exceeds the limits of time and memory, and if the parameters differ from
+    the checkpoint's.
     """
     reader = open_weights(checkpoint)
     with limited_to(config.trust):
@@ -174,8 +181,8 @@ def outline(config: Config, checkpoint: Path) -> Model:
             check_source(f"{checkpoint}: the source of the frozen parameter {name}")
     sizes = [math.prod(tensor.shape) for (kind, _), tensor in reader.tensors.items() if kind == "param"]
     sizes += [math.prod(frozen.shape) for frozen in reader.frozen.values()]
-    # Tied parameters are registered more than once, and libraries may build modules that they then replace. A parameter
-    # takes address space, which is not touched, until it is registered.
+    # Tied parameters are registered more than once, and libraries may build modules and then replace them. Until it is
+    # registered, a parameter takes address space but no memory.
     most, memory = 100 + 4 * len(sizes), _BYTES + 8 * max(sizes, default=0)
 
     def build() -> Model:
@@ -192,8 +199,8 @@ def outline(config: Config, checkpoint: Path) -> Model:
     if is_hugging_face(checkpoint):
         if checkpoint not in (source.folder for source, _ in pretrained.parts):
             raise CheckpointError(f"{checkpoint}: {config.model.name} takes no weights from a Hugging Face folder")
-        pretrained.summary(parameters)  # refuses a parameter that is not there
-        pretrained.fill(shards)  # and one of another shape
+        pretrained.summary(parameters)  # raises for missing parameters
+        pretrained.fill(shards)  # raises for shapes that differ
     else:
         load_shards(reader, shards, pretrained)
     built = sum(p.numel() for p in model.parameters())

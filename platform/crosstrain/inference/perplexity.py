@@ -23,7 +23,7 @@ from crosstrain.utils.units import disjoint
 
 @dataclass
 class LossMetrics:
-    """Mean loss over `targets` of them, in nats for tokens, and named numbers of the model and of `run.metrics`."""
+    """Mean loss per target (in nats for tokens), and the named numbers of the model and of `run.metrics`."""
 
     loss: float
     targets: int
@@ -32,7 +32,7 @@ class LossMetrics:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a float."""
+        """exp(loss); infinity if that overflows a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
@@ -41,7 +41,7 @@ class LossMetrics:
 
     @property
     def named(self) -> dict[str, float]:
-        """All numbers by name; TrainingError for a name that is there twice."""
+        """All numbers by name; TrainingError for a duplicate name."""
         return disjoint({"loss": self.loss} | ({"perplexity": self.perplexity} if self.of_tokens else {}), self.more)
 
     def line(self, form: str) -> str:
@@ -52,16 +52,21 @@ class LossMetrics:
 def evaluate_loss(
     runner: Runner, dataset: Dataset, micro_batch: int, max_samples: int | None = None, num_workers: int = 0
 ) -> LossMetrics:
-    """Loss and metrics over the first `max_samples` samples (None: all), the same on every rank. Collective."""
+    """Compute loss and metrics over the first `max_samples` samples; None: all. Same on every rank. Collective."""
     model = runner.model
     metrics: list[Metric] = [registry.get("metric", m.name)(m.options) for m in runner.run.metrics]
     total = targets = 0.0
     recorded: Sums = {}
     batches = evaluation_batches(
-        dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
-        max_samples=max_samples, num_workers=num_workers, num_targets=runner.objective.num_targets,
+        dataset,
+        micro_batch,
+        dp_rank=runner.dp.rank,
+        dp_size=runner.dp.size,
+        max_samples=max_samples,
+        num_workers=num_workers,
+        num_targets=runner.objective.num_targets,
         vocab_size=model.vocab_size,
-    )  # fmt: skip
+    )
     hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
     metrics = [metric for metric in metrics if metric.token_hits not in hits]
 
@@ -84,7 +89,7 @@ def evaluate_loss(
                     with blamed(f"run.metrics: {type(metric).__name__} failed in sums, given {shapes}"):
                         sums.append(metric.sums(outputs, batch).double().cpu())
                 scores = [a + (b if counts else torch.zeros_like(b)) for a, b in zip(scores, sums, strict=True)]
-            model.take_recorded()  # without targets, or before
+            model.take_recorded()  # discard values of the metrics' forward
             loss = runner.evaluate(micro.data, mode).item()
             if counts:
                 total += loss

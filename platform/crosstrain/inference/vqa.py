@@ -1,4 +1,4 @@
-"""Visual question answering: answers to questions with known answers, with the image and without; scores; pictures."""
+"""Visual question answering: answer questions with and without the image, score the answers, draw a contact sheet."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ from crosstrain.utils.logging import log
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.types import Sample
 
-_LONG = 4  # words: longer answers are also scored as captions
-_BATCH = 64  # questions that are answered together
-_BLOCK = 32  # consecutive samples of one rank; batches do not cross blocks, so they do not depend on the ranks
-_ON_SHEET = 48  # images
+_LONG = 4  # words; longer answers are also scored as captions
+_BATCH = 64  # questions per batch
+_BLOCK = 32  # consecutive samples per rank; batches stay within a block, so they do not depend on the number of ranks
+_ON_SHEET = 48  # images on a contact sheet
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a question about sample `sample` of a split. Small: ranks exchange answers."""
+    """An answer to a question about sample `sample` of a split. Ranks exchange answers, so they hold no images."""
 
     sample: int
     kind: str
     question: str
     truth: str
     text: str
-    text_only: str  # the answer where all pixels are zero
+    text_only: str  # the answer with all pixels set to zero
 
     @property
     def right(self) -> bool:
@@ -43,9 +43,14 @@ class Answer:
     def document(self) -> dict[str, Any]:
         """The answer as JSON."""
         return {
-            "sample": self.sample, "kind": self.kind, "question": self.question, "answer": self.text,
-            "truth": self.truth, "right": self.right, "blind": self.text_only,
-        }  # fmt: skip
+            "sample": self.sample,
+            "kind": self.kind,
+            "question": self.question,
+            "answer": self.text,
+            "truth": self.truth,
+            "right": self.right,
+            "blind": self.text_only,
+        }
 
 
 def _same(a: str, b: str) -> bool:
@@ -53,13 +58,18 @@ def _same(a: str, b: str) -> bool:
 
 
 def answer_questions(
-    runner: Runner, tokenizer: Any, end: int, dataset: VqaDataset, max_samples: int | None, max_new_tokens: int,
+    runner: Runner,
+    tokenizer: Any,
+    end: int,
+    dataset: VqaDataset,
+    max_samples: int | None,
+    max_new_tokens: int,
     batch: int,
-) -> tuple[list[Answer], int]:  # fmt: skip
-    """Greedy answers to the questions about a split's first samples, and the number of samples without questions.
+) -> tuple[list[Answer], int]:
+    """Return greedy answers about a split's first samples, and the number of samples without questions.
 
-    Collective: the ranks share the work, and all get all answers, which do not depend on the number of ranks. Raises
-    UserError where a question leaves no room for `max_new_tokens`.
+    Collective: the ranks share the work, and all ranks return all answers. The answers do not depend on the number of
+    ranks. Raises UserError if a question leaves no room for `max_new_tokens`.
     """
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     mine, silent = list[Answer](), 0
@@ -81,7 +91,7 @@ def answer_questions(
             questions = next(work, [])
             if not runner.dp.all_reduce_sum(len(questions), tag="questions")[0]:
                 break
-            # A forward may be a collective: a rank without questions computes something, as often as the others.
+            # A forward may be a collective, so a rank without questions runs it on a dummy prompt.
             prompts = [example.prompt for _, example in questions] or [as_prompt([], end)]
             answers, guesses = (
                 _greedy(runner, tokenizer, end, prompts, max_new_tokens, text_only) for text_only in (False, True)
@@ -92,14 +102,14 @@ def answer_questions(
             ]
     everyone = [answer for part in runner.dp.all_gather(mine) for answer in part]
     (unasked,) = runner.dp.all_reduce_sum(silent, tag="samples without questions")
-    # The sort is stable: the order within a sample is kept.
+    # The sort is stable, so the order within a sample is kept.
     return sorted(everyone, key=lambda answer: answer.sample), int(unasked)
 
 
 def _greedy(
     runner: Runner, tokenizer: Any, end: int, prompts: list[Sample], max_new_tokens: int, text_only: bool
 ) -> list[str]:
-    """Greedy answers to prompts; with `text_only`, to those with zeros for pixels. Collective."""
+    """Answer prompts greedily. `text_only`: with all pixels set to zero. Collective."""
     longest, limit = max(len(prompt["input_ids"]) for prompt in prompts), runner.model.max_length
     if limit is not None and longest + max_new_tokens > limit:
         raise UserError(
@@ -115,10 +125,10 @@ def _greedy(
 
 
 def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
-    """Scores by kind of question: their number, the share of right answers, and that share without the images.
+    """Scores by kind of question: number of questions, accuracy, and accuracy without the images.
 
-    Kinds whose answers are long also have BLEU-4 (Papineni et al., 2002) and CIDEr-D (Vedantam et al., 2015) by
-    pycocoevalcap, the code of the COCO caption challenge; with `_blind`, without images.
+    Kinds with long answers also have BLEU-4 (Papineni et al., 2002) and CIDEr-D (Vedantam et al., 2015), computed by
+    pycocoevalcap, the code of the COCO caption challenge. Scores with the suffix `_blind` are without images.
     """
     scores: dict[str, dict[str, float]] = {}
     for kind in sorted({answer.kind for answer in answers}):
@@ -134,7 +144,7 @@ def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
 
 
 def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
-    """CIDEr-D and BLEU-4 of captions against one true caption each; words are separated by spaces."""
+    """CIDEr-D and BLEU-4 of captions, each against one reference caption; words are separated by spaces."""
     bleu = require("pycocoevalcap.bleu.bleu", "BLEU")
     cider = require("pycocoevalcap.cider.cider", "CIDEr")
     true, found = ({i: [" ".join(t.lower().split())] for i, t in enumerate(texts)} for texts in (truths, captions))
@@ -145,7 +155,7 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
 def answer_splits(
     config: Config, runner: Runner, tokenizer: Any, job: dict[str, Any], sampling: Sampling, is_main: bool
 ) -> dict[str, Any]:
-    """Scores and predictions of each split in `job["answers"]`; draws the contact sheet `job["sheet"]`. Collective."""
+    """Score and list the answers of the splits `job["answers"]`; draw the contact sheet `job["sheet"]`. Collective."""
     component = training_dataset(config)
     results: dict[str, Any] = {}
     pictures: list[tuple[Answer, Any]] = []
@@ -156,7 +166,7 @@ def answer_splits(
         assert isinstance(dataset, VqaDataset)
         answers, silent = answer_questions(
             runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
-        )  # fmt: skip
+        )
         scores = score(answers)
         _say(split, scores, silent)
         results[split] = {
@@ -174,12 +184,18 @@ def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
     for kind, numbers in scores.items():
         rest = "".join(
             f" | {key} {numbers[key]:.3f}, without {numbers[f'{key}_blind']:.3f}"
-            for key in ("bleu4", "cider") if key in numbers
-        )  # fmt: skip
+            for key in ("bleu4", "cider")
+            if key in numbers
+        )
         log.info(
             "%s | %-10s right %.3f | without the image %.3f (%d questions)%s",
-            split, kind, numbers["right"], numbers["right_blind"], numbers["questions"], rest,
-        )  # fmt: skip
+            split,
+            kind,
+            numbers["right"],
+            numbers["right_blind"],
+            numbers["questions"],
+            rest,
+        )
     if scores:
         means = [sum(s[key] for s in scores.values()) / len(scores) for key in ("right", "right_blind")]
         log.info("%s | mean       right %.3f | without the image %.3f", split, *means)
@@ -188,7 +204,7 @@ def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
 
 
 def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
-    """Some answers from all of the split, one for each image, with their images."""
+    """Select at most `most` answers, spread over the split and one per image, with their images."""
     about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
     found = []
     for sample, answer in about.items():
@@ -201,7 +217,7 @@ def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tup
 def answer_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:
     """Draw answers with their PIL images: a right answer is green, a wrong one red, the truth below it grey.
 
-    Long texts are cut; the predictions in JSON are whole.
+    Long texts are truncated; the predictions in JSON are not.
     """
     tiles = []
     for answer, picture in shown:

@@ -1,7 +1,7 @@
-"""Gradient checkpointing: trade compute, or host memory, for the memory that activations take.
+"""Gradient checkpointing: trade compute or host memory for activation memory.
 
-The same four modes for any model and runner. A block's forward is replaced on the instance, so parameter names, and
-with them checkpoints, do not change. Dropout draws the same numbers again in the second forward.
+The four modes work for any model and runner. A block's forward is replaced on the instance, so parameter names and
+checkpoints do not change. Dropout draws the same random numbers in the recomputed forward.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from crosstrain.utils.optional_deps import require
 
 Mode = Literal["none", "full", "selective", "offload"]
 
-# Worth keeping: what costs most to compute again (matrix products, attention) for the memory that it takes.
+# Operations that cost the most to recompute per byte of output: matrix products and attention.
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -31,11 +31,11 @@ _KEPT = {
 
 
 def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Make every block keep fewer activations for its backward.
+    """Replace the forward of every block so that it keeps fewer activations for the backward.
 
-    - full: only the block's input; everything inside is computed a second time.
-    - selective: also the results of matrix products and attention; the rest is computed again.
-    - offload: the input goes to host memory (fairscale's checkpoint wrapper).
+    - full: keep only the block's input; recompute everything else.
+    - selective: also keep the outputs of matrix products and attention; recompute the rest.
+    - offload: keep the input in host memory (fairscale's checkpoint wrapper).
     """
     for block in blocks:
         if mode == "full":
@@ -60,12 +60,12 @@ def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPo
 def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
     wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
     wrapper.checkpoint_utils.patch_batchnorm(block)
-    # fairscale wraps the forward of a module's class, so a module without parameters stands for the block.
+    # fairscale wraps the forward of a module, so the block's forward is put in a module without parameters.
     block.forward = wrapper.checkpoint_wrapper(_Inside(block.forward, autocast), offload_to_cpu=True).__call__
 
 
 class _Inside(nn.Module):
-    """A block's forward. fairscale restores autocast for CUDA only when it computes again, so this enters it itself."""
+    """A block's forward under autocast: when fairscale recomputes, it restores autocast only for CUDA."""
 
     def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()

@@ -11,9 +11,9 @@ from crosstrain.modeling.base import Model
 class Adapter(ABC):
     """A few trained parameters on a frozen model. `model.adapter: {name: ..., <Options>}` chooses and configures one.
 
-    An adapter adds modules to the model, before a runner sees it, and puts objects `Around` the model's `weights`,
-    `structure` and `export`, which describe the new parameters as the model describes its own. So every runner,
-    checkpoint and export takes it.
+    An adapter adds modules to the model before the runner gets it. It replaces the model's `weights`, `structure` and
+    `export` by `Around` objects that also describe the new parameters, so every runner, checkpoint and export supports
+    it.
     """
 
     def __init__(self, options: Any) -> None:
@@ -21,13 +21,13 @@ class Adapter(ABC):
 
     @abstractmethod
     def add(self, model: Model) -> None:
-        """Add the adapter to `model` and freeze the rest. Raises ConfigError for a model that it does not fit."""
+        """Add the adapter to `model` and freeze all other parameters. Raises ConfigError if it does not fit."""
 
 
 class Around:
-    """An object in the place of a model's `weights`, `structure` or `export`, which it holds as `inner`.
+    """A wrapper of a model's `weights`, `structure` or `export`; `inner` is the wrapped object.
 
-    A subclass defines what it changes; everything else is `inner`'s.
+    A subclass overrides methods; all other attributes come from `inner`.
     """
 
     def __init__(self, inner: Any, adapter: Any = None) -> None:
@@ -35,6 +35,6 @@ class Around:
         self.model: Model = inner.model
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("__"):  # asked for before __init__, by copy
+        if name == "inner" or name.startswith("__"):  # copy reads attributes before __init__
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -20,7 +20,7 @@ from crosstrain.modeling.weights import Weights
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
-Sums = dict[str, tuple[Any, float]]  # sums of recorded values, or loads [groups, n], and of their counts, by name
+Sums = dict[str, tuple[Any, float]]  # by name: sum of recorded values, or loads [groups, n], and sum of their counts
 
 
 def add_sums(totals: Sums, more: Sums) -> None:
@@ -31,13 +31,13 @@ def add_sums(totals: Sums, more: Sums) -> None:
 
 
 def largest_share(loads: Tensor) -> float:
-    """The largest of each group's loads [groups, n] over their mean, in the mean over groups that have any."""
+    """Maximum load over mean load of each group [groups, n], averaged over groups with any load."""
     used = loads[loads.sum(1) > 0]
     return float((used.amax(1) / used.mean(1)).mean()) if len(used) else 0.0
 
 
 def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
-    """Return `count` of a batch, a method of a plugin; TrainingError unless that is an int."""
+    """Call a plugin's `count` method on a batch; TrainingError unless the result is an int."""
     try:
         return index(found := count(batch))
     except TypeError as error:
@@ -46,29 +46,29 @@ def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
 
 
 def no_match(pattern: str, names: Iterable[str]) -> str:
-    """Describe a pattern of parameter names that matches none of `names`."""
+    """Error text for a pattern that matches none of the parameter `names`."""
     near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.0)
     return f"{pattern!r} matches no parameter; names are like {', '.join(near)}"
 
 
 class Model(nn.Module, ABC):
-    """A module that turns a batch into a loss, and describes its parameters and structure.
+    """Base class of all models: computes the loss of a batch, and describes its parameters and structure.
 
-    A `forward` and a list of `blocks` are enough to train under data parallelism, FSDP and ZeRO. `structure`,
-    `weights` and `export` describe the rest; a model that knows more than their defaults puts its own there. Subclasses
-    hold unmodified library modules.
+    `forward` and `blocks` are enough to train under data parallelism, FSDP and ZeRO. `structure`, `weights` and
+    `export` describe everything else; a model replaces them if their defaults are not enough. Subclasses hold
+    unmodified library modules.
     """
 
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
-    routers: Routers | None = None  # of a mixture of experts
-    context: Context | None = None  # ranks that share the rows of a batch with targets
-    image_size: tuple[int, int] | None = None  # height and width of the images that it takes
+    routers: Routers | None = None  # watched routers of a mixture of experts; None: no router loss or load
+    context: Context | None = None  # ranks that share the rows of a batch with targets; None: no context parallelism
+    image_size: tuple[int, int] | None = None  # height and width of input images; None: not checked
 
     def __init__(self, options: Any) -> None:
         super().__init__()
         self.options = options
         self.structure, self.weights, self.export = Structure(self), Weights(self), Export(self)
-        self._recorded: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # in evaluation, in training
+        self._recorded: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # indexed by `self.training`
 
     # ---- compute
 
@@ -76,27 +76,26 @@ class Model(nn.Module, ABC):
     def forward(self, **batch: Any) -> Any:
         """Return the sum of the targets' losses, an fp32 scalar, for a batch with targets.
 
-        Without: fp32 logits [batch, vocab_size] of the token that comes next, without padding ids. A `cache` made by
-        `new_cache` may be passed along; the batch then holds only the tokens that the cache has not seen.
+        For a batch without targets, return fp32 logits [batch, vocab_size] of the next token, without padding IDs. The
+        caller may pass a `cache` made by `new_cache`; the batch then holds only tokens that are not in the cache.
 
-        A forward with the parameter `mode` is also called for other results, see `ForwardMode`.
+        If the forward has the parameter `mode`, it is also called for other results, see `ForwardMode`.
         """
 
     @staticmethod
     def num_targets(batch: Batch) -> int:
-        """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
+        """Number of targets in a batch, counted before any forward; the step's loss is divided by the total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
-
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks, in order: the unit of gradient checkpointing, compilation, sharding and pipelining."""
+        """The repeated blocks in order: the units of gradient checkpointing, compilation, sharding and pipelining."""
 
     def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
-        """Add `values`, weighted by `counts` (None: 1 each), to the mean that is logged as `name`; for `forward`.
+        """Add `values`, weighted by `counts` (None: 1 each), to the mean logged as `name`; call it in `forward`.
 
-        The mean is over the micro batches and ranks of all steps since the last logged one. Validation and evaluation
-        report another, over their samples, as val_NAME.
+        The mean is over the micro batches and ranks of all steps since the last logged step. Validation and evaluation
+        report a separate mean over their samples as val_NAME.
         """
         if has_values(values):
             counts = torch.ones_like(values) if counts is None else counts
@@ -105,7 +104,7 @@ class Model(nn.Module, ABC):
             seen[name] = total + (values.detach() * counts).double().sum(), count + counts.double().sum()
 
     def record_load(self, name: str, counts: Tensor) -> None:
-        """Add `counts` [groups, n] of what was chosen among n; logged is their maximum over their mean, by group."""
+        """Add load counts [groups, n], such as tokens per expert; the log shows the mean of `max / mean` by group."""
         if has_values(counts):
             seen = self._recorded[self.training]
             seen[name] = seen.get(name, (0.0, 0.0))[0] + counts, 1.0
@@ -114,32 +113,32 @@ class Model(nn.Module, ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """Bound of the ids of real tokens."""
+        """Number of token IDs, without padding; None: not a model of tokens."""
         return None
 
     @property
     def predicts_tokens(self) -> bool:
-        """True for a language model, whose loss has a perplexity; by default a model with a vocabulary is one."""
+        """True for a language model: its loss has a perplexity. The default is True for a model with a vocabulary."""
         return self.vocab_size is not None
 
     @property
     def targets(self) -> str:
-        """Noun for what `num_targets` counts; the loss of tokens has a perplexity."""
+        """Unit of `num_targets`, such as tokens; only a loss of tokens has a perplexity."""
         return "tokens" if self.predicts_tokens else "targets"
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence in tokens, if there is a limit."""
+        """Maximum sequence length in tokens; None: no limit."""
         return None
 
     def new_cache(self) -> Any:
-        """A fresh key/value cache for generation, or None where the model keeps none."""
+        """Create an empty key/value cache for generation; None if the model has no cache."""
         return None
 
     # ---- for the platform
 
     def take_recorded(self) -> Sums:
-        """Sums of what this rank recorded in the present mode, training or evaluation, since the last call."""
+        """Return and clear this rank's recorded sums of the current mode, training or evaluation."""
         found: Sums = {}
         for model in (module for module in self.modules() if isinstance(module, Model)):
             seen = model._recorded[self.training]
@@ -150,21 +149,21 @@ class Model(nn.Module, ABC):
 
 
 class LanguageModel(Model):
-    """A causal language model that takes embeddings in place of tokens, so that others can put theirs among them."""
+    """A causal language model that also takes embeddings, so that composite models can insert their own."""
 
     @abstractmethod
     def forward(self, **batch: Any) -> Tensor:
         """Implement `Model.forward` for `input_ids` [batch, length] or `inputs_embeds` [batch, length, hidden_size].
 
-        Also takes, each of them optional: `labels` [batch, length], the target at each position or -100; `cache`;
-        `attention_mask`, [batch, past + length] and nonzero for what may be seen, or boolean or additive
-        [batch, 1, length, past + length], by default all earlier positions; `position_ids` [batch, length], by
-        default counted from the start.
+        Optional arguments: `labels` [batch, length], the target at each position or -100. `cache`. `attention_mask`,
+        either [batch, past + length], nonzero for visible positions, or boolean or additive
+        [batch, 1, length, past + length]; default: all earlier positions. `position_ids` [batch, length]; default:
+        counted from the start.
         """
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embeddings [*, hidden_size] of tokens [*]."""
+        """Embed tokens [*] as [*, hidden_size]."""
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
-"""Context parallelism: ranks share sequences, and each computes a part of every row.
+"""Context parallelism: ranks share sequences, and each rank computes a part of every row.
 
-Everything in a block but attention looks at tokens one by one. For attention, ranks exchange parts of the sequence for
-heads and back (DeepSpeed-Ulysses, Jacobs et al., 2023), so each computes some heads over whole rows, where masks,
-documents and dropout are as in one process.
+In a block, only attention mixes tokens. For attention, ranks exchange parts of the sequence for heads and back
+(DeepSpeed-Ulysses, Jacobs et al., 2023), so each rank computes some heads over whole rows. Masks, documents and dropout
+work as in a single process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from crosstrain.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that share each row of a batch, whose end is padded so that their parts are equally long."""
+    """The ranks that share each row of a batch. Rows are padded at the end, so that all parts have the same length."""
 
     group: dist.ProcessGroup
 
@@ -32,11 +32,11 @@ class Context:
         return dist.get_world_size(self.group)
 
     def share(self, length: int) -> int:
-        """Tokens of a row of `length` that a rank has."""
+        """Number of tokens per rank for a row of `length` tokens."""
         return -(-length // self.size)
 
     def padded(self, x: Tensor, value: int) -> Tensor:
-        """Pad [batch, length] at the end with `value`."""
+        """Pad [batch, length] at the end with `value` to a multiple of the number of ranks."""
         return nn.functional.pad(x, (0, self.share(x.shape[1]) * self.size - x.shape[1]), value=value)
 
     def part(self, x: Tensor, padding: int = 0) -> Tensor:
@@ -45,10 +45,10 @@ class Context:
         return self.padded(x, padding).narrow(1, dist.get_rank(self.group) * share, share)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Parts of the sequence for whole sequences of some heads; [batch, heads, share, width] -> [.., length, ..].
+        """Exchange sequence parts for whole sequences of some heads; [batch, heads, share, width] -> [.., length, ..].
 
-        Heads of keys and values that are fewer than the ranks are repeated. Raises ConfigError where the heads of
-        queries cannot be dealt evenly.
+        Key and value heads are repeated if the ranks do not divide their number. Raises ConfigError if the ranks do not
+        divide the number of query heads.
         """
         heads, keys = query.shape[1], key.shape[1]
         if heads % self.size:
@@ -62,16 +62,16 @@ class Context:
         return query, key, value
 
     def to_parts(self, x: Tensor) -> Tensor:
-        """The inverse, of attention's output [batch, length, heads, width]."""
+        """The inverse exchange, for the attention output [batch, length, heads, width]."""
         return _AllToAll.apply(x, self.group, 1, 2)
 
     def total(self, loss: Tensor) -> Tensor:
-        """The sum over the ranks of the losses of their parts; backward, each has the gradient of its own."""
+        """Sum the losses of the parts over the ranks; in the backward, each rank gets the gradient of its own part."""
         return _Sum.apply(loss, self.group)
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-    """Cut dimension `cut` into a part for each rank, and join what comes from them along `join`."""
+    """Split dimension `cut` into one chunk per rank, and concatenate the received chunks along `join`."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), cut))
     out = torch.empty_like(parts)
     dist.all_to_all_single(out, parts, group=group)

@@ -1,9 +1,9 @@
-"""Cross-entropy of a language-model head whose logits never exist all at once.
+"""Chunked cross-entropy of a language-model head: the full logits are never materialized.
 
-A vocabulary of 50,000 makes the logits, and their gradient, the largest tensors of a training step. Here a chunk of
-tokens goes all the way from logits to both gradients before the next one starts, so one chunk's buffer is the whole
-cost, and no matrix product is done twice. The gradients are computed in the forward, where the loss's own incoming
-gradient is not yet known: being a scalar, it multiplies them afterwards.
+With a vocabulary of 50,000, the logits and their gradient are the largest tensors of a training step. Here each chunk
+of tokens goes from logits to both gradients before the next chunk starts, so only one chunk's buffer is allocated, and
+no matrix product is repeated. The gradients are computed in the forward. The incoming gradient of the loss is not known
+there; it is a scalar, so the backward multiplies by it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from torch import Tensor
 
 from crosstrain.utils.types import IGNORE_INDEX
 
-# fp16 keeps nothing below 6e-8, a probability that is common in a large vocabulary. The gradient of a logit lies in
-# [-1, 1], so it can be lifted by this much and never overflow; products of it are fp32, where it is taken out again.
+# fp16 rounds values below 6e-8 to zero, and such probabilities are common in a large vocabulary. The gradient of a
+# logit lies in [-1, 1], so multiplying it by this factor cannot overflow. Products of it are fp32, and the backward
+# divides them by the factor.
 _FP16_LIFT = 2.0**15
 
-# Rows of logits that go through the softmax together on a CPU: small enough to stay in the cache in fp32.
+# Rows of logits per softmax call on a CPU: small enough to stay in the cache in fp32.
 CPU_SOFTMAX_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits of a head: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap); without the parts not given."""
+    """Logits of a head: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap); bias and softcap are optional."""
 
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
 
     def apply_(self, products: Tensor) -> Tensor | float | None:
-        """Turn products [n, V], without the bias, into logits in place; returns their derivative, None for 1."""
+        """Turn products [n, V], without bias, into logits in place; returns the derivative, None if it is 1."""
         if self.bias is not None:
             products.add_(self.bias.to(products.dtype))
         if self.softcap is None:
@@ -50,9 +51,9 @@ class Logits:
 
 
 PRODUCTS = Logits()
-Reduce = Callable[[Tensor], Tensor]  # of the tokens' losses, 0 where there is no target
-Hits = Callable[[Tensor], None]  # takes booleans [targets]: True where the target is the likeliest token
-TokenLosses = Callable[[Tensor, slice], Tensor]  # losses [n] of logits [n, vocab_size] and their place in all tokens
+Reduce = Callable[[Tensor], Tensor]  # reduces the tokens' losses; tokens without a target have loss 0
+Hits = Callable[[Tensor], None]  # called with booleans [targets]: True if the target is the argmax
+TokenLosses = Callable[[Tensor, slice], Tensor]  # (logits [n, vocab_size], their slice of all tokens) -> losses [n]
 
 
 def token_cross_entropy(
@@ -62,28 +63,28 @@ def token_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
-    hidden [*, H]; weight [V, H] of the head, whose rows from `vocab_size` on are padding without probability; labels
-    [*] int64, IGNORE_INDEX where there is no target; `logits` turns the products into logits. Matrix products are in
-    autocast's dtype where it is enabled, the softmax and the sums over chunks in fp32 or better. Memory beyond the
+    hidden [*, H]; weight [V, H] of the head: rows from `vocab_size` on are padding and get no probability; labels
+    [*] int64, IGNORE_INDEX if there is no target; `logits` turns the products into logits. Matrix products use
+    autocast's dtype if it is enabled; the softmax and the sums over chunks are in fp32 or better. Memory beyond the
     gradients: one chunk's logits, `chunk_tokens` x V, and the same again with a softcap.
 
     With a `group` of P ranks, rank r holds the rows [V/P, H] of `weight` from r V/P on, and the same part of a bias.
     Two numbers per token are exchanged, never logits. Every rank returns the loss; its gradient of `hidden` is one term
     of the sum over the ranks. Collective.
 
-    With `reduce`, return its value for the tokens' losses, which have the shape of `labels`, in place of their sum. Its
+    `reduce` maps the tokens' losses, in the shape of `labels`, to the returned value; the default is their sum. Its
     gradient is a factor for each token, so the logits are computed twice: for the losses, and for the gradients.
 
-    `hits` is called with True for each target that is the likeliest token.
+    `hits` is called with a boolean for each target: True if the target is the argmax.
 
-    `token_losses` gives the tokens' losses in place of -log softmax, from the exact logits of a chunk, which it may
-    differentiate; the place is a slice of the flattened labels. Ranks of a group gather a chunk's logits for it.
+    `token_losses` replaces -log softmax. It gets the exact logits of a chunk, which it may differentiate, and the
+    chunk's slice of the flattened labels. The ranks of a group gather the logits of a chunk for it.
 
-    `traced_rows` is for tracing memory without values: of each chunk only so many rows go through the softmax, all at
-    once, because the memory of all others is the same after the first ones' is free.
+    `traced_rows` is for tracing memory without values: only the first rows of each chunk go through the softmax, in one
+    call. The other rows reuse the same memory, so the peak is the same.
 
     Can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes that do
-    not match, and what `torch.gather` raises for a label outside the vocabulary.
+    not match, and the error of `torch.gather` for a label outside the vocabulary.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
         shapes = f"hidden {[*hidden.shape]}, weight {[*weight.shape]} and labels {[*labels.shape]}"
@@ -118,21 +119,21 @@ def token_cross_entropy(
 class _Share:
     """The columns of logits that this rank computes."""
 
-    first: int  # of the vocabulary
-    rows: int  # columns that are no padding
+    first: int  # first column in the vocabulary
+    rows: int  # number of columns without padding
     vocab_size: int
     group: dist.ProcessGroup | None
 
     @staticmethod
     def of(weight: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None) -> _Share:
-        """The share of a rank with the rows `weight`; without a `vocab_size`, no row is padding."""
+        """The share of a rank with the rows `weight`. vocab_size: None: no padding."""
         first = 0 if group is None else dist.get_rank(group) * len(weight)
         if vocab_size is None:
             vocab_size = len(weight) * (1 if group is None else dist.get_world_size(group))
         return _Share(first, min(max(vocab_size - first, 0), len(weight)), vocab_size, group)
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """The logits [n, vocab_size] of all ranks, of this rank's [n, V/P]."""
+        """Gather the logits [n, vocab_size] of all ranks from this rank's [n, V/P]."""
         if self.group is None:
             return logits[:, : self.vocab_size]
         shares = logits.new_empty(dist.get_world_size(self.group), *logits.shape)
@@ -142,20 +143,20 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a chunk's logits become losses; arguments of `token_cross_entropy`."""
+    """Computes losses from a chunk's logits; holds arguments of `token_cross_entropy`."""
 
     share: _Share
     chunk_tokens: int
-    dtype: torch.dtype  # of matrix products
+    dtype: torch.dtype  # type of the matrix products
     head: Logits
     traced_rows: int | None
     hits: Hits | None
     token_losses: TokenLosses | None
 
     def losses_(self, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None) -> Tensor:
-        """Losses [n] of a chunk's logits [n, V/P], which become `lift` x the gradient of their sum, unless it is None.
+        """Losses [n] of a chunk's logits [n, V/P]; overwrites logits with `lift` x the gradient of the losses' sum.
 
-        labels: of all tokens; without a target, losses and gradients are arbitrary.
+        lift: None: no gradient. labels: of all tokens. Tokens without a target have arbitrary losses and gradients.
         """
         labels = labels[chunk]
         if self.token_losses is not None:
@@ -188,11 +189,17 @@ class _Plan:
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor,
-        _bias: Tensor | None,  # of `plan.head`, so that it has a gradient
-        plan: _Plan, needed: tuple[bool, ...], factors: Tensor | None, each: bool,
-    ) -> Tensor:  # fmt: skip
-        """Sum the tokens' losses times `factors`; with `each`, which cannot be differentiated, return all [n]."""
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        _bias: Tensor | None,  # the bias of `plan.head`, an argument so that it gets a gradient
+        plan: _Plan,
+        needed: tuple[bool, ...],
+        factors: Tensor | None,
+        each: bool,
+    ) -> Tensor:
+        """Sum the tokens' losses times `factors`. each: return all losses [n], without gradients."""
         dtype, hits = plan.dtype, plan.hits
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
@@ -217,11 +224,11 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 losses[chunk] = plan.losses_(logits, labels, chunk, lift)
                 if slope is not None and lift is not None:
                     logits.mul_(slope)
-                # Tokens without a target are taken out of the products: their rows of logits would be a whole pass.
+                # Tokens without a target are masked in the products; masking the logits would cost a full pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
                 h, ones = h.masked_fill(skip, 0.0), (~skip).to(dtype)
-                if factors is not None:  # not into the logits, which fp16 would not hold
+                if factors is not None:  # not multiplied into the logits: fp16 would underflow
                     factor = factors[chunk, None].masked_fill(skip, 0.0)
                     losses[chunk] *= factor[:, 0]
                     h, ones = h * factor.to(dtype), factor.to(dtype)
@@ -231,7 +238,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
                     grad_weight = _exact_addmm(grad_weight, logits.T, h)
                 if needed[2]:
                     grad_bias = _exact_addmm(grad_bias, logits.T, ones)
-            if needed[1] and grad_weight is None:  # not one token
+            if needed[1] and grad_weight is None:  # no tokens
                 grad_weight = torch.zeros_like(weight, dtype=exact)
             if needed[2]:
                 grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if grad_bias is None else grad_bias[:, 0]
@@ -244,8 +251,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         factor = grad_loss / ctx.lift
-        # In place for the memory's sake: saved tensors are versioned, so a second backward is an error, not a wrong
-        # result.
+        # In place to save memory. Saved tensors are versioned, so a second backward raises an error.
         hidden, weight, bias = (
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -254,7 +260,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _likeliest(logits: Tensor, share: _Share) -> Tensor:
-    """The id [n] of each row's highest logit; `logits` [n, V/P] are of this rank's share."""
+    """Token ID [n] of each row's highest logit; `logits` [n, V/P] are this rank's share."""
     highest, ids = logits.max(-1)
     if share.group is None:
         return ids
@@ -265,18 +271,18 @@ def _likeliest(logits: Tensor, share: _Share) -> Tensor:
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:
-    """Loss of each row of `logits`, which become `lift` x the gradient of the losses' sum unless `lift` is None.
+    """Losses of the rows of `logits`; overwrites logits with `lift` x the gradient of the losses' sum.
 
-    logits [n, V]; targets [n, 1], each in range(V); `rows` go through the softmax at once.
+    logits [n, V]; targets [n, 1], each in range(V); lift: None: no gradient; rows: number of rows per softmax call.
     """
     losses = []
-    # On a CPU one small buffer stays in the cache, and reading bf16 once is faster than reducing it.
+    # On a CPU a small buffer stays in the cache, and converting bf16 once is faster than reducing it.
     buffer = torch.empty_like(logits[:rows], dtype=exact_dtype(logits.dtype)) if logits.device.type == "cpu" else None
     for x, target in zip(logits.split(rows), targets.split(rows), strict=True):
         given = x if buffer is None else buffer[: len(x)].copy_(x)
         highest = given.amax(-1)
         p = torch.softmax(given, dim=-1, dtype=exact_dtype(logits.dtype), out=None if buffer is None else given)
-        # The largest probability is never tiny, so its logarithm gives the log-sum-exp without another pass of exp.
+        # The largest probability is never tiny, so its logarithm gives the log-sum-exp without a second exp.
         log_sum_exp = highest - p.amax(-1).log()
         losses.append(log_sum_exp - x.gather(1, target)[:, 0])
         if lift is not None:
@@ -286,16 +292,16 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of a softmax, and of sums, where products are of `dtype`."""
+    """The type of the softmax and of sums for matrix products in `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _losses_and_gradient_of_share(
     logits: Tensor, targets: Tensor, lift: float | None, rows: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """`_losses_and_gradient` for columns that are sharded over `group`.
+    """`_losses_and_gradient` for columns sharded over `group`.
 
-    logits [n, V/P]; targets [n, 1], relative to this share's first column, and so outside of it on all ranks but one.
+    logits [n, V/P]; targets [n, 1], relative to this rank's first column: in range on one rank only.
     """
     exact = exact_dtype(logits.dtype)
     here = (targets >= 0) & (targets < logits.shape[1])
@@ -316,14 +322,14 @@ def _losses_and_gradient_of_share(
 
 
 def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b without fp16's overflow; in fp32 where the device can leave low-precision products in it."""
+    """a @ b without overflow in fp16; the result is fp32 on devices that support it for low-precision inputs."""
     if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float()) if a.dtype == torch.float16 else torch.mm(a, b)
 
 
 def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, summed in at least fp32; `total`, unless it is None, is overwritten."""
+    """total + a @ b, summed in at least fp32; overwrites `total` if it is given."""
     if total is None:
         return _exact_mm(a, b).to(exact_dtype(a.dtype))
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))

@@ -1,4 +1,4 @@
-"""A model's export: the files of a Hugging Face model folder beside the weights, and the parts that can be written."""
+"""A model's export: the files of a Hugging Face model folder, and the parts that can be exported separately."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from crosstrain.utils.files import write_json
 if TYPE_CHECKING:
     from crosstrain.modeling.base import Model
 
-ReadParameter = Callable[[str], Tensor]  # the whole value of a parameter, by its canonical name
+ReadParameter = Callable[[str], Tensor]  # canonical name of a parameter to its whole value
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A parameter that export combines with others, which the exported folder then leaves out."""
+    """A parameter that export combines with others; the exported folder leaves the others out."""
 
     others: tuple[str, ...]  # canonical names
-    combine: Callable[..., Tensor]  # of the parameter and the others, all fp32 and whole
+    combine: Callable[..., Tensor]  # called with the parameter and the others, all fp32 and whole
 
 
 # (prefixes, submodel): export strips the submodel's prefix from the names. Without a submodel, names and the
@@ -31,23 +31,23 @@ Part = tuple[tuple[str, ...], "Model | None"]
 
 
 class Export:
-    """How a model is written for other programs. By default its options are its configuration."""
+    """Writes a model for other programs. By default config.json holds the model's options."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def save_config(self, folder: Path) -> None:
-        """Write the files that a Hugging Face model folder has besides the weights."""
+        """Write the files of a Hugging Face model folder except for the weights."""
         options = asdict(self.model.options)
         write_json(folder / "config.json", {"arch": type(self.model).__name__, **options})
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
-        """Write files made of the trained parameters `names` (canonical), which a checkpoint then holds too; none."""
+        """Write extra files made from the trained parameters `names` (canonical) to an export or checkpoint folder."""
 
     def parts(self) -> dict[str, Part]:
-        """Parts that export can write by themselves; none."""
+        """Parts of the model that can be exported separately; none by default."""
         return {}
 
     def merges(self) -> dict[str, Merge]:
-        """Merges that export makes, by canonical name; none by default."""
+        """Parameters that export merges, by canonical name; none by default."""
         return {}

@@ -1,4 +1,4 @@
-"""The value that travels with a forward: how it ends, for whoever asks for more than the sum of the losses."""
+"""The mode of a forward: selects the result of a model, by default the sum of the losses."""
 
 from __future__ import annotations
 
@@ -21,20 +21,25 @@ from crosstrain.utils.types import IGNORE_INDEX
 
 
 class Head:
-    """The end of a language model: its loss, or the logits of the next token.
+    """The last step of a language model: computes the loss, or the logits of the next token.
 
-    A runner that spreads the vocabulary over ranks gives a different one to each forward, as `ForwardMode.head`.
+    A runner that shards the vocabulary passes its own head to each forward as `ForwardMode.head`.
     """
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits,
+        self,
+        hidden: Tensor,
+        weight: Tensor | None,
+        labels: Tensor | None,
+        vocab_size: int,
+        logits: Logits,
         mode: ForwardMode,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the loss of labels [batch, length], or fp32 logits [batch, vocab_size] without them.
 
-        hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding, as of a bias. The
-        logits are those after the last position. Without a weight, `hidden` holds the logits [batch, length, V]
-        themselves, which the model's own head has computed.
+        hidden [batch, length, H]; weight [V, H]: its rows from `vocab_size` on are padding, and so are those of a bias.
+        The logits are those after the last position. If `weight` is None, `hidden` holds the logits [batch, length, V]
+        computed by the model's own head.
         """
         if weight is None:
             return self._of_whole(hidden[..., :vocab_size], labels, mode)
@@ -45,7 +50,7 @@ class Head:
         return last
 
     def _of_whole(self, logits: Tensor, labels: Tensor | None, mode: ForwardMode) -> Tensor:
-        """`__call__` for all logits [batch, length, vocab_size]."""
+        """`__call__` for the full logits [batch, length, vocab_size]."""
         if labels is None:
             return logits[:, -1].float()
         given = labels != IGNORE_INDEX
@@ -59,38 +64,38 @@ class Head:
         return losses.sum() if mode.reduce is None else mode.reduce(losses.view(labels.shape))
 
     def add(self, result: Tensor, loss: Tensor) -> Tensor:
-        """Add another loss, of modules before the head, to its result for targets."""
+        """Add a loss of modules before the head, such as routers, to the head's loss."""
         return result + loss
 
 
 @dataclass(frozen=True)
 class ForwardMode:
-    """What a forward with targets returns in place of the sum of their losses, and what it tells on the way.
+    """Options of a forward with targets; the default returns the sum of the losses.
 
-    A model whose forward has the parameter `mode` closes with `mode.output`. The platform passes one only where it is
-    not `PLAIN`, so a model without the parameter trains under every runner and objective that asks for no more.
+    A forward that takes the parameter `mode` returns `mode.output`. The platform passes a mode only if it differs from
+    `PLAIN`, so a model without the parameter works under every runner and objective that needs no other mode.
     """
 
     head: Head = Head()  # noqa: RUF009  (it has no state)
-    reduce: Reduce | None = None  # gives the result for the tokens' losses, which have the shape of the labels
-    hits: Hits | None = None  # is told for each target if it is the likeliest token
-    token_losses: TokenLosses | None = None  # gives the tokens' losses for a slice of logits, such as a distillation's
-    traced_rows: int | None = None  # of `token_cross_entropy`, for tracing memory without values
+    reduce: Reduce | None = None  # reduces the tokens' losses, in the shape of the labels; None: their sum
+    hits: Hits | None = None  # called with a boolean for each target: True if it is the argmax
+    token_losses: TokenLosses | None = None  # computes token losses from logits, such as distillation; None: -log p
+    traced_rows: int | None = None  # argument of `token_cross_entropy`, for tracing memory without values
     counts_choices: bool = False  # True: routers count choices and add no loss
 
     def output(
         self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PRODUCTS
     ) -> Tensor:
-        """The head's result; arguments as `Head.__call__` has them."""
+        """Call the head; the arguments are those of `Head.__call__`."""
         return self.head(hidden, weight, labels, vocab_size, logits, self)
 
     def of_loss(self) -> dict[str, Any]:
-        """Arguments of `token_cross_entropy`."""
+        """The arguments of `token_cross_entropy` in this mode."""
         names = ("reduce", "hits", "token_losses", "traced_rows")
         return {name: getattr(self, name) for name in names}
 
     def arguments(self) -> dict[str, ForwardMode]:
-        """Keyword arguments that give a model's forward this mode; none for the plain one."""
+        """Keyword arguments that pass this mode to a model's forward; empty for the plain mode."""
         return {} if self == PLAIN else {"mode": self}
 
 
@@ -98,5 +103,5 @@ PLAIN = ForwardMode()
 
 
 def takes_mode(model: nn.Module) -> bool:
-    """Return True for a model whose forward has the parameter `mode`."""
+    """Return True if the model's forward has the parameter `mode`."""
     return "mode" in inspect.signature(type(model).forward).parameters

@@ -1,7 +1,7 @@
-"""Build a model without computing initial values that would be thrown away.
+"""Build a model without computing initial values that are then discarded.
 
-Weights come from a checkpoint, a pretrained folder, or `Weights.initialize`, each addressed by canonical name. The
-values that libraries draw in their constructors are never used, and on the meta device they cost nothing.
+Weights come from a checkpoint, a pretrained folder, or `Weights.initialize`, by canonical name. The values drawn in
+library constructors are never used; on the meta device they cost nothing.
 """
 
 import math
@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
-_LARGE = 2**28  # values; an address space and a small machine's memory have room for smaller ones
+_LARGE = 2**28  # elements; smaller tensors fit in the memory of a small machine
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Make large tensors on the meta device at once: the experts of a layer may exceed the machine's memory."""
+    """Creates large tensors directly on the meta device: the experts of a layer may exceed the machine's memory."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,10 +35,10 @@ class _LargeOnMeta(TorchFunctionMode):
 def parameters_on_meta(
     at_most: int | None = None, seconds: float = math.inf, but: Callable[[nn.Parameter], bool] = lambda _: False
 ) -> Iterator[None]:
-    """Put every parameter registered inside, `but` those, on the meta device; buffers are real.
+    """Put every parameter registered inside the block on the meta device, unless `but(parameter)`; buffers stay real.
 
-    Registering more than `at_most`, or for longer than `seconds`, is a ValueError: a model may be described by somebody
-    who wants it never to end.
+    Raises ValueError for more than `at_most` parameters (None: no limit) and after `seconds`: an untrusted
+    configuration may describe a model that takes forever to build.
     """
     register = nn.Module.register_parameter
     registered, deadline = 0, time.monotonic() + seconds
@@ -63,7 +63,7 @@ def parameters_on_meta(
 
 
 def materialize(model: M, device: torch.device) -> M:
-    """Give every meta parameter zeroed memory on `device`, keeping ties, and move the buffers there."""
+    """Allocate zeros on `device` for every meta parameter, keep ties, and move the buffers to `device`."""
     made = {p: nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in model.parameters()}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -74,12 +74,12 @@ def materialize(model: M, device: torch.device) -> M:
 
 
 def construct(make_model: Callable[[], M], device: torch.device) -> M:
-    """The model in fp32 on `device` with zeros for weights."""
+    """Build the model in fp32 on `device`, with all weights zero."""
     with parameters_on_meta():
         model = make_model()
     return materialize(model, device)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return False for a tensor without memory, such as a plan traces the forward with: its values are not there."""
+    """Return False for a tensor without memory, such as a fake tensor in the trace of a plan."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -1,4 +1,4 @@
-"""The interface of objective plugins: what a step minimises. By default, the targets' cross-entropy."""
+"""The interface of objective plugins: the loss minimized by a step. The default is the targets' cross-entropy."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from crosstrain.utils.types import Batch, MicroBatch, Step
 
 
 class Policy(Protocol):
-    """The model with the weights of this moment, under any runner. Its methods are collective."""
+    """The model with its current weights, under any runner. The methods are collective."""
 
     def generate(
         self, prompts: MicroBatch, n: int, max_new_tokens: int, temperature: float = 1.0, ends: Sequence[int] = ()
     ) -> list[list[int]]:
-        """`n` completions of each row of `input_ids`, those of a row together: tokens up to one of `ends`, with it.
+        """Generate `n` completions per row of `input_ids`, grouped by row; each ends with a token of `ends`, if any.
 
-        Where the batch has an `attention_mask` [rows, length], a prompt is the tokens that it marks. The random numbers
-        depend on the run's seed, the sample's number and the completion only.
+        If the batch has an `attention_mask` [rows, length], it marks the tokens of the prompts. The random numbers
+        depend only on the run's seed, the sample's number and the completion's number.
         """
 
     def log_probabilities(self, batch: Batch) -> Tensor:
-        """Log-probabilities [rows, length] of the `labels`, 0 elsewhere; fp32 on the CPU, without gradients."""
+        """Log-probabilities [rows, length] of the `labels`, 0 without a label; fp32 on the CPU, without gradients."""
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """The same with the weights that training began with, for an objective that `keeps_reference`."""
+        """The same with the initial weights of the run, for an objective with `keeps_reference`."""
 
 
 class Objective:
-    """What a step minimises. `run.objective: {name: ..., <Options>}` chooses and configures one.
+    """The loss minimized by a step. `run.objective: {name: ..., <Options>}` chooses and configures one.
 
-    `begin_step` may make the step's samples on the spot. `loss` sees -log p of each target token and the batch, whose
-    `fields` the model does not read. Its result is summed over the micro batches and ranks of a step and divided by the
-    step's `units`, so that every runner and batch layout minimises the same. The base class is the model's own loss.
+    `begin_step` may generate the step's samples. `loss` gets -log p of each target token, and the batch with the
+    additional `fields` that the model does not read. The results are summed over the micro batches and ranks of a step
+    and divided by the step's `units`, so every runner and batch layout minimizes the same loss. The base class is the
+    model's own loss.
     """
 
-    fields: ClassVar[tuple[str, ...]] = ()  # of the batch, which the model does not read
-    row_layout: ClassVar[str | None] = None  # `Dataset.row_layout` of the datasets that it takes
-    unit: ClassVar[str | None] = None  # noun for what `loss` sums over; None: the model's targets
-    # rows, tokens: the field `reference` has log-probabilities that were measured once, before training
+    fields: ClassVar[tuple[str, ...]] = ()  # fields of the batch that are not passed to the model
+    row_layout: ClassVar[str | None] = None  # required `Dataset.row_layout`; None: plain samples
+    unit: ClassVar[str | None] = None  # noun for the terms summed by `loss`; None: the model's targets
+    # rows, tokens: the batch field `reference` holds log-probabilities measured once before training, per row or token
     needs_reference: ClassVar[Literal["rows", "tokens"] | None] = None
-    keeps_reference: ClassVar = False  # True: `Policy.reference_log_probabilities` can be asked during training
+    keeps_reference: ClassVar = False  # True: keep the initial weights for `Policy.reference_log_probabilities`
     model: Model
 
     def __init__(self, options: Any) -> None:
@@ -56,30 +57,30 @@ class Objective:
     # ---- for plugins
 
     def begin_step(self, step: Step, policy: Policy) -> Step:
-        """Return the micro batches to train on, by default those of the dataset; called before targets are counted.
+        """Return the micro batches to train on; default: those of the dataset. Called before targets are counted.
 
-        The number of micro batches stays, and so do their sample numbers.
+        The number of micro batches and their sample numbers must not change.
         """
         return step
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the units' losses, an fp32 scalar that is differentiable by `losses`.
+        """Return the sum of the units' losses, an fp32 scalar that is differentiable with respect to `losses`.
 
-        losses: fp32 [rows, length], 0 where there is no target; batch: `labels` and the `fields` that the dataset has.
-        Shapes alone may decide what is computed: a plan traces this without values.
+        losses: fp32 [rows, length], 0 for tokens without a target. batch: has `labels` and the dataset's `fields`.
+        Control flow may only depend on shapes: a plan traces this method without values.
         """
         return losses.sum()
 
     def units(self, batch: Batch) -> int:
-        """Number of what `loss` sums over, such as pairs; counted before any forward."""
+        """Number of terms summed by `loss`, such as pairs; counted before any forward."""
         return self.model.num_targets(batch)
 
-    # A method `token_losses(logits, place, batch)` gives the losses [n] of tokens from their logits [n, vocab_size], in
-    # place of -log p; `place` is the slice of these tokens among the rows' tokens, one row after the other.
+    # Optional method `token_losses(logits, place, batch)`: computes token losses [n] from logits [n, vocab_size], in
+    # place of -log p. `place` is the slice of these tokens in the flattened rows.
     token_losses: Callable[..., Tensor] | None = None
 
     def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
-        """Add values to the mean that is logged as `name`; see `Model.record`."""
+        """Add values to the mean logged as `name`; see `Model.record`."""
         self.model.record(name, values, counts)
 
     # ---- for the platform and runners
@@ -91,11 +92,11 @@ class Objective:
 
     @property
     def makes_samples(self) -> bool:
-        """True if the samples of a step are made when it begins, so that those of the dataset have no loss."""
+        """True if samples are generated at the start of each step; the dataset's own samples then have no loss."""
         return type(self).begin_step is not Objective.begin_step
 
     def attach(self, model: Model) -> None:
-        """Take the model that computes. Raises ConfigError for one that this objective does not suit."""
+        """Set the model. Raises ConfigError if the objective does not fit it."""
         self.model = model
         if self.is_plain:
             return
@@ -105,7 +106,7 @@ class Objective:
             raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; give it one")
 
     def inputs(self, batch: Batch, mode: ForwardMode = PLAIN) -> dict[str, Any]:
-        """Arguments with which the model's forward returns `loss`, or the result that `mode` asks for."""
+        """Arguments for the model's forward to return `loss`, or the result requested by `mode`."""
         given = {name: value for name, value in batch.items() if name not in self.fields}
         if "labels" in batch and mode.reduce is None and not self.is_plain:
             mode = replace(mode, reduce=partial(self._reduced, batch=batch))
@@ -124,10 +125,10 @@ class Objective:
 
     @property
     def targets(self) -> str:
-        """Noun for what `num_targets` counts; the loss of tokens has a perplexity."""
+        """Unit of `num_targets`, such as tokens; only a loss of tokens has a perplexity."""
         return self.unit or self.model.targets
 
 
 def log_probabilities(losses: Tensor) -> Tensor:
-    """Log-probability of each row's targets [rows], from their losses [rows, length]."""
+    """Log-probability [rows] of each row's targets, from the token losses [rows, length]."""
     return -losses.sum(1)

@@ -19,7 +19,7 @@ from crosstrain.utils.trust import check_source
 
 @dataclass(frozen=True)
 class Excerpt:
-    """The part of a published tensor that a parameter is: its rows from `first` on, of `rows` in all."""
+    """A parameter that is a slice of a published tensor: its rows from `first` on; the tensor has `rows` rows."""
 
     name: str
     first: int
@@ -28,24 +28,24 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Stack:
-    """Published tensors that make a parameter [n, rows, ...]: for each of n, equal parts of its rows, in order."""
+    """A parameter [n, rows, ...] made of published tensors: for each of n, tensors with equal parts of the rows."""
 
     names: tuple[tuple[str, ...], ...]
 
 
 Place = str | Excerpt | Stack
-_MOST_BYTES = 1 << 22  # of a config.json
-# Sizes in it without which there is no model, and the largest that are read.
+_MOST_BYTES = 1 << 22  # limit for a config.json
+# Sizes in config.json that every model needs, and the largest accepted values.
 _SIZE = re.compile(
     r'"((?:n|num)_(?:hidden_|attention_|key_value_)?(?:layers?|heads?|embd|positions)|(?:hidden|intermediate|vocab|image|patch)_size'
     r'|d_model|max_position_embeddings)"\s*:\s*([-+\d.eE]*\d)'
 )
 _MOST, _LARGEST = {"layer": 10_000, "position": 1 << 31}, 10_000_000
-_FILES = ["*.safetensors", "*.json", "merges.txt"]  # that are fetched from the hub
+_FILES = ["*.safetensors", "*.json", "merges.txt"]  # downloaded from the hub
 
 
 def names_at(place: Place) -> set[str]:
-    """Names of the published tensors of a place."""
+    """Names of the published tensors in a place."""
     if isinstance(place, Stack):
         return {name for parts in place.names for name in parts}
     return {place if isinstance(place, str) else place.name}
@@ -56,16 +56,16 @@ class Source:
     """A folder of published safetensors weights for some of a model's parameters, all by canonical name."""
 
     folder: Path
-    place: Callable[[str, set[str]], Place]  # of a parameter, in a folder that holds these names
+    place: Callable[[str, set[str]], Place]  # (parameter, names in the folder) -> place of the parameter
     covers: Callable[[str], bool] = lambda name: True
-    of_model: bool = False  # an earlier run's, all of which has to be used; later checkpoints hold it, too
+    of_model: bool = False  # True: weights of an earlier run: all must be used, and checkpoints store them too
 
 
 def downloaded(name: str) -> Path | None:
-    """The folder of a hub's model that is on this machine; None where it is not, or lacks some of its weights."""
+    """Local folder of a downloaded hub model; None if it is not downloaded or some weights are missing."""
     from huggingface_hub import snapshot_download
 
-    with suppress(Exception):  # of many kinds, among them for what cannot be a name
+    with suppress(Exception):  # many types, including errors for invalid names
         folder = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
         index = folder / "model.safetensors.index.json"
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
@@ -75,7 +75,7 @@ def downloaded(name: str) -> Path | None:
 
 
 def _check_sizes(file: Path) -> None:
-    """Raise CheckpointError unless the sizes in a config.json, at any depth, are those of a model."""
+    """Raise CheckpointError if a size in a config.json, at any depth, is outside of the accepted range."""
     with os_errors_as(CheckpointError, f"{file}: cannot be read"):
         content = read_regular(file, _MOST_BYTES).decode("utf-8", "replace")
     for key, value in _SIZE.findall(content):
@@ -85,10 +85,11 @@ def _check_sizes(file: Path) -> None:
 
 
 def pretrained_folder(source: str) -> Path:
-    """A local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or the hub's model.
+    """Return a local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or the hub's model.
 
-    Raises CheckpointError where there is neither, and ConfigError where the configuration is not trusted with it. A
-    model whose options name a file or a folder opens it by this, or asks `crosstrain.utils.trust.check_source` first.
+    Raises CheckpointError if none of these exists, and ConfigError if the configuration is not trusted with `source`.
+    Models must open files and folders named in their options through this function, or call
+    `crosstrain.utils.trust.check_source` first.
     """
     check_source(f"the pretrained model {source}")
     path = last_checkpoint(Path(source).expanduser())

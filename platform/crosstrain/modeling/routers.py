@@ -1,14 +1,15 @@
-"""Losses and loads of a mixture of experts' routers, as functions of a step's target tokens.
+"""Losses and loads of the routers of a mixture of experts, computed over the target tokens of a step.
 
-A layer's balance loss is E sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e is the number of choices of expert e per
-token and P_e its mean probability, over the same tokens. Perfect balance gives k, a token's choices, as it does in
-transformers.
-A product of means is no sum over tokens, so its value depends on the tokens that the means are over. Taken over the
-targets of a document (DeepSeek-AI, 2024, section 2.1.3) it is the same under every layout; over all targets of a step,
-the choices have to be counted before the first backward.
+The balance loss of a layer is E sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e is the number of choices of expert
+e per token, and P_e is its mean probability over the same tokens. Perfect balance gives k, the number of choices per
+token, as in transformers.
 
-All losses are means over layers and, weighted by targets, over documents. So they add up over micro batches and ranks
-as the targets' losses do.
+The product of two means is not a sum over tokens, so its value depends on the set of tokens. Over the targets of a
+document (DeepSeek-AI, 2024, section 2.1.3), it is the same under every layout. Over all targets of a step, the choices
+must be counted before the first backward.
+
+All losses are means over layers and over documents, weighted by targets. They therefore add up over micro batches and
+ranks like the targets' losses.
 """
 
 from __future__ import annotations
@@ -16,28 +17,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from crosstrain.modeling.context import Context
 from crosstrain.utils.types import IGNORE_INDEX
 
-if TYPE_CHECKING:
-    from crosstrain.modeling.attention import Documents
-    from crosstrain.modeling.context import Context
-
-# Tokens of a balance loss: a document's, those of the whole step, or of a micro batch on one rank.
+# Tokens of a balance loss: a document (sequence), the whole step (batch), or a micro batch on one rank.
 Scope = Literal["sequence", "batch", "micro_batch", "none"]
 
-Choices = dict[int, tuple[Tensor, Tensor]]  # of a micro batch, by layer: logits [tokens, E] and choices [tokens, k]
+Choices = dict[int, tuple[Tensor, Tensor]]  # by layer: logits [tokens, E] and choices [tokens, k] of a micro batch
 
-BIAS = "e_score_correction_bias"  # of the choice alone (Wang et al., 2024); families with it have sigmoid scores
+BIAS = "e_score_correction_bias"  # affects only the choice (Wang et al., 2024); families with it use sigmoid scores
+
+
+class Documents(Protocol):
+    """The documents of packed rows, whose attention a model keeps apart."""
+
+    starts: list[int]  # of each document among the tokens of all rows; and the number of tokens
+    context: Context | None  # ranks that share each row
+
+    def numbers(self) -> Tensor:
+        """Number of each token's document, from 1."""
 
 
 class _Layer(NamedTuple):
-    """Sums over targets: choices and probabilities by document [documents, E], scalars over all of them."""
+    """Sums over targets: choices and probability mass by document [documents, E], and scalars over all documents."""
 
     choices: Tensor
     mass: Tensor
@@ -46,7 +54,7 @@ class _Layer(NamedTuple):
 
     @staticmethod
     def of(logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int) -> _Layer:
-        """Sum over the tokens of one layer; `weight` [tokens] is 1 for a target, else 0, `owner` its document."""
+        """Sum over the tokens of one layer; `weight` [tokens] is 1 for targets, else 0; `owner` [tokens]: document."""
         logits = logits.float()
         experts = logits.shape[-1]
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
@@ -60,20 +68,20 @@ class _Layer(NamedTuple):
 
 @dataclass
 class Routers:
-    """The routers of a model, watched by hooks: each returns logits [tokens, E], weights, and choices [tokens, k]."""
+    """The routers of a model, watched by hooks; each returns logits [tokens, E], weights, and choices [tokens, k]."""
 
-    modules: list[nn.Module]  # of all layers; those on other pipeline stages are never called
+    modules: list[nn.Module]  # routers of all layers; those on other pipeline stages are never called
     scope: Scope
-    coefficient: float  # of the balance loss; 0 for the scope none
-    z_coefficient: float  # of the mean squared log-sum-exp of the logits (Zoph et al., 2022, equation 5)
-    bias_rate: float  # by which a step moves the biases of the choice
+    coefficient: float  # factor of the balance loss; 0 for the scope none
+    z_coefficient: float  # factor of the mean squared log-sum-exp of the logits (Zoph et al., 2022, equation 5)
+    bias_rate: float  # change of the choice biases per step
     record: Callable[..., None]  # `Model.record`
     record_load: Callable[[str, Tensor], None]  # `Model.record_load`
-    parts: Context | None = None  # ranks whose routers each see a part of every sequence; set by a runner
-    observe: Callable[[Choices], None] | None = None  # called with each micro batch's, in training
+    parts: Context | None = None  # ranks that each route a part of every sequence; set by a runner
+    observe: Callable[[Choices], None] | None = None  # called with the choices of each micro batch in training
     _seen: Choices | None = field(default=None, init=False)
-    _choices: Tensor | None = field(default=None, init=False)  # since the step began [layers, E], fp64
-    _known: Tensor | None = field(default=None, init=False)  # of the whole step
+    _choices: Tensor | None = field(default=None, init=False)  # choices since the start of the step [layers, E], fp64
+    _known: Tensor | None = field(default=None, init=False)  # choices of the whole step, counted before it
 
     def __post_init__(self) -> None:
         for number, module in enumerate(self.modules):
@@ -85,11 +93,11 @@ class Routers:
 
     @property
     def counts_first(self) -> bool:
-        """True if a step's choices have to be counted, in a pass of its own, before the first backward."""
+        """True if the choices of a step must be counted in a separate pass before the first backward."""
         return self.scope == "batch" and self.coefficient != 0
 
     def added(self, means: Mapping[str, float]) -> float:
-        """The losses, times their coefficients, by the means of what was recorded."""
+        """The sum of the router losses, times their coefficients, from recorded means by name."""
         balance, z = (means.get(name, 0.0) for name in ("load_balancing_loss", "router_z_loss"))
         return self.coefficient * balance + self.z_coefficient * z
 
@@ -98,17 +106,17 @@ class Routers:
         self._seen = {}
 
     def _watch(self, number: int, _module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
-        # Gradient checkpointing calls routers again, without a `begin`. It also repeats whatever is computed here.
+        # Gradient checkpointing calls routers again without `begin`, and would repeat any computation done here.
         if self._seen is not None:
             self._seen[number] = output[0], output[2]
 
     def loss(self, labels: Tensor, documents: Documents | None, counts: bool = False) -> Tensor:
-        """The losses since `begin`, a scalar to add to the sum of the targets' losses; labels [batch, length].
+        """Router losses since `begin`, a scalar to add to the sum of the targets' losses; labels [batch, length].
 
-        counts: the choices are counted for the coming step, and the result is 0.
+        counts: only count the choices for the next step; the result is 0.
 
-        A rank of `parts`, or of the documents' context, returns the loss of whole sequences, with the gradients of its
-        part.
+        With `parts` or a context of the documents, every rank returns the loss of whole sequences, with the gradients
+        of its own part.
         """
         seen, self._seen = self._seen or {}, None
         weight, owner, owners = self._tokens(labels, documents, counts)
@@ -145,7 +153,7 @@ class Routers:
         return loss + (whole - loss.detach())
 
     def _tokens(self, labels: Tensor, documents: Documents | None, counts: bool) -> tuple[Tensor, Tensor, int]:
-        """Of the tokens that routers see here: 1.0 for a target, else 0; their documents; the number of documents."""
+        """For the tokens routed on this rank: 1.0 for targets, else 0; document numbers; number of documents."""
         target = labels != IGNORE_INDEX
         if self.scope != "sequence":
             owner, owners = torch.zeros_like(labels), 1
@@ -154,23 +162,23 @@ class Routers:
         else:
             owner, owners = documents.numbers().to(labels.device) - 1, len(documents.starts) - 1
             owner = owner if documents.context is None else documents.context.part(owner)
-        if self.parts is not None and not counts:  # evaluation's sequences are whole
+        if self.parts is not None and not counts:  # counting runs on whole sequences
             target, owner = self.parts.part(target), self.parts.part(owner)
         return target.float().flatten(), owner.flatten(), owners
 
     def _count(self, here: list[int], choices: Tensor) -> Tensor:
-        """Add the choices [layers here, E] of a micro batch; returns them for all layers."""
+        """Add the choices [layers on this rank, E] of a micro batch; returns them for all layers."""
         every = choices.new_zeros(len(self.modules), choices.shape[1], dtype=torch.float64)
         every[here] = choices.double()
         self._choices = every if self._choices is None else self._choices + every
         return every
 
     def end_count(self, *ranks: dist.ProcessGroup | None) -> None:
-        """Take what was counted by `ranks`, which see different samples or parts, as the choices of the coming step."""
+        """Sum the counted choices over groups of ranks with different samples or parts; the next step uses the sum."""
         self._known = self._summed(*ranks)
 
     def end_step(self, ranks: dist.ProcessGroup | None, applied: bool) -> None:
-        """Move biases towards balance (Wang et al., 2024, algorithm 1) by the choices that all `ranks` made."""
+        """Update the biases towards balance (Wang et al., 2024, algorithm 1), from the choices of all `ranks`."""
         if not self.bias_rate or not any(BIAS in module._buffers for module in self.modules):
             self._choices = None
         elif (choices := self._summed(ranks)) is not None and applied:

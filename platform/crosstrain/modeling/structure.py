@@ -1,4 +1,4 @@
-"""A model's structure: its blocks and the modules around them, for runners that cut, stage or follow a model."""
+"""A model's structure: its blocks and the modules around them, for runners that shard, stage or trace a model."""
 
 from __future__ import annotations
 
@@ -17,85 +17,85 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ends:
-    """Names of a model's modules outside of its blocks, including all that have parameters."""
+    """Names of a model's modules outside of its blocks, including all modules with parameters."""
 
     first: list[str]  # run before the first block
-    last: list[str]  # run after the last block; the last one is the head, and `ForwardMode.output` gets its weight
+    last: list[str]  # run after the last block; the last module is the head, and `ForwardMode.output` gets its weight
 
 
 class Structure:
-    """What a model is made of. The defaults are enough for data parallelism, FSDP and ZeRO."""
+    """Describes the modules of a model. The defaults are enough for data parallelism, FSDP and ZeRO."""
 
-    reads_across = False  # True: modules in a block read weights of others there, which have to be whole
+    reads_across = False  # True: modules read the weights of other modules in their block, so these must not be sharded
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def ends(self) -> Ends | None:
-        """Modules before and after the blocks, which some pipeline stages leave out; None: not known.
+        """Modules before and after the blocks, for pipeline stages; None: unknown, the model cannot be staged.
 
-        A model that has ends calls its blocks in order, each with the previous one's hidden states [batch, length, H]
-        as first argument and result, and closes with `ForwardMode.output`.
+        A model with ends calls its blocks in order. Each block takes hidden states [batch, length, H] as its first
+        argument and returns them. The forward ends with `ForwardMode.output`.
         """
         return None
 
     def experts(self) -> dict[str, Any]:
-        """Modules that hold the routed experts of a layer, by the names of `named_modules`; by default none.
+        """Modules with the routed experts of a layer, by the names of `named_modules`; none by default.
 
-        Their own parameters are stacked by expert along the first dimension, `num_experts` of them. They are called
-        with hidden states [tokens, width], the numbers of each token's experts [tokens, k] and their weights
-        [tokens, k], and compute each token by itself.
+        Their parameters are stacked along the first dimension, by `num_experts` experts. Their inputs are hidden states
+        [tokens, width], the numbers of each token's experts [tokens, k] and the weights of these experts [tokens, k].
+        Tokens are independent of each other.
         """
         return {}
 
     def routers(self) -> list[Routers]:
-        """The routers of the model and of the models in it."""
+        """The routers of this model and its submodels."""
         models = (module for module in self.model.modules() if hasattr(module, "structure"))
         return [model.routers for model in models if model.routers is not None]  # type: ignore[misc]
 
     def chains(self) -> list[list[nn.Module]]:
-        """Lists of blocks that take the previous one's result (a tensor) first; a plan computes few of each list."""
+        """Lists of blocks that each take the previous block's output tensor first; a plan traces a few per list."""
         return [self.model.blocks()] if self.ends() is not None else []
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Styles of tensor parallelism by pattern of canonical names. Plain data, which YAML can override.
+        """Styles of tensor parallelism by pattern of canonical names: plain data that YAML can override.
 
-        A pattern (`transformer.h.*.mlp.c_fc`) matches names of parameters, or of modules; others are replicated. The
-        styles are the runner's.
+        A pattern such as `transformer.h.*.mlp.c_fc` matches names of parameters or modules; all others are replicated.
+        The runner defines the styles.
         """
         return {}
 
     def check_documents(self) -> None:
-        """Raise ConfigError unless `forward` keeps the documents of a sequence apart, which position_ids number."""
+        """Raise ConfigError unless `forward` masks attention between the documents given by position_ids."""
         raise ConfigError(f"model: {type(self.model).__name__} cannot keep the documents of a sequence apart")
 
     def check_context(self, ranks: int) -> None:
-        """Raise ConfigError unless `forward` can share rows in a `context`, and heads of attention among `ranks`."""
+        """Raise ConfigError unless `forward` supports a `context` of `ranks` ranks that share rows and heads."""
         name = type(self.model).__name__
         raise ConfigError(f"run.runner.context_parallel: {name} cannot share a sequence among ranks")
 
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
-        """Lists of blocks with a mode for each, by default the run's `mode`."""
+        """Lists of blocks, each with its checkpointing mode; default: all blocks with the run's `mode`."""
         return [(self.model.blocks(), mode)]
 
     def adapted(self) -> Model:
-        """The model that `model.adapter` changes: this one, or the language model in it."""
+        """The model that gets `model.adapter`: this model, or its language model."""
         return self.model
 
     def lighter(self, dtype: str) -> dict[str, str]:
-        """Options, by dotted key, that keep frozen parameters in less memory and change no result.
+        """Options, by dotted key, that store frozen parameters in less memory without changing results.
 
-        dtype: of the run's autocast, such as bf16. None by default.
+        dtype: the run's autocast type, such as bf16. Default: no options.
         """
         return {}
 
     # ---- arithmetic
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Floating-point operations of forward and backward per token, for the utilisation figure; None: unknown."""
+        """Floating-point operations of forward and backward per token, for MFU; None: unknown."""
         return None
 
     @property
     def idle_parameters(self) -> int:
-        """Elements of the experts that a token does not choose; 0 in a dense model."""
+        """Number of elements in experts that a token does not use; 0 for a dense model."""
         return 0

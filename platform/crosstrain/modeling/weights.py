@@ -1,4 +1,4 @@
-"""A model's weights: their names, shapes and initial values, and the folders that they start from."""
+"""A model's weights: names, shapes, initial values, and folders of pretrained weights."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ if TYPE_CHECKING:
 
 
 class Quantized(Protocol):
-    """A frozen parameter that is kept in few bits."""
+    """A frozen quantized parameter."""
 
-    shape: torch.Size  # logical
+    shape: torch.Size  # logical shape
 
     def quantize(self, value: Tensor) -> None:
-        """Take the whole value, fp32; called once, after a runner has sharded the model."""
+        """Quantize the whole value, given in fp32; called once, after the runner has sharded the model."""
 
 
 class Weights:
-    """Names and values of a model's parameters. By default as torch has them.
+    """Names and values of a model's parameters. The defaults are those of torch.
 
-    *Canonical* names and *logical* shapes are those that Hugging Face uses for the same weights. Checkpoints and
-    initial values are keyed by them.
+    *Canonical* names and *logical* shapes are those of Hugging Face for the same weights. Checkpoints and initial
+    values use them.
     """
 
-    vocabulary_multiple = 1  # divides the rows of embedding and head, with padding, on each rank that has some of them
+    vocabulary_multiple = 1  # on every rank, the rows of embedding and head are padded to a multiple of this
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def canonical_name(self, name: str) -> str:
-        """The Hugging Face name of the parameter that `named_parameters` calls `name`."""
+        """Convert a name of `named_parameters` to the Hugging Face name."""
         return name
 
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """Shape without padding of parameter `name` (canonical), which has `shape` with it."""
+        """Convert the padded `shape` of parameter `name` (canonical) to the shape without padding."""
         return shape
 
     def quantized(self) -> Mapping[str, Quantized]:
-        """Frozen parameters (canonical names) in a different form, which are read from pretrained weights; none."""
+        """Quantized parameters by canonical name, loaded from pretrained weights; none by default."""
         return {}
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """Fill `value` (fp32, CPU, logical shape) with the initial value of parameter `name` (canonical).
 
-        By default with the one that `reset_parameters` of its module gives. Must draw from `rng` only, so that the
-        value depends on nothing but (seed, name, shape).
+        The default calls `reset_parameters` of the parameter's module. Implementations draw only from `rng`, so that
+        the value depends only on (seed, name, shape).
         """
         own = next(own for own, _ in self.model.named_parameters() if self.model.weights.canonical_name(own) == name)
         path, _, attribute = own.rpartition(".")
@@ -74,46 +74,48 @@ class Weights:
             owner._parameters.update(kept)
 
     def folder(self) -> Path | None:
-        """Folder of safetensors files under canonical names to start from instead of `initialize`, if any."""
+        """Folder of pretrained safetensors files with canonical names; None: initial values from `initialize`."""
         return None
 
     def place(self, name: str, available: set[str]) -> Place:
-        """Name of parameter `name` (canonical) in a pretrained folder that holds the names `available`."""
+        """Place of parameter `name` (canonical) in a pretrained folder with the tensor names `available`."""
         return name
 
     def sources(self) -> list[Source]:
-        """Every folder that parameters start from, by default `folder`; others get initial values."""
+        """All folders of pretrained weights, by default `folder`; other parameters get initial values."""
         folder = self.folder()
         return [] if folder is None else [Source(folder, self.place)]
 
     # ---- training
 
     def lr_scale(self, name: str) -> float:
-        """Factor on the learning rate of the parameter that `named_parameters` calls `name`; of any other, 1."""
+        """Factor on the learning rate of a parameter, by its name in `named_parameters`."""
         return 1.0
 
     def matrices(self) -> set[str]:
-        """Names, as `named_parameters` has them, of what optimizers of whole matrices update: matrices of the blocks.
+        """Names in `named_parameters` of the block parameters that a MatrixOptimizer updates.
 
-        Embeddings and convolutions are not among them. Names of other parameters than matrices have no effect.
+        Embeddings and convolutions are excluded. Names of parameters that are not matrices have no effect.
         """
         others = (nn.Embedding, nn.modules.conv._ConvNd)
         blocks = self.model.blocks()
         inside = {module for block in blocks for module in block.modules() if not isinstance(module, others)}
         return {
-            f"{prefix}.{name}" for prefix, module in self.model.named_modules() if module in inside
+            f"{prefix}.{name}"
+            for prefix, module in self.model.named_modules()
+            if module in inside
             for name, _ in module.named_parameters(recurse=False)
-        }  # fmt: skip
+        }
 
     # ---- for the platform
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter once (a tied one under its first name), by canonical name."""
+        """All parameters by canonical name; a tied parameter appears once, under its first name."""
         name_of = self.model.weights.canonical_name
         return {name_of(name): parameter for name, parameter in self.model.named_parameters()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Every persistent buffer of floating point, by canonical name; checkpoints hold them as they do parameters."""
+        """All persistent floating-point buffers by canonical name; checkpoints store them like parameters."""
         return {
             self.model.weights.canonical_name(f"{path}.{name}" if path else name): buffer
             for path, module in self.model.named_modules()

@@ -1,1 +1,1 @@
-"""Metrics, progress, profiles and the run's folder."""
+"""Metrics, profiles and trackers of a run."""

@@ -1,4 +1,4 @@
-"""Numbers of a step, rows of metrics.jsonl, and their numbers and texts under the tags that all trackers use."""
+"""Metrics of a step, rows of metrics.jsonl, and the tags under which all trackers record values and texts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,44 +6,44 @@ from typing import Any
 
 from crosstrain.utils.units import disjoint
 
-Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
+Row = dict[str, Any]  # step, metrics, {"timers": {phase: ms}}, and texts: see `texts`
 
 
 @dataclass
 class StepMetrics:
-    """Numbers of one attempted step; None: not finite, or not measured."""
+    """Metrics of one attempted step. None: not finite, or not measured."""
 
     step: int
     loss: float | None  # mean over target tokens
     lr: float
     grad_norm: float | None  # before clipping
     loss_scale: float
-    samples: int  # sample numbers that the run has gone through
+    samples: int  # number of samples consumed so far
     skipped_steps: int
     applied: bool = True  # the weights were updated
-    sequence_length: int | None = None  # of a curriculum
+    sequence_length: int | None = None  # tokens per sample; None without a curriculum
 
-    # Measured by `Throughput`, over the steps since the last logged one.
+    # Measured by `Throughput`, over the steps since the last logged step.
     step_ms: float = 0.0
-    tokens_per_second: float | None = None  # of a language model,
-    samples_per_second: float | None = None  # and of any other
+    tokens_per_second: float | None = None  # for language models
+    samples_per_second: float | None = None  # for other models
     timers: dict[str, float] = field(default_factory=dict)  # phase -> ms, of this step
-    memory: dict[str, float] = field(default_factory=dict)  # memory_allocated_mb and the like
-    mfu: float | None = None  # model FLOPs utilisation
+    memory: dict[str, float] = field(default_factory=dict)  # memory_allocated_mb and others
+    mfu: float | None = None  # model FLOPs utilization
     gpu_utilisation: float | None = None  # percent
     loader_samples_per_second: float | None = None
-    recorded: dict[str, float] = field(default_factory=dict)  # of callbacks, and of the model, since the last logged
-    notes: list[str] = field(default_factory=list)  # of stragglers and slow data
+    recorded: dict[str, float] = field(default_factory=dict)  # from callbacks and the model, since the last logged step
+    notes: list[str] = field(default_factory=list)  # about stragglers and slow data loading
 
     def row(self) -> Row:
-        """Return the row for trackers, without numbers that were not measured."""
+        """Return the row for trackers, without the metrics that were not measured."""
         out: Row = {}
         for name, value in vars(self).items():
             if name in ("memory", "recorded"):
                 out = disjoint(out, value)
             elif name in ("loss", "grad_norm") or value not in (None, []):
                 out[name] = value
-        del out["applied"]  # skipped_steps counts those
+        del out["applied"]  # skipped_steps counts steps that were not applied
         return out
 
     @property
@@ -54,7 +54,7 @@ class StepMetrics:
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a row under tags such as train/loss, val/loss and timers_ms/forward."""
+    """Yield the numeric values of a row under tags such as train/loss, val/loss and timers_ms/forward."""
     for key, value in row.items():
         if key == "timers":
             for phase, milliseconds in value.items():
@@ -65,7 +65,7 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def texts(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a row: prompts with their continuations under generated/0 and so on; notes."""
+    """Yield the texts of a row: prompts with their completions, under generated/0 and so on, and notes."""
     for number, sample in enumerate(row.get("generated", [])):
         yield f"generated/{number}", sample["prompt"] + sample["text"]
     if row.get("notes"):
@@ -73,14 +73,14 @@ def texts(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def flat(config: dict[str, Any]) -> Iterator[tuple[str, bool | int | float | str]]:
-    """Yield the keys of a configuration as run.optimizer.name, with values that are no number as text."""
+    """Yield the values of a configuration under dotted keys such as run.optimizer.name, complex values as text."""
     for key, value in leaves(config):
         if value != {}:
             yield key, value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings under dotted keys; an empty mapping is a value."""
+    """Yield the values of nested mappings under dotted keys. An empty mapping is a value."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")

@@ -11,34 +11,34 @@ from crosstrain.utils.logging import log
 
 
 class Profiler:
-    """Profiles this rank in the windows of `options`, and writes a folder below `folder` for each.
+    """Profiles this rank in the windows of `options`, and writes a folder for each window below `folder`.
 
-    Does nothing without options, or for a rank that they do not name. A run that resumes inside a window profiles the
-    rest of it; a window whose steps are repeated, after a roll back, is profiled once.
+    Does nothing without options, or if they do not include this rank. A run that resumes inside a window profiles the
+    rest of it. A window is profiled only once, even if its steps are repeated after a rollback.
     """
 
     def __init__(self, options: ProfileOptions | None, folder: Path, rank: int, device: torch.device) -> None:
         self.options, self.folder, self.rank, self.device = options, folder, rank, device
         self._windows = options.windows if options is not None and rank in options.ranks else []
         self._running: profile | None = None
-        self._window: tuple[int, ...] = (0, 0)  # that is being profiled
+        self._window: tuple[int, ...] = (0, 0)  # the window being profiled
         self._seen = (0, 0)  # its first and last profiled step
-        self._step = ExitStack()  # holds the record of the step that is under way
+        self._step = ExitStack()  # holds the record of the current step
 
     def begin(self, number: int) -> None:
-        """The attempted step `number` begins; it is profiled if it is in a window."""
-        self._step.close()  # a step that was rolled back has no end
+        """Call this when attempted step `number` begins. The step is profiled if it is in a window."""
+        self._step.close()  # `end` is not called for a step that is rolled back
         window = next((w for w in self._windows if w[0] <= number <= w[1]), None)
-        if self._running is not None and window != self._window:  # a roll back led out of it
+        if self._running is not None and window != self._window:  # a rollback left the window
             self.write()
         if window is None:
             return
         if self._running is None:
             self._start(window, number)
-        self._step.enter_context(record_function(f"ProfilerStep#{number}"))  # viewers know steps by this name
+        self._step.enter_context(record_function(f"ProfilerStep#{number}"))  # viewers identify steps by this name
 
     def end(self, number: int) -> None:
-        """The step `number` has ended; the last one of a window has its profile written."""
+        """Call this when step `number` has ended. After the last step of a window, the profile is written."""
         if self._running is None:
             return
         self._step.close()
@@ -51,9 +51,11 @@ class Profiler:
         self._window, self._seen = window, (number, number)
         cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self._running = profile(
-            activities=[ProfilerActivity.CPU, *cuda], record_shapes=self.options.record_shapes,
-            with_stack=self.options.with_stack, profile_memory=self.options.profile_memory,
-        )  # fmt: skip
+            activities=[ProfilerActivity.CPU, *cuda],
+            record_shapes=self.options.record_shapes,
+            with_stack=self.options.with_stack,
+            profile_memory=self.options.profile_memory,
+        )
         self._running.start()
 
     def write(self) -> None:
@@ -64,7 +66,7 @@ class Profiler:
         done, self._running = self._running, None
         self._windows = [window for window in self._windows if window != self._window]
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or kernels that still run would be missing
+            torch.cuda.synchronize(self.device)  # otherwise kernels that are still running would be missing
         log.info("writing a profile; training goes on after it")
         done.stop()
         first, last = self._seen
@@ -72,7 +74,7 @@ class Profiler:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         try:
             self._write(done, folder, f"rank {self.rank}, {steps}")
-        except (OSError, RuntimeError, ValueError) as error:  # torch writes the trace, or only a part of it
+        except (OSError, RuntimeError, ValueError) as error:  # torch may write no trace, or only a part of it
             log.warning("%s: the profile could not be written (%s); training goes on", folder, error)
         else:
             log.info("profile of %s in %s", steps, folder)
@@ -81,7 +83,7 @@ class Profiler:
         assert self.options is not None
         folder.mkdir(parents=True, exist_ok=True)
         start = folder / f"rank{self.rank}"
-        done.export_chrome_trace(f"{start}.pt.trace.json")  # the ending that TensorBoard's plugin looks for
+        done.export_chrome_trace(f"{start}.pt.trace.json")  # TensorBoard's plugin looks for this suffix
         averages = done.key_averages(group_by_input_shape=self.options.record_shapes)
         place = "cuda" if self.device.type == "cuda" else "cpu"
         text = f"{title[0].upper()}{title[1:]}. Times are sums over these steps.\n"

@@ -1,8 +1,9 @@
-"""Detection of ranks that hold the others up, from the times that each rank measures of itself.
+"""Detect slow ranks from the times that each rank measures for its own work.
 
-Forward and backward are compared between the ranks that do the same work on different samples. Only a rank's own time
-tells: where an engine exchanges tensors within both (FSDP, ZeRO 3), the others wait there for a slow rank, all take as
-long, and none is named. Where it does so in the backward alone, the forward still tells.
+Forward and backward times are compared between ranks that do the same work on different samples. This needs times
+without communication: if an engine communicates in both passes (FSDP, ZeRO 3), the other ranks wait there for a slow
+rank, all ranks take equally long, and none is reported. If it communicates only in the backward pass, the forward
+times still identify the rank.
 """
 
 from statistics import median
@@ -10,28 +11,28 @@ from statistics import median
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 
-SLOWER = 1.5  # times the median of the other ranks makes a straggler,
-SLOWER_MS = 10.0  # if it is at least this much more,
-IN_A_ROW = 2  # in this many logged steps in a row
-WAITING = 0.25  # share of the time that is too much to wait for data,
-WAITING_MS = 5.0  # if it is at least this much per step
+# A rank is a straggler if it exceeds the median of its peers by both limits in this many consecutive logged steps.
+SLOWER = 1.5  # minimum ratio to the median
+SLOWER_MS = 10.0  # minimum difference from the median
+IN_A_ROW = 2  # number of logged steps
+# Data waits are reported if they reach both limits.
+WAITING = 0.25  # fraction of the time
+WAITING_MS = 5.0  # milliseconds per step
 
 
 class StragglerDetector:
-    """Gathers the ranks' times at logged steps, in one small message, and describes what is wrong with them."""
+    """Gathers the ranks' times at logged steps, in one small message, and describes problems."""
 
     def __init__(self, runner: Runner, num_workers: int) -> None:
         self._runner, self._num_workers = runner, num_workers
         self._checks = 0
-        self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and their number
+        self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
         self._times_told: dict[str, int] = {}
 
-    def check(
-        self, ranks: Group, step: int, steps: int, seconds: float, waited: float
-    ) -> tuple[float, list[str]]:
-        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
+    def check(self, ranks: Group, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
+        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the previous one. Collective.
 
-        `waited`: seconds that this rank has waited for data meanwhile. Returns the longest such wait of any rank, and
+        `waited`: seconds that this rank waited for data in this interval. Returns the longest wait of any rank, and
         sentences about problems.
         """
         timers = self._runner.timers.seconds
@@ -56,7 +57,7 @@ class StragglerDetector:
         return self._seldom(key, f"{key}: at step {step}, as at the logged one before, its {problem}")
 
     def _data_bound(self, step: int, steps: int, seconds: float, waited: list[float]) -> str | None:
-        if self._checks == 1:  # in which the loader's processes started
+        if self._checks == 1:  # the data-loading processes started in this interval
             return None
         bad = [r for r, w in enumerate(waited) if w >= WAITING * seconds and 1000 * w / steps >= WAITING_MS]
         if not bad:
@@ -71,7 +72,7 @@ class StragglerDetector:
         )
 
     def _seldom(self, key: str, sentence: str) -> str | None:
-        """Return the sentence the 1st, 10th, 100th, ... time that there is reason for it, else None."""
+        """Return the sentence on the 1st, 10th, 100th, ... occurrence, else None."""
         times = self._times_told[key] = self._times_told.get(key, 0) + 1
         if times == 1:
             return sentence
@@ -79,7 +80,7 @@ class StragglerDetector:
 
 
 def _slowest(seconds: list[float], groups: list[list[int]], clause: str) -> tuple[int, str] | None:
-    """Return the slowest of the ranks that are slow beside their peers, and a clause on how slow."""
+    """Return the slowest of the ranks that are slow compared with their peers, and a clause with the ratio."""
     slowest: tuple[float, int, float] | None = None
     for peers in groups:
         for rank in peers if len(peers) > 1 else []:
@@ -94,7 +95,7 @@ def _slowest(seconds: list[float], groups: list[list[int]], clause: str) -> tupl
 
 
 def _peers(dp_ranks: list[float]) -> list[list[int]]:
-    """Group ranks that do the same work on different samples: those at the same place of each data-parallel rank."""
+    """Group ranks that do the same work on different samples: those at the same position in each data-parallel rank."""
     members: dict[float, list[int]] = {}
     for rank, dp_rank in enumerate(dp_ranks):
         members.setdefault(dp_rank, []).append(rank)

@@ -1,4 +1,4 @@
-"""Speed, memory and utilisation of training, measured between two logged steps."""
+"""Speed, memory and utilization of training, measured between two logged steps."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from crosstrain.monitor.metrics import StepMetrics
 
 
 class Throughput:
-    """A clock over the steps since the last logged one. The time of saves and validations is left out."""
+    """Measures throughput since the last logged step. The time of saves and validations is excluded."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -28,13 +28,16 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside out of the throughput."""
+        """Exclude the time of the block from the throughput."""
         started = time.perf_counter()
         yield
         self._start += time.perf_counter() - started
 
     def measure(self, metrics: StepMetrics, count: int, sequence_length: int | None) -> None:
-        """Fill in speed, memory and utilisation of a step of `count` target tokens, or samples of other models."""
+        """Fill in speed, memory and utilization after a step.
+
+        count: target tokens of the step, or its samples if the model does not predict tokens.
+        """
         device, timers = self._runner.device, self._runner.timers.seconds
         self.steps += 1
         self._counted += count
@@ -47,7 +50,7 @@ class Throughput:
         else:
             metrics.samples_per_second = rate
         metrics.timers = {phase: 1000 * s for phase, s in timers.items()}
-        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # `step_ms` is of steps not logged, too
+        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # `step_ms` is an average
         metrics.memory = memory_mb(device)
         peak = peak_flops(device, self._runner.precision.dtype)
         if peak and (flops := self._runner.model.structure.flops_per_token(sequence_length)):

@@ -1,4 +1,4 @@
-"""Trackers: the interface for plugins that record a run's numbers, and the trackers of one run."""
+"""Trackers: the interface for plugins that record a run's metrics, and the trackers of one run."""
 
 import queue
 import threading
@@ -16,24 +16,27 @@ from crosstrain.monitor.metrics import Row
 from crosstrain.utils.errors import UserError, sentence
 from crosstrain.utils.logging import log
 
-_MAX_BACKLOG = 1000  # rows that a slow tracker may lag behind; it loses further ones
-_CLOSE_SECONDS = 30.0  # in which a slow tracker may send the rest when training has ended
+_MAX_BACKLOG = 1000  # rows that a slow tracker may lag behind; further rows are dropped
+_CLOSE_SECONDS = 30.0  # time that a slow tracker has for the remaining rows after training
 
 
 @dataclass(frozen=True)
 class TrackedRun:
     """The run that a tracker follows."""
 
-    folder: Path  # of the run; a tracker that keeps files has a folder of its own in it
-    config: dict[str, Any]  # resolved, as config.yaml holds it
-    resumed_step: int  # the step that training goes on after; 0: it begins
+    folder: Path  # the run's folder; a tracker that writes files has its own folder in it
+    config: dict[str, Any]  # resolved, as in config.yaml
+    resumed_step: int  # training continues after this step; 0: it starts from the beginning
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
     def remembered(self, tracker: str, make: Callable[[], str]) -> str:
-        """Return the id of this run at a tracker, from TRACKER/run_id in its folder; the first start makes it."""
+        """Return the ID of this run at a tracker, from TRACKER/run_id in the run's folder.
+
+        The file is created on the first start, with the ID that `make` returns.
+        """
         file = self.folder / tracker / "run_id"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
@@ -42,17 +45,17 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures some.
+    """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures them.
 
-    Each is made on rank 0 when training begins. An error that it raises is logged once and costs only its own numbers:
-    training goes on, and the tracker is offered the next row.
+    Each tracker is created on rank 0 when training begins. If it raises an error, the error is logged once and only
+    this tracker loses the row: training continues, and the tracker gets the next row.
     """
 
-    remote = False  # True: calls may take long, as over a network, and are made in a thread of the tracker's own
+    remote = False  # True: calls may be slow, for example over a network, and run in a separate thread
 
     @classmethod  # noqa: B027 - most need nothing
     def check(cls, options: Any) -> None:
-        """Raise UserError if something is missing, such as a package or a login; no worker exists yet."""
+        """Raise UserError if something is missing, such as a package or a login. Called before any worker exists."""
 
     def __init__(self, options: Any, run: TrackedRun) -> None:
         self.options, self.run = options, run
@@ -65,15 +68,15 @@ class Tracker(ABC):
         """
 
     def close(self, finished: bool) -> None:  # noqa: B027 - some keep nothing open
-        """Training ends here; `finished` says if it has reached its last step."""
+        """Finish recording, because training ends. `finished` is True if training reached its last step."""
 
     def place(self) -> str | None:
-        """A file, an address or a command to look at the numbers, for the closing lines of a run."""
+        """Return a file, an address or a command to view the metrics, for the final output of a run."""
         return None
 
 
 def check_trackers(components: Iterable[Component]) -> None:
-    """Raise UserError for a tracker that cannot work as configured; no worker exists yet."""
+    """Raise UserError for a tracker that cannot work as configured. Called before any worker exists."""
     for component in components:
         try:
             registry.get("tracker", component.name).check(component.options)
@@ -82,7 +85,7 @@ def check_trackers(components: Iterable[Component]) -> None:
 
 
 class Trackers:
-    """The trackers of a run, in the order of the configuration. None can stop the run or hold it up."""
+    """The trackers of a run, in the order of the configuration. None of them can stop or delay the run."""
 
     def __init__(self, components: Iterable[Component], run: TrackedRun) -> None:
         self._isolated = [_Isolated(component, run) for component in components]
@@ -98,12 +101,12 @@ class Trackers:
             tracker.join()
 
     def places(self) -> list[tuple[str, str]]:
-        """Return (tracker, its `place`), of those that have one; call it after `close`."""
+        """Return (tracker, its `place`) for trackers that have one. Call this after `close`."""
         return [(tracker.name, tracker.place) for tracker in self._isolated if tracker.place]
 
 
 class _Isolated:
-    """A tracker whose errors cost its own numbers alone. Calls of a remote one are made in order in a thread."""
+    """A tracker with isolated errors: only its own rows are lost. Calls of a remote one run in order in a thread."""
 
     def __init__(self, component: Component, run: TrackedRun) -> None:
         self.name, cls = component.name, registry.get("tracker", component.name)
@@ -119,7 +122,7 @@ class _Isolated:
         self.call(lambda _: None)
 
     def call(self, work: Callable[[Tracker], None]) -> None:
-        """Do `work` with the tracker, now or in its thread."""
+        """Call `work` with the tracker, now or in its thread."""
         if self._thread is None:
             return self._do(work)
         try:
@@ -128,7 +131,7 @@ class _Isolated:
             self._warn(f"is more than {_MAX_BACKLOG} rows behind; training goes on, and it loses rows")
 
     def _do(self, work: Callable[[Tracker], None]) -> None:
-        """Do `work` with the tracker, which is made first if that has not succeeded before."""
+        """Call `work` with the tracker. Creates the tracker first if it does not exist yet."""
         try:
             self._tracker = self._tracker or self._make()
             self.place = self._tracker.place()
@@ -143,7 +146,7 @@ class _Isolated:
             log.warning("%s", sentence(f"run.trackers: {self.name} {problem}"))
 
     def join(self) -> None:
-        """Wait until the calls are done; a thread that takes too long is left behind."""
+        """Wait until the calls are done. A thread that takes too long is abandoned."""
         if self._thread is None:
             return
         with suppress(queue.Full):

@@ -1,4 +1,4 @@
-"""The hook for bad steps (non-finite or spiking loss): find the samples responsible, and stop, skip or roll back."""
+"""The hook for bad steps (non-finite or spiking loss): find the responsible samples, then stop, skip or roll back."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from crosstrain.utils.types import MicroBatch, Step
 from crosstrain.utils.units import finite
 
 _SHOWN = 3  # suspects in a log line
-_RECORDED = 100  # in the file
-_NARROWED = 64  # samples that are looked at one by one
+_RECORDED = 100  # suspects in the file
+_NARROWED = 64  # at most this many samples are evaluated one by one
 
-# Samples that may have caused a bad step: a micro batch or one sample, by number; mean loss per target token.
+# Samples that may have caused a bad step: the numbers of a micro batch or of one sample, and the mean loss per target.
 Suspect = tuple[tuple[int, ...], float]
 
 
 class RollBack(TrainingError):
-    """Training must go back to the last checkpoint. `left_out` of it and the state are sample numbers to leave out."""
+    """Training must reload the last checkpoint. `left_out(checkpoint, state)` returns sample numbers to leave out."""
 
     def __init__(self, message: str, left_out: Callable[[Path, State], Ranges]) -> None:
         super().__init__(message)
@@ -42,10 +42,10 @@ class RollBack(TrainingError):
 
 
 class BadSteps(Callback):
-    """The policy of `run.on_bad_step`. Every rank has one, and all come to the same result.
+    """Applies the policy of `run.on_bad_step`. All ranks reach the same decision.
 
-    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`. Raises ConfigError for roll backs over a
-    dataset whose samples have no numbers to leave out.
+    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`. Raises ConfigError for the policy
+    roll_back with a stream: its samples have no numbers to leave out.
     """
 
     def __init__(self, options: Any, trainer: Any) -> None:
@@ -54,7 +54,7 @@ class BadSteps(Callback):
         self.dataset: Dataset = trainer.dataset
         self.policy, self.seed = trainer.run.on_bad_step, trainer.run.seed
         self._went_back: tuple[Path | None, int] = (None, 0)
-        self._problem: str | None = None  # of the step under way
+        self._problem: str | None = None  # problem of the current step
         if self.policy.policy == "roll_back" and not self.dataset.indexed:
             raise ConfigError("run.on_bad_step: a stream has no samples that roll_back could leave out: use skip")
 
@@ -64,9 +64,9 @@ class BadSteps(Callback):
         return self._problem
 
     def after_step(self, metrics: StepMetrics) -> None:
-        """Record an attempted step in the state, and act on a bad one. Collective where the step was bad.
+        """Record an attempted step in the state, and handle a bad step. Collective if the step was bad.
 
-        Raises RollBack under that policy, and TrainingError where training must end.
+        Raises RollBack for the policy roll_back, and TrainingError if training must end.
         """
         state: State = self.trainer.state
         if metrics.applied:
@@ -81,7 +81,7 @@ class BadSteps(Callback):
             self._bad_step(state, metrics, where)
 
     def check_loss(self, loss: float, state: State) -> str | None:
-        """The reason not to apply a step with this loss, or None."""
+        """Return the reason to skip a step with this loss; None if the loss is good."""
         if not math.isfinite(loss):
             return "the loss is not finite"
         spike, window = self.policy.spike, state.recent_losses[-self.policy.spike_window :]
@@ -96,10 +96,12 @@ class BadSteps(Callback):
         precision = self.runner.precision
         state.overflows_in_a_row += 1
         _end_after(
-            precision.options.max_skipped, state.overflows_in_a_row, where,
+            precision.options.max_skipped,
+            state.overflows_in_a_row,
+            where,
             f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
             f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
-        )  # fmt: skip
+        )
 
     def _bad_step(self, state: State, metrics: StepMetrics, where: str) -> None:
         batch, policy = self._batch, self.policy.policy
@@ -107,11 +109,18 @@ class BadSteps(Callback):
         suspects = [self._describe(*suspect) for suspect in found[:_RECORDED]]
         problem = self._problem or "the gradients are not finite"
         sentence = f"{where}: {problem}{_tell(suspects, len(found))}"
-        self._write({
-            "time": time.strftime(TIME_FORMAT), "step": state.step, "problem": problem, "policy": policy,
-            "loss": metrics.loss, "grad_norm": metrics.grad_norm, "samples": leave_out([], batch.numbers),
-            "suspects": suspects,
-        })  # fmt: skip
+        self._write(
+            {
+                "time": time.strftime(TIME_FORMAT),
+                "step": state.step,
+                "problem": problem,
+                "policy": policy,
+                "loss": metrics.loss,
+                "grad_norm": metrics.grad_norm,
+                "samples": leave_out([], batch.numbers),
+                "suspects": suspects,
+            }
+        )
         if policy == "stop":
             raise TrainingError(
                 f"{sentence}; nothing of this step was applied and the last checkpoint is untouched: lower "
@@ -124,29 +133,33 @@ class BadSteps(Callback):
         state.bad_in_a_row += 1
         state.skipped = [*state.skipped, [state.step, batch.numbers[0], batch.numbers[-1]]]
         _end_after(
-            self.policy.max_in_a_row, state.bad_in_a_row, sentence,
+            self.policy.max_in_a_row,
+            state.bad_in_a_row,
+            sentence,
             "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             "run.init_lr and resume from the last checkpoint",
-        )  # fmt: skip
+        )
 
     def go_back(self, problem: str, numbers: Sequence[int], to: Path, state: State) -> Ranges:
-        """Sample numbers to leave out after going back; TrainingError after too many attempts from one checkpoint."""
+        """Return sample numbers to leave out after a roll back; TrainingError after too many from one checkpoint."""
         count = self._went_back[1] + 1 if self._went_back[0] == to else 1
         self._went_back = to, count
         _end_after(
-            self.policy.max_in_a_row, count, problem,
+            self.policy.max_in_a_row,
+            count,
+            problem,
             f"bad steps came after {to} (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             f"run.init_lr, or remove that checkpoint to go on from an earlier one",
-        )  # fmt: skip
+        )
         self._warn(f"{problem}; going back to {to} and leaving out {show(numbers)} from there on")
         return leave_out(state.left_out, numbers)
 
     def _warn(self, sentence: str) -> None:
-        if self.runner.world.rank == 0:  # the others would say the same
+        if self.runner.world.rank == 0:  # the warning is the same on all ranks
             log.warning("%s", sentence)
 
     def suspects(self, micro_batches: list[MicroBatch]) -> list[Suspect]:
-        """The samples whose loss is not finite, or else all micro batches, the highest loss first. Collective."""
+        """Samples with a non-finite loss; if there are none, all micro batches, highest loss first. Collective."""
         mine = {
             micro_batch.numbers: float(loss) / max(micro_batch.num_targets, 1)
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)
@@ -158,12 +171,12 @@ class BadSteps(Callback):
         return [sample for numbers in wrong for sample in self._narrowed(numbers, found[numbers], among=len(wrong))]
 
     def _narrowed(self, numbers: tuple[int, ...], loss: float, among: int) -> list[Suspect]:
-        """The samples of a micro batch whose own loss is not finite; the micro batch itself where there are none."""
+        """Samples of a micro batch with a non-finite loss of their own; if there are none, the micro batch."""
         apart = self.dataset.indexed and not self.runner.objective.makes_samples
         if len(numbers) == 1 or len(numbers) * among > _NARROWED or not apart:
             return [(numbers, loss)]
         alone = []
-        with self.runner.evaluating():  # without dropout, all ranks the same sample
+        with self.runner.evaluating():  # no dropout; all ranks evaluate the same sample
             for number in numbers:
                 batch = one_sample(self.dataset, self.seed, number)
                 own_loss = float(self.runner.evaluate(batch)) / max(self.runner.objective.num_targets(batch), 1)
@@ -171,7 +184,7 @@ class BadSteps(Callback):
         return [sample for sample in alone if not math.isfinite(sample[1])] or [(numbers, loss)]
 
     def _describe(self, numbers: tuple[int, ...], loss: float) -> dict[str, Any]:
-        """A suspect as bad_steps.jsonl has it."""
+        """Format a suspect for bad_steps.jsonl."""
         indexed = self.dataset.indexed
         indices = [self.dataset.training_index(self.seed, number) for number in numbers] if indexed else []
         places = [self.dataset.location(index) for index in indices]
@@ -188,7 +201,7 @@ class BadSteps(Callback):
 
 
 def _tell(suspects: list[dict[str, Any]], count: int) -> str:
-    """Name the first of `count` suspects."""
+    """Describe the first of `count` suspects for the log."""
     if not suspects:
         return ""
     named = ", ".join(map(_name, suspects[:_SHOWN]))
@@ -198,7 +211,7 @@ def _tell(suspects: list[dict[str, Any]], count: int) -> str:
 
 
 def _name(suspect: dict[str, Any]) -> str:
-    """`sample 7 (index 211 of the data: document 40 of data/mine; loss 9.1)`."""
+    """Describe a suspect, such as `sample 7 (index 211 of the data: document 40 of data/mine; loss 9.1)`."""
     about, indices = [], suspect["indices"]
     if indices:
         found = f"{'index' if len(indices) == 1 else 'indices'} {', '.join(map(str, indices))} of the data"

@@ -1,4 +1,4 @@
-"""The interface of hooks: the platform's own, and the callbacks that a run names."""
+"""The interface of hooks: the platform's own hooks, and the callbacks of a run."""
 
 from __future__ import annotations
 
@@ -26,50 +26,51 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of all hooks. `run.callbacks: [{name: ..., <Options>}]` chooses and configures further ones.
+    """Base class of all hooks. `run.callbacks: [{name: ..., <Options>}]` adds and configures callbacks.
 
-    Every rank makes one when weights and optimizer state are loaded, and a new one after a roll back; then `state` and
-    the boxes of `shards` are filled in from the checkpoint. All ranks call its methods at the same moments, in the
-    order of `training/hooks.py`. It may call `trainer.end` and `trainer.save_as`, and add numbers to `trainer.row`.
+    Every rank creates its own instance after weights and optimizer state are loaded, and a new one after a roll back.
+    Then `state` and the tensors of `shards` are loaded from the checkpoint. All ranks call the methods at the same
+    points, in the order of `training/hook_order.py`. A hook may call `trainer.end` and `trainer.save_as`, and add
+    numbers to `trainer.row`.
     """
 
-    replaces: ClassVar[str | None] = None  # a hook of the platform, by name, whose place this one takes
+    replaces: ClassVar[str | None] = None  # name of a platform hook that this callback replaces; None: an extra hook
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        """Raise ConfigError for settings of the run that do not suit the options; no worker exists yet."""
+        """Raise ConfigError if the options do not fit the run's settings; called before workers start."""
 
     def __init__(self, options: Any, trainer: Trainer) -> None:
         self.options, self.trainer = options, trainer
-        self.state: dict[str, Any] = {}  # JSON values, which checkpoints keep
-        self.scalars: dict[str, float] = {}  # by name, for the next log line and row; rank 0's count
+        self.state: dict[str, Any] = {}  # JSON values that are saved in checkpoints
+        self.scalars: dict[str, float] = {}  # numbers by name for the next log line and row; only rank 0's are used
 
     def on_start(self) -> None:
-        """Training begins, or goes on from a checkpoint."""
+        """Training starts, or resumes from a checkpoint."""
 
     def before_batch(self) -> None:
-        """A step begins; its samples are not loaded yet."""
+        """A step starts; its samples are not loaded yet."""
 
     def before_step(self, batch: Step) -> None:
-        """The micro batches of this rank are loaded and the learning rate is set; no forward has begun."""
+        """The micro batches of this rank are loaded and the learning rate is set; the forward has not started."""
 
     def after_backward(self, batch: Step, loss: float) -> str | None:
-        """`trainer.runner.held.gradients()` are complete, neither clipped nor checked.
+        """`trainer.runner.held.gradients()` are complete, but neither clipped nor checked.
 
-        Return a reason, the same on every rank, to throw the gradients away; None to apply them.
+        Return a reason to discard the gradients, the same on every rank; None: apply them.
         """
 
     def after_step(self, metrics: StepMetrics) -> None:
         """The weights are updated, unless the step was skipped (`metrics.applied`)."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
-        """Numbers of a validation are there, such as val_loss, the same on every rank."""
+        """A validation has finished; `metrics` has its numbers, such as val_loss, the same on every rank."""
 
     def on_save(self, checkpoint: Path) -> None:
-        """The present state is about to be saved as `checkpoint`, a folder that appears when it is complete."""
+        """A save is about to start; the folder `checkpoint` appears when it is complete."""
 
     def before_end(self) -> None:
-        """Training ends, at its last step or a stop; the last checkpoint is written now."""
+        """Training ends, at its last step or on request; the last checkpoint is written next."""
 
     def on_end(self) -> None:
         """The last checkpoint is written."""
@@ -78,15 +79,15 @@ class Callback:
         """Training has ended, perhaps with an error."""
 
     def places(self) -> list[tuple[str, str]]:
-        """Titles with files, addresses or commands to look at, for the closing lines of a run."""
+        """(title, file, address or command) pairs for the closing lines of a run's log."""
         return []
 
     def shards(self) -> list[Shard]:
-        """This rank's part of tensors that checkpoints keep, in live memory, of kinds that the callback names."""
+        """This rank's shards of tensors for checkpoints, in live memory; the callback chooses the kinds."""
         return []
 
     def keep(self) -> set[int]:
-        """Steps whose checkpoints are not to be deleted."""
+        """Steps with checkpoints that must not be deleted."""
         return set()
 
     # ---- for the platform
@@ -99,19 +100,19 @@ class Callback:
         return json.loads(json.dumps(self.state))
 
 
-HookKinds = Mapping[str, type[Callback]]  # by name, in the order in which they are called
+HookKinds = Mapping[str, type[Callback]]  # by name, in call order
 
 
 class Hooks:
-    """The hooks of a run on this rank: some of the platform, the run's callbacks, the rest of the platform.
+    """The hooks of a run on this rank: platform hooks, the run's callbacks, then the other platform hooks.
 
-    An error that a callback of the run raises becomes a TrainingError that names it and the moment.
+    An error in a callback of the run becomes a TrainingError with the names of the callback and the method.
     """
 
     def __init__(self, trainer: Trainer, before: HookKinds, after: HookKinds) -> None:
-        """before, after: the platform's hooks in front of and behind the run's callbacks, in order."""
+        """before, after: platform hooks called before and after the run's callbacks, in order."""
         self._trainer, self._places = trainer, (tuple(before), tuple(after))
-        self.callbacks: dict[str, Callback] = {}  # of the run, by name
+        self.callbacks: dict[str, Callback] = {}  # the run's callbacks by name
         self._platform: dict[str, Callback] = {}
         replaced = {registry.get("callback", component.name).replaces for component in trainer.run.callbacks}
         for name, kind in {**before, **after}.items():
@@ -122,7 +123,7 @@ class Hooks:
         self.load(trainer.start)
 
     def load(self, checkpoint: Path | None) -> None:
-        """Make the run's callbacks as they were in `checkpoint`; what it lacks begins anew."""
+        """Create the run's callbacks and load their states from `checkpoint`; callbacks missing there start fresh."""
         trainer, self.callbacks = self._trainer, {}
         for component in trainer.run.callbacks:
             with blamed(f"run.callbacks: {component.name} failed in __init__"):
@@ -137,11 +138,11 @@ class Hooks:
         reader.fill([shard for shard in self.shards() if (shard.kind, shard.name) in reader.tensors])
 
     def add(self, name: str, callback: Callback) -> None:
-        """Add a callback that no configuration names, behind the others."""
+        """Add a callback that is not in the configuration, after the others."""
         self.callbacks[name] = callback
 
     def ordered(self) -> Iterator[tuple[str, Callback]]:
-        """Yield the hooks with their names, in the order in which they are called."""
+        """Yield names and hooks in call order."""
         in_place_of = {callback.replaces: name for name, callback in self.callbacks.items() if callback.replaces}
         before, after = ([in_place_of.get(name, name) for name in names] for names in self._places)
         further = [name for name, callback in self.callbacks.items() if callback.replaces is None]
@@ -150,7 +151,7 @@ class Hooks:
             yield name, known[name]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every hook, in order; returns the results."""
+        """Call a method of every hook in order; returns the results."""
         results = []
         for name, hook in self.ordered():
             with blamed(f"run.callbacks: {name} failed in {method}") if name in self.callbacks else nullcontext():
@@ -158,11 +159,11 @@ class Hooks:
         return results
 
     def scalars(self) -> dict[str, float]:
-        """Take the numbers that hooks have for the next log line."""
+        """Collect and clear the numbers of all hooks for the next log line."""
         return reduce(disjoint, self.call("take_scalars"), {})
 
     def saved_states(self) -> dict[str, dict[str, Any]]:
-        """The states of the run's callbacks, by name, as a checkpoint keeps them."""
+        """The states of the run's callbacks by name, for a checkpoint."""
         states = {}
         for name, callback in self.callbacks.items():
             with blamed(f"run.callbacks: {name} failed in saved_state"):
@@ -170,7 +171,7 @@ class Hooks:
         return states
 
     def shards(self) -> list[Shard]:
-        """This rank's boxes of all hooks, under kinds that no optimizer has."""
+        """This rank's shards of all hooks; the prefix of their kinds keeps them apart from optimizer state."""
         found = [replace(shard, kind=CALLBACK + shard.kind) for own in self.call("shards") for shard in own]
         if len({(shard.kind, shard.name) for shard in found}) < len(found):
             raise TrainingError("run.callbacks: two of them name their boxes alike; let one call its kind otherwise")

@@ -1,4 +1,4 @@
-"""The last lines of a run's log: how it ended, and what to open next."""
+"""The last lines of a run's log: how the run ended, and the files and commands for the next steps."""
 
 from importlib.util import find_spec
 
@@ -10,7 +10,7 @@ from crosstrain.utils.trust import names_command
 
 
 def log_end(trainer: Trainer) -> None:
-    """Log how training ended, and files and commands that go on from here."""
+    """Log how training ended, and the files and commands for the next steps."""
     step = trainer.state.step
     if trainer.stopped:
         log.info("stopped at step %d; the same command, without --fresh, goes on from there", step)
@@ -23,10 +23,10 @@ def log_end(trainer: Trainer) -> None:
 
 
 def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
-    """Titles and commands that can work on this run, from the working directory."""
+    """(title, command) pairs for the next steps with this run, relative to the working directory."""
     run, folder, dataset, tokenizer = trainer.run, trainer.folder, trainer.dataset, trainer.dataset.tokenizer_path
     checkpoint: list[object] = ["--checkpoint", folder.address]
-    if run.plugins or names_command(trainer.config.plain):  # which are not taken from a checkpoint
+    if run.plugins or names_command(trainer.config.plain):  # not loaded from a checkpoint without --cfg-path
         checkpoint += ["--cfg-path", folder.config]
     lines = []
     if trainer.runner.model.predicts_tokens and tokenizer is not None and (tokenizer / TOKENIZER).is_file():

@@ -1,4 +1,4 @@
-"""The first lines of a run's log: the model, the runner and the batch, and what a user should know of the data."""
+"""The first lines of a run's log: the model, the runner, the batch, and notices about the data."""
 
 import numpy as np
 
@@ -7,14 +7,14 @@ from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 
-_FEW_TOKENS, _DEVIATION = 10_000, 2.5  # of a validation; the standard deviation of a token's loss in nats, about
+_FEW_TOKENS, _DEVIATION = 10_000, 2.5  # tokens of a validation; approximate standard deviation of a token's loss, nats
 _LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 
 
 def log_setup(trainer: Trainer) -> None:
     """Log model, runner and batch plan. Collective."""
     runner, plan, config = trainer.runner, trainer.plan, trainer.config
-    # ZeRO keeps a parameter's own shape elsewhere; tensor parallelism pads the vocabulary for its ranks.
+    # Under ZeRO the parameter itself may be empty; tensor parallelism pads the vocabulary.
     mine = {
         n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
         for n, p in runner.model.weights.parameters().items()
@@ -23,17 +23,26 @@ def log_setup(trainer: Trainer) -> None:
     here = sum(max(held.numel(), part.numel()) for held, part in own)
     parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
     log.info(
-        "%s: %s parameters (%s trainable, %s on rank 0), runner %s on %d %s worker(s), %s", config.model.name,
-        f"{sum(n for _, n in parameters.values()):,}", f"{sum(n for trains, n in parameters.values() if trains):,}",
+        "%s: %s parameters (%s trainable, %s on rank 0), runner %s on %d %s worker(s), %s",
+        config.model.name,
+        f"{sum(n for _, n in parameters.values()):,}",
+        f"{sum(n for trains, n in parameters.values() if trains):,}",
         f"{here:,}",
-        config.run.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
-    )  # fmt: skip
+        config.run.runner.name,
+        runner.world.size,
+        runner.device.type,
+        config.run.amp.dtype,
+    )
     first, last = trainer.state.step + 1, trainer.max_iters
     log.info(
         "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; %s",
-        plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
+        plan.global_batch,
+        plan.micro_batch,
+        plan.accumulation,
+        plan.dp_size,
+        len(trainer.dataset),
         f"steps {first} to {last}" if first <= last else f"nothing is left of {last} steps: {_LONGER}",
-    )  # fmt: skip
+    )
     held_out = trainer.val_dataset
     for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
         if notice:
@@ -42,7 +51,7 @@ def log_setup(trainer: Trainer) -> None:
 
 
 def _log_uncertainty(trainer: Trainer) -> None:
-    """Log how uncertain the validation loss is, where validation sees few tokens."""
+    """Log the uncertainty of the validation loss if validation covers few tokens."""
     held_out, model = trainer.val_dataset, trainer.runner.model
     if held_out is None or not held_out.indexed or held_out.row_layout is not None or not model.predicts_tokens:
         return
@@ -55,7 +64,7 @@ def _log_uncertainty(trainer: Trainer) -> None:
 
 
 def log_restart(world: Group, step: int) -> None:
-    """Log why these workers were started again, if they were. Collective."""
+    """Log the reason if these workers were restarted. Collective."""
     reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
     if reasons:
         _, number, most, why = max(reasons)

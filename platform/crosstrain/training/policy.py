@@ -1,4 +1,4 @@
-"""The model with the weights of this moment, for objectives that make their samples while they train."""
+"""The model with its current weights, for objectives that generate samples during training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from crosstrain.utils.types import Batch, MicroBatch, Sample
 
 
 class RunnerPolicy:
-    """Implements `modeling.objective.Policy` over a runner. All ranks call its methods alike."""
+    """Implements `modeling.objective.Policy` with a runner. All ranks call the methods together."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        # Ranks that compute together go on until the last of their completions has ended.
+        # A forward may be a collective, so these ranks decode until the last completion of all of them has ended.
         self._ranks = runner.dp if runner.capabilities.exact else Group()
 
     def generate(
@@ -29,9 +29,7 @@ class RunnerPolicy:
     ) -> list[list[int]]:
         """Return `n` completions of each row; see `Policy.generate`."""
         runner = self._runner
-        random = [
-            generator(runner.run.seed, "policy", number, i) for number in prompts.numbers for i in range(n)
-        ]
+        random = [generator(runner.run.seed, "policy", number, i) for number in prompts.numbers for i in range(n)]
         completions: list[list[int]] = [[] for _ in random]
         with runner.timers("generate"), runner.evaluating():
             state = DecodeState(runner, [row for row in _rows(prompts.data) for _ in range(n)])
@@ -52,13 +50,12 @@ class RunnerPolicy:
             return self._runner.evaluate(batch, ForwardMode(reduce=torch.neg)).float().cpu()
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return the same with the weights that training began with."""
+        """Return the same with the initial weights of the run."""
         self._runner.held.swap(REFERENCE)
         try:
             return self.log_probabilities(batch)
         finally:
             self._runner.held.swap(REFERENCE)
-
 
 
 def _rows(batch: Batch) -> Iterator[Sample]:
@@ -69,7 +66,7 @@ def _rows(batch: Batch) -> Iterator[Sample]:
 
 
 def _draw(logits: Tensor, temperature: float, random: list[torch.Generator]) -> Tensor:
-    """Next tokens [rows], on the CPU, from logits [rows, vocabulary] where they are; one random number for each row."""
+    """Sample next tokens [rows], on the CPU, from logits [rows, vocabulary]; uses one random number per row."""
     if temperature == 0:
         return logits.argmax(-1).cpu()
     uniform = torch.stack([torch.rand((), generator=g) for g in random]).to(logits.device)

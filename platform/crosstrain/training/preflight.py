@@ -1,4 +1,4 @@
-"""Everything about a run that can be built and checked before a worker exists."""
+"""Builds and checks the parts of a run that need no worker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.folders import find_checkpoint, newest_valid, verified
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
@@ -52,14 +52,14 @@ from crosstrain.utils.types import Batch
 
 @dataclass
 class Preflight:
-    """Parts of a run that need no worker."""
+    """Parts of a run that are built and checked without a worker."""
 
     config: Config
     plan: BatchPlan
-    model: Model  # on the meta device, frozen as the run freezes it
-    max_iters: int | None  # steps of the whole run; None: epochs of data that was not opened
-    dataset: Dataset | None = None  # the training split; None: not opened yet
-    absent: list[str] = field(default_factory=list)  # folders of weights that are not on this machine
+    model: Model  # on the meta device, with the run's frozen parameters
+    max_iters: int | None  # steps of the whole run; None: the run is set in epochs and its data was not opened
+    dataset: Dataset | None = None  # the training split; None: not opened
+    absent: list[str] = field(default_factory=list)  # folders of pretrained weights that are not on this machine
 
     @property
     def runner(self) -> type[Runner]:
@@ -67,7 +67,7 @@ class Preflight:
 
     @cached_property
     def sample(self) -> Batch | None:
-        """One sample as a batch on the meta device; None where neither the dataset's options nor data give shapes."""
+        """One sample as a batch on the meta device; None if neither the dataset's options nor its data give shapes."""
         component = training_dataset(self.config)
         shapes = registry.get("dataset", component.name).shapes(component.options)
         if shapes is not None:
@@ -79,10 +79,10 @@ class Preflight:
 
 
 def as_begun(config: Config, fresh: bool) -> Config:
-    """The configuration under the rules of the checkpoint that the run continues, which may be older than their keys.
+    """Apply the dataset rules of the checkpoint that the run continues, for settings newer than the checkpoint.
 
-    fresh: the run's own folder is not continued. Raises CheckpointError where `run.resume_from` has no checkpoint and
-    is needed.
+    fresh: do not continue the run's own folder. Raises CheckpointError if `run.resume_from` is needed and has no
+    checkpoint.
     """
     run, newest = config.run, None
     if not fresh:
@@ -93,7 +93,7 @@ def as_begun(config: Config, fresh: bool) -> Config:
 
 
 def _read(checkpoint: Path) -> None:
-    """Raise CheckpointError for a checkpoint without a sound manifest or state; the start checks its sums."""
+    """Raise CheckpointError if the manifest or the state is malformed; checksums are verified when the run starts."""
     verified(checkpoint, whole=False)
     load_state(checkpoint)
 
@@ -101,8 +101,8 @@ def _read(checkpoint: Path) -> None:
 def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = False) -> Preflight:
     """Build and check batch plan, data, model, optimizer, schedule and trackers; raises UserError for any mistake.
 
-    dry: nothing is downloaded, prepared or written, so weights and data that training would make may be absent; the
-    run's folder is checked, too. fresh: as for `as_begun`, whose configuration is the result's.
+    dry: download, prepare and write nothing; weights and prepared data may be absent. fresh: see `as_begun`; the result
+    has the configuration returned by it.
     """
     config = as_begun(config, fresh)
     run, runner = config.run, registry.get("runner", config.run.runner.name)
@@ -116,7 +116,7 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
             dataset = open_split(config, "train")
             if run.eval_interval:
                 open_split(config, "val")
-            if "test" in named_splits(config):  # it is evaluated at the end
+            if "test" in named_splits(config):  # evaluated at the end of training
                 open_split(config, "test")
     RunFolder(run.output_dir).check()
     with explained("the model, its data and the run do not go together"):
@@ -138,21 +138,21 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
         max_iters = run.max_iters if dataset is None else plan.steps(run, len(dataset))
         if max_iters is not None:
             make_schedule(config, max_iters)
-        optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # refuses bad options
+        optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # raises for bad options
     if run.profile is not None and max_iters is not None:
         run.profile.check(max_iters, world_size)
     return Preflight(config, plan, model, max_iters, dataset, absent)
 
 
 def dry_run(config: Config, world_size: int) -> Preflight:
-    """Build the parts that a plan needs; nothing is downloaded or prepared, so weights and data may be absent."""
+    """Build the parts needed by a plan; nothing is downloaded or prepared, so weights and data may be absent."""
     model, absent = _model_without_weights(config)
     freeze(model, config.run.freeze)
     return Preflight(config, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
 
 
 def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
-    """The model on the meta device, and the folders of its weights that are not on this machine."""
+    """Build the model on the meta device; also returns its weight folders that are not on this machine."""
     described, absent = _without_weights(config.model, config.sized)
     adapter = config.adapter
     if adapter is not None:
@@ -162,9 +162,9 @@ def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
 
 
 def _without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:
-    """The model's description without `pretrained` folders that are not on this machine, and their names.
+    """Remove `pretrained` folders that are not on this machine from the model's options; also returns their names.
 
-    Sizes that such a folder would give come from `sized`, the same description with everything that presets say.
+    `sized` is the same component with all sizes of its presets. Sizes of missing folders are taken from it.
     """
     absent: list[str] = []
 
@@ -183,7 +183,7 @@ def _without_weights(component: Component, sized: Component) -> tuple[Component,
             absent.append(folder)
             try:
                 value = replace(sized, **{key: None})
-            except UserError:  # sizes that no option gives
+            except UserError:  # no option gives the sizes
                 said = f"{folder}: not on this machine, so the model's sizes are unknown"
                 fetch = f"`hf download {folder}` gets it, as a start without --dry-run does"
                 hint = near(path) or (fetch if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", folder) else "name another")

@@ -1,4 +1,4 @@
-"""The interface of checks before a training starts, a kind of plugin."""
+"""The interface of preflight plugins: checks that run before training starts."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:  # checks declare flags before torch is imported
 
 @dataclass(frozen=True)
 class Start:
-    """A training that is about to start its workers."""
+    """A training run that is about to start its workers."""
 
     project: ProjectLike
     options: Overrides
     ready: Preflight
     world_size: int
-    fresh: bool  # the earlier run's checkpoints are kept, as a different run's
-    first: bool  # this process is the first launcher, and starts for the first time
-    dry: bool  # no worker will be started
+    fresh: bool  # start over; the earlier run's folder is kept as NAME.1
+    first: bool  # this process is the first launcher, in its first start
+    dry: bool  # only check: no worker is started
 
 
 class PreflightCheck(ABC):
-    """A check of a training before it starts workers, registered under a name. Every one that is installed runs."""
+    """A check that runs before workers start, registered under a name. All installed checks run."""
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare flags of `crosstrain train`, which are keywords of `crosstrain.train` too. None is required."""
+        """Declare optional flags of `crosstrain train`; they are also keywords of `crosstrain.train`."""
 
     @abstractmethod
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
-        """Raise UserError for a training that cannot succeed.
+        """Raise UserError if the training cannot succeed.
 
         given: the values of all flags, by name.
         """
 
 
 def preflight_checks() -> list[PreflightCheck]:
-    """Return every check that is installed, in the order of their names."""
+    """Return all installed checks, ordered by name."""
     return [registry.get("preflight", name)() for name in registry.names("preflight")]

@@ -1,4 +1,4 @@
-"""The hook that draws completions of a run's prompts at each validation."""
+"""The hook that generates completions of a run's prompts at each validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crosstrain.utils.types import Sample
 
 
 class PromptSamples(Callback):
-    """Continues `run.sample_prompts`, each time with the same random numbers; training's are not touched."""
+    """Completes `run.sample_prompts`, each time with the same random numbers; training's are not affected."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
@@ -33,7 +33,7 @@ class PromptSamples(Callback):
             self._tokenizer = made = open_tokenizer(tokenizer)
             encode = LimitedProcess(lambda text: made(text, add_special_tokens=False)["input_ids"], "the tokenizer")
             self._prompts = [(text, as_prompt(encode(text), made.eos_token_id)) for text in run.sample_prompts]
-        self._drawn: list[dict[str, str]] | None = None  # in the present step
+        self._drawn: list[dict[str, str]] | None = None  # completions of the current step; None: not generated
 
     def before_batch(self) -> None:
         self._drawn = None
@@ -51,14 +51,14 @@ class PromptSamples(Callback):
             log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
 
     def draw(self) -> list[dict[str, str]]:
-        """{"prompt", "text"} of every prompt, the same on every rank. Collective."""
+        """Return {"prompt", "text"} of every prompt, the same on every rank. Collective."""
         out = []
-        # Texts grow by a token at a time: to compile for each of these lengths would take longer than to train on.
+        # Every generated token changes the length, and recompiling for each length would be slow.
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
             for prompt, sample in list(self._prompts):
                 try:
                     text = generate(self._runner, self._tokenizer, sample, self._sampling)[0]
-                except UserError as error:  # a prompt that is too long is no reason to fail, on any rank
+                except UserError as error:  # drop a prompt that is too long; training goes on
                     log.warning("run.sample_prompts: %s", error)
                     self._prompts.remove((prompt, sample))
                 else:

@@ -1,6 +1,6 @@
-"""Log-probabilities of every row of a dataset before training, so that no second model sits in memory.
+"""Reference log-probabilities of every row of a dataset, measured before training, so no second model is in memory.
 
-They are measured once and kept in the cache, by weights and samples, and in the run's folder, from which a run resumes.
+They are stored in the cache, keyed by weights and samples, and in the run's folder for resuming.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from crosstrain.checkpoint.weights import fingerprints
+from crosstrain.checkpoint.load_weights import fingerprints
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
@@ -29,14 +29,19 @@ _MOST_BYTES = 1 << 36
 
 
 def add_reference(
-    dataset: Dataset, runner: Runner, weights: object, micro_batch: int, num_workers: int, own: Path,
+    dataset: Dataset,
+    runner: Runner,
+    weights: object,
+    micro_batch: int,
+    num_workers: int,
+    own: Path,
     earlier: Path | None,
-) -> None:  # fmt: skip
-    """Set a dataset's `reference` to what the model with its present weights gives. Collective.
+) -> None:
+    """Set a dataset's `reference` to the log-probabilities of the model with its current weights. Collective.
 
-    weights: what tells them and their arithmetic apart, besides the parameters that the runner holds; own: file in the
-    run's folder; earlier: that of the run which this one continues, and whose start is the reference. Raises
-    TrainingError where that file is not there, damaged, or of other data.
+    weights: part of the cache key for the precision and for parameters that the runner does not hold. own: file in the
+    run's folder. earlier: reference file of the run that this run continues; it is used instead of measuring. None: a
+    new run. Raises TrainingError if `earlier` is missing, damaged, or made from different data.
     """
     world = runner.world
     values = world.broadcast(None if earlier is None else _read(earlier, dataset.digest))
@@ -46,7 +51,7 @@ def add_reference(
         hashes = fingerprints((s for s in runner.held.shards() if s.kind == "param"), world)
         state = dataset.digest, weights, sorted((name, held.hash) for name, held in hashes.items())
         cached = cache_folder("reference") / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
-        with suppress(TrainingError):  # damaged: it is measured again
+        with suppress(TrainingError):  # a damaged file is measured again
             values = _read(cached, dataset.digest)
         values = world.broadcast(values)
         if values is None:
@@ -60,14 +65,14 @@ def add_reference(
 
 
 def reference_file(folder: Path, split: str) -> Path:
-    """The file of a run's folder that keeps a split's reference."""
+    """The file with a split's reference in a run's folder."""
     return folder / f"reference_{split}.bin"
 
 
 def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
-    """Return the reference that a checkpoint's run measured.
+    """Return the reference measured by a checkpoint's run.
 
-    Raises EmptySplit where it has measured none, and TrainingError for a damaged one, or of other data.
+    Raises EmptySplit if the run measured none, and TrainingError if the file is damaged or made from different data.
     """
     path = reference_file(checkpoint.parent.parent, dataset.split)
     if (values := _read(path, dataset.digest)) is None:
@@ -76,11 +81,15 @@ def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
 
 
 def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: int) -> np.ndarray:
-    """Numbers [samples, rows], or [samples, rows, length] for each token, 0 behind the end of shorter rows."""
+    """Measure log-probabilities [samples, rows], or [samples, rows, length] by token, 0 past the end of a row."""
     batches = evaluation_batches(
-        dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size, num_workers=num_workers,
+        dataset,
+        micro_batch,
+        dp_rank=runner.dp.rank,
+        dp_size=runner.dp.size,
+        num_workers=num_workers,
         vocab_size=runner.model.vocab_size,
-    )  # fmt: skip
+    )
     by_token = runner.objective.needs_reference == "tokens"
     mine, mode = {}, ForwardMode(reduce=torch.neg if by_token else log_probabilities)
     with runner.evaluating():
@@ -99,7 +108,7 @@ def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: in
 
 def _read(path: Path, digest: str) -> np.ndarray | None:
     try:
-        url = None if path.exists() else storage.origin(path)  # of a run in a bucket, perhaps of another machine's
+        url = None if path.exists() else storage.origin(path)  # a run in a bucket may have been on a different machine
         data = storage.read(url) if url else read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
@@ -111,7 +120,7 @@ def _read(path: Path, digest: str) -> np.ndarray | None:
 
 
 def _write(path: Path, values: np.ndarray, digest: str) -> None:
-    """Write the array as NumPy does, after a sum of it and the data."""
+    """Write a checksum of the array and the dataset's digest, then the array in NumPy's format."""
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)

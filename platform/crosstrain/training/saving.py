@@ -15,13 +15,13 @@ from crosstrain.utils.trust import signature
 
 
 class Saving(Callback):
-    """Saves every `run.save_interval` steps, where a hook has asked for it by `trainer.save_as`, and at the end."""
+    """Saves every `run.save_interval` steps, when a hook calls `trainer.save_as`, and at the end."""
 
     def on_start(self) -> None:
         if self.trainer.run.on_bad_step.policy == "roll_back" and self.trainer.saved_step is None:
             with self.trainer.throughput.paused():
                 self.save(background=False)
-                self.trainer.checkpointer.wait()  # from here on there is one to go back to
+                self.trainer.checkpointer.wait()  # roll_back needs a checkpoint
 
     def after_step(self, metrics: StepMetrics) -> None:
         if self.trainer.due(self.trainer.run.save_interval) or self.trainer.pointers:
@@ -32,7 +32,7 @@ class Saving(Callback):
         self.trainer.checkpointer.wait()
 
     def save(self, *, background: bool) -> None:
-        """Save the present state unless it is saved already. Collective."""
+        """Save the current state unless it is already saved. Collective."""
         trainer = self.trainer
         trainer.keep_folder()
         pointers, trainer.pointers = trainer.pointers, set()
@@ -45,16 +45,21 @@ class Saving(Callback):
         with trainer.throughput.paused():
             shards = [s for s in trainer.runner.held.shards() if s.name not in trainer.frozen]
             trainer.checkpointer.save(
-                trainer.state.step, shards + trainer.hooks.shards(), document, frozen=trainer.frozen,
-                pointers=pointers, keep=set().union(*trainer.hooks.call("keep")), background=background,
-            )  # fmt: skip
+                trainer.state.step,
+                shards + trainer.hooks.shards(),
+                document,
+                frozen=trainer.frozen,
+                pointers=pointers,
+                keep=set().union(*trainer.hooks.call("keep")),
+                background=background,
+            )
         trainer.saved_step = trainer.state.step
 
     def _is_saved(self) -> bool:
         trainer = self.trainer
         if trainer.state.step != trainer.saved_step:
             return False
-        with suppress(CheckpointError):  # it failed, or was deleted since: it is worth another attempt
+        with suppress(CheckpointError):  # if the save failed or was deleted, try again
             trainer.checkpointer.wait()
         return folders.step_folder(trainer.folder.checkpoints, trainer.state.step).exists()
 
@@ -62,7 +67,7 @@ class Saving(Callback):
         """Return the content of state.json. Collective."""
         trainer, state = self.trainer, self.trainer.state
         state.scaler = trainer.runner.precision.scaler.state()
-        trainer.ends()  # a checkpoint of a last step says so
+        trainer.ends()  # record the end in the last checkpoint
         state.callbacks = trainer.hooks.saved_states()
         state.runner = {trainer.run.runner.name: json.loads(json.dumps(trainer.runner.state))}
         config = trainer.config.plain

@@ -1,4 +1,4 @@
-"""The state of a run beside its tensors, and the checkpoint that a run continues from or goes back to."""
+"""The state of a run without its tensors, and the choice of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from annotated_types import Interval
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.weights import load_shards
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.config.load import Config
 from crosstrain.config.schema import Checker
 from crosstrain.distributed.group import Group
@@ -27,29 +27,29 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, UserError
 from crosstrain.utils.logging import log
 
 Count = Annotated[int, Interval(ge=0, lt=2**62)]
-_ALWAYS = {"applied_steps", "samples", "best_loss", "scaler"}  # others are absent in checkpoints of earlier versions
+_ALWAYS = {"applied_steps", "samples", "best_loss", "scaler"}  # checkpoints of earlier versions may lack other fields
 
 
 @dataclass
 class State:
-    """Progress of a run. Random numbers depend on sample numbers alone, so no generator is stored."""
+    """Progress of a run. Random numbers depend only on sample numbers, so no generator state is stored."""
 
     step: Count = 0  # attempted steps
-    applied_steps: Count = 0  # of those, the ones whose update was made; the learning rate's clock
-    samples: Count = 0  # sample numbers gone through; the number of the next one
-    best_loss: float | None = None  # lowest validation loss so far
-    scaler: dict[str, int | float] = field(default_factory=dict)  # of the loss scale
+    applied_steps: Count = 0  # attempted steps that updated the weights; drives the learning rate
+    samples: Count = 0  # samples consumed so far; also the number of the next sample
+    best_loss: float | None = None  # lowest validation loss so far; None: no validation yet
+    scaler: dict[str, int | float] = field(default_factory=dict)  # state of the loss scaler
 
-    # Of `run.on_bad_step`.
-    left_out: list[list[Count]] = field(default_factory=list)  # sample numbers that the run leaves out
-    skipped: list[list[Count]] = field(default_factory=list)  # [step, first sample, last one] of bad steps
+    # State of `run.on_bad_step`.
+    left_out: list[list[Count]] = field(default_factory=list)  # ranges of sample numbers that the run leaves out
+    skipped: list[list[Count]] = field(default_factory=list)  # [step, first sample, last sample] of skipped steps
     bad_in_a_row: Count = 0
     overflows_in_a_row: Count = 0
-    recent_losses: list[float] = field(default_factory=list)  # of good steps, for telling a spike
+    recent_losses: list[float] = field(default_factory=list)  # losses of good steps, for spike detection
 
-    callbacks: dict[str, dict[str, object]] = field(default_factory=dict)  # their states, by name
-    runner: dict[str, dict[str, object]] = field(default_factory=dict)  # `Runner.state`, by the runner's name
-    ended_with: list[object] = field(default_factory=list)  # `run.callbacks` of which one ended the run; none did
+    callbacks: dict[str, dict[str, object]] = field(default_factory=dict)  # states of callbacks by name
+    runner: dict[str, dict[str, object]] = field(default_factory=dict)  # `Runner.state` by the runner's name
+    ended_with: list[object] = field(default_factory=list)  # `run.callbacks` when a callback ended the run; else empty
 
     def __post_init__(self) -> None:
         rows = self.left_out
@@ -59,19 +59,19 @@ class State:
             raise ValueError(f"skipped is {reprlib.repr(self.skipped)}, not rows of a step and two samples")
 
     def improves(self, loss: float) -> bool:
-        """True, and noted, if `loss` is the best so far."""
+        """Return True and record `loss` if it is the best so far."""
         if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
             return False
         self.best_loss = loss
         return True
 
     def document(self, **more: Any) -> dict[str, Any]:
-        """The content of a checkpoint's state.json."""
+        """The content of state.json in a checkpoint."""
         return asdict(self) | more
 
     @staticmethod
     def load(checkpoint: Path) -> State:
-        """Read a checkpoint's state; raises CheckpointError where it is malformed."""
+        """Read a checkpoint's state; raises CheckpointError if it is malformed."""
         saved = load_state(checkpoint)
         if lacking := _ALWAYS - saved.keys():
             raise CheckpointError(f"{checkpoint}: malformed state ({min(lacking)} is missing)")
@@ -84,9 +84,10 @@ class State:
 
 
 def starting_point(root: Path, resume_from: str | None, world: Group, run: str | None = None) -> Path | None:
-    """The newest undamaged checkpoint under `root`, else the one `resume_from` means, else none. Collective.
+    """Find the newest undamaged checkpoint under `root`, or else the checkpoint `resume_from`. Collective.
 
-    Raises CheckpointError where another run than `run`, which rank 0 knows, wrote the newest one under `root`.
+    Returns None if there is neither. Raises CheckpointError if a run other than `run` wrote the newest checkpoint under
+    `root`. Only rank 0 needs `run`.
     """
     result: Any = None
     if world.rank == 0:
@@ -95,12 +96,12 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
             result = [found and (storage.origin(found) or found)]
         except (UserError, OSError) as error:
             result = [error]
-    while isinstance(order := world.broadcast(result), str):  # the URL of a checkpoint to check, until the result comes
-        with suppress(UserError, OSError):  # which rank 0 has as well
+    while isinstance(order := world.broadcast(result), str):  # URLs of checkpoints to check, then the result
+        with suppress(UserError, OSError):  # rank 0 gets the same error, and broadcasts it
             _check_together(order, world)
     if isinstance(order[0], Exception):
         raise order[0]
-    return order[0] and storage.local(order[0])  # of this machine
+    return order[0] and storage.local(order[0])  # this machine's path
 
 
 def _newest(root: Path, resume_from: str | None, run: str | None, check: Callable[[Path], object]) -> Path | None:
@@ -114,7 +115,7 @@ def _newest(root: Path, resume_from: str | None, run: str | None, check: Callabl
 
 
 def _check(folder: Path, world: Group) -> None:
-    """Check a checkpoint on rank 0; in a bucket, together with the other ranks, which wait in `starting_point`."""
+    """Check a checkpoint on rank 0; in a bucket, all ranks share the work: the others wait in `starting_point`."""
     if (url := storage.origin(folder)) is None:
         folders.verified(folder)
     else:
@@ -122,7 +123,7 @@ def _check(folder: Path, world: Group) -> None:
 
 
 def _check_together(url: str, world: Group) -> None:
-    """Check a checkpoint in a bucket, each rank its share. Collective. Raises one rank's error on every rank."""
+    """Check a checkpoint in a bucket; each rank checks a part. Collective. Raises one rank's error on every rank."""
 
     def check() -> None:
         folders.verified(storage.local(url), share=(world.rank, world.size))
@@ -131,14 +132,14 @@ def _check_together(url: str, world: Group) -> None:
 
 
 def continues(checkpoint: Path, config: Config) -> bool:
-    """Tell whether a run's own checkpoint was written under the same model and the same rule of its optimizer."""
+    """True if a run's own checkpoint was written with the same model, optimizer, freeze and resume_optimizer."""
     then, now = load_state(checkpoint)["config"], config.plain
     keys = "optimizer", "freeze", "resume_optimizer"
     return then["model"] == now["model"] and all(then["run"][key] == now["run"][key] for key in keys)
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """Yield the keys that two plain configurations share and whose values differ: `run.seed 1 -> 2`."""
+    """Yield the changed values of two plain configurations, for keys in both: `run.seed 1 -> 2`."""
     for name, new in now.items():
         old, key = then.get(name, new), f"{at}{name}"
         parts = old, new
@@ -150,7 +151,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> It
 
 
 def restore(checkpoint: Path | None, runner: Runner) -> State:
-    """The run's state in a checkpoint, the runner's loss scale with it; a new one without a checkpoint."""
+    """Load the run's state and the runner's loss scale from a checkpoint; a new state without a checkpoint."""
     if checkpoint is None:
         return State()
     state = State.load(checkpoint)
@@ -161,7 +162,7 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
 
 
 def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
-    """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
+    """Load a checkpoint of the run into the runner, except for the `frozen` parameters. Collective."""
     here = {*runner.model.weights.parameters(), *runner.model.weights.buffers()}
     names = set[str]().union(*runner.world.all_gather(here))
     reader, shards = Reader.open(checkpoint), [s for s in runner.held.shards() if s.name not in frozen]

@@ -1,4 +1,4 @@
-"""The hook that hands the numbers of a step to the run's trackers."""
+"""The hook that logs the numbers of a step to the run's trackers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crosstrain.training.callback import Callback
 
 
 class Tracking(Callback):
-    """Logs `trainer.row` to the trackers of rank 0, after the hooks that fill it."""
+    """Logs `trainer.row` to the trackers on rank 0, after other hooks have filled it."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
@@ -35,7 +35,7 @@ class Tracking(Callback):
         return [] if self.trackers is None else self.trackers.places()
 
     def _start(self, step: int) -> None:
-        """Start the trackers, in the run's present folder."""
+        """Start the trackers in the run's current folder."""
         trainer = self.trainer
         if self.trackers is not None:
             self.trackers.close(finished=False)
@@ -48,7 +48,7 @@ class Tracking(Callback):
         if not trainer.row:
             return
         trainer.keep_folder()
-        if self.trackers is None or self._folder != trainer.folder_number:  # the folder was made again
+        if self.trackers is None or self._folder != trainer.folder_number:  # the folder was recreated
             self._start(self._step)
         assert self.trackers is not None
         self._step = trainer.state.step

@@ -1,4 +1,4 @@
-"""The training loop. One for every runner, model and dataset; it asks none of them what it is."""
+"""The training loop, shared by all runners, models and datasets; it has no special cases for any of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
 from crosstrain.training.callback import HookKinds, Hooks
-from crosstrain.training.hooks import AFTER_CALLBACKS, BEFORE_CALLBACKS
+from crosstrain.training.hook_order import AFTER_CALLBACKS, BEFORE_CALLBACKS
 from crosstrain.training.policy import RunnerPolicy
 from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
@@ -36,13 +36,13 @@ from crosstrain.utils.units import finite
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The loop over the steps of a run, with the parts that `training.worker` builds; every rank calls `fit`.
+    """The loop over the steps of a run; `training.worker` builds its parts, and every rank calls `fit`.
 
-    Everything that a step does not need to update the weights is a hook: `training/hooks.py` lists them in order.
+    Everything that is not needed to update the weights is a hook; `training/hook_order.py` lists the hooks in order.
     """
 
     config: Config
-    runner: Runner  # holds the model and the optimizer, filled with the weights of `state`
+    runner: Runner  # holds the model and the optimizer, loaded with the weights of `state`
     stop: StopRequest
     folder: RunFolder
     dataset: Dataset
@@ -51,18 +51,18 @@ class Trainer:
     max_iters: int
     schedule: Callable[[int], float]  # learning rate of the n-th applied step
     state: State
-    frozen: dict[str, FrozenParameter]  # parameters from pretrained folders, which checkpoints need not hold
+    frozen: dict[str, FrozenParameter]  # parameters from pretrained folders; checkpoints need not store them
     checkpointer: Checkpointer
-    saved_step: int | None  # the last one that the run's folder has a checkpoint of
-    start: Path | None  # the checkpoint that training goes on from
-    hooks_before: InitVar[HookKinds] = BEFORE_CALLBACKS  # the platform's, in front of the run's callbacks
-    hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # and behind them
+    saved_step: int | None  # step of the last checkpoint in the run's folder; None: no checkpoint
+    start: Path | None  # the checkpoint to resume from; None: a new run
+    hooks_before: InitVar[HookKinds] = BEFORE_CALLBACKS  # platform hooks called before the run's callbacks
+    hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # platform hooks called after the run's callbacks
 
-    stopped: bool = field(default=False, init=False)  # a signal ended the run early, the same on every rank
-    ranks: Group = field(default_factory=Group, init=False)  # that meet in the present step: all, or only this one
-    row: Row = field(default_factory=dict, init=False)  # numbers of the present step for trackers; hooks fill it
-    pointers: set[str] = field(default_factory=set, init=False)  # files that will name the next checkpoint
-    folder_number: int = field(default=0, init=False)  # counts how often the run's folder was made again
+    stopped: bool = field(default=False, init=False)  # a signal ended the run early; the same on every rank
+    ranks: Group = field(default_factory=Group, init=False)  # ranks in the current step's collectives: all, or this one
+    row: Row = field(default_factory=dict, init=False)  # numbers of the current step for trackers; filled by hooks
+    pointers: set[str] = field(default_factory=set, init=False)  # pointer files to set to the next checkpoint
+    folder_number: int = field(default=0, init=False)  # number of times the run's folder was recreated
 
     def __post_init__(self, hooks_before: HookKinds, hooks_after: HookKinds) -> None:
         self.run, self.is_main = self.config.run, self.runner.world.rank == 0
@@ -72,13 +72,13 @@ class Trainer:
         self.hooks = Hooks(self, hooks_before, hooks_after)
 
     def fit(self) -> State:
-        """Train to `max_iters` or until a stop is asked for, and save; returns the final state."""
+        """Train until `max_iters` or a request to stop, and save; returns the final state."""
         try:
             self.hooks.call("on_start")
             batches = self.batches()
             while self.state.step < self.max_iters and not self.state.ended_with:
                 try:
-                    if self.train_step(batches) is None:  # some rank was asked to stop
+                    if self.train_step(batches) is None:  # a rank got a request to stop
                         self.stopped = not self.ends()
                         break
                 except RollBack as bad:
@@ -86,7 +86,7 @@ class Trainer:
             self.runner.synchronize()
             self.hooks.call("before_end")
             self.hooks.call("on_end")
-        except TrainingError:  # the save under way is worth having; a failed one was logged
+        except TrainingError:  # finish the save in progress; a failed save was already logged
             with suppress(CheckpointError):
                 self.checkpointer.wait()
             raise
@@ -95,7 +95,7 @@ class Trainer:
         return self.state
 
     def train_step(self, batches: Iterator[Step]) -> StepMetrics | None:
-        """Attempt one step; returns its numbers, or None, and does nothing, if any rank was asked to stop."""
+        """Attempt one step and return its metrics; if any rank got a request to stop, return None without a step."""
         state, runner, timers = self.state, self.runner, self.runner.timers
         meets = runner.meets(state.step + 1)
         self.ranks = runner.world if meets else Group()
@@ -121,7 +121,7 @@ class Trainer:
 
         state.step += 1
         self._samples_before, state.samples = state.samples, batch.numbers[-1] + 1
-        state.applied_steps += result.applied or not meets  # a clock that all ranks read alike
+        state.applied_steps += result.applied or not meets  # must stay the same on all ranks
         metrics = self._metrics(loss, rate, scale, result)
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
         self.throughput.measure(metrics, counted, self.dataset.sequence_length)
@@ -129,23 +129,28 @@ class Trainer:
         return metrics
 
     def _metrics(self, loss: float, rate: float, scale: float, result: StepResult) -> StepMetrics:
-        """Return the numbers of the step that was attempted at learning rate `rate` and loss scale `scale`."""
+        """Return the metrics of the attempted step; `rate`: learning rate; `scale`: loss scale."""
         state = self.state
         return StepMetrics(
-            step=state.step, loss=finite(loss), grad_norm=finite(result.grad_norm), loss_scale=scale,
-            lr=rate if result.applied else self.schedule(state.applied_steps), applied=result.applied,
-            samples=state.samples, skipped_steps=state.step - state.applied_steps,
+            step=state.step,
+            loss=finite(loss),
+            grad_norm=finite(result.grad_norm),
+            loss_scale=scale,
+            lr=rate if result.applied else self.schedule(state.applied_steps),
+            applied=result.applied,
+            samples=state.samples,
+            skipped_steps=state.step - state.applied_steps,
             sequence_length=self._length(state.step) if self.run.curriculum else None,
-        )  # fmt: skip
+        )
 
     # ---- for hooks
 
     def end(self, reason: str) -> None:
-        """End training after this step as if it were the last one; one rank's call is enough."""
+        """End training after this step as if it were the last step; one rank's call is enough."""
         self._end_reason = reason
 
     def ends(self) -> bool:
-        """True, and noted in the state, if a hook of some rank has asked for the end. Collective."""
+        """True if a hook of any rank called `end`; records it in the state. Collective."""
         reasons = list(filter(None, self.runner.world.all_gather(self._end_reason)))
         if reasons and not self.state.ended_with:
             self.state.ended_with = to_plain(self.run.callbacks)
@@ -153,22 +158,22 @@ class Trainer:
         return bool(reasons)
 
     def save_as(self, pointer: str = "latest") -> None:
-        """Save after this step; the file `checkpoints/<pointer>` will name it. On every rank alike."""
+        """Save after this step, and set `checkpoints/<pointer>` to the checkpoint. Call it on every rank."""
         self.pointers.add(pointer)
 
     def logs(self, step: int) -> bool:
-        """True for one step in `log_interval`, and for the last one, so that the shortest run logs something."""
+        """True for every `log_interval`-th step and for the last step, so that every run logs at least once."""
         return step % self.run.log_interval == 0 or step == self.max_iters
 
     def due(self, interval: Every) -> bool:
-        """True if the step that was done ends an interval of steps, or an epoch."""
+        """True if the last step completed an interval of steps or an epoch; an interval of None is never due."""
         if interval == "epoch":
             size = len(self.dataset)
             return self.state.samples // size > self._samples_before // size
         return interval is not None and self.state.step % interval == 0
 
     def keep_folder(self) -> None:
-        """Make the run's folder again if it was deleted, on rank 0, which raises TrainingError if it was moved."""
+        """Recreate the run's folder if it was deleted; rank 0 raises TrainingError if it was moved."""
         if self.is_main and self.folder.keep():
             log.warning("%s was deleted, and is made again", self.folder.path)
             self.folder_number += 1
@@ -176,36 +181,42 @@ class Trainer:
     # ---- samples
 
     def batches(self) -> Iterator[Step]:
-        """This rank's micro batches, step by step, from the state's sample on."""
+        """Yield this rank's micro batches of each step, starting at the sample of the state."""
         lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
         steps = training_steps(
-            self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
-            dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
-            lengths=lengths, left_out=self.state.left_out, vocab_size=self.runner.model.vocab_size,
-        )  # fmt: skip
+            self.dataset,
+            self.plan,
+            seed=self.run.seed,
+            start=self.state.samples,
+            dp_rank=self.runner.dp.rank,
+            num_workers=self.run.num_workers,
+            lengths=lengths,
+            left_out=self.state.left_out,
+            vocab_size=self.runner.model.vocab_size,
+        )
         objective, policy, timers = self.runner.objective, RunnerPolicy(self.runner), self.runner.timers
         for read in steps:
             begun = time.perf_counter()
             step = objective.begin_step(read, policy)
-            timers.add("data loader", begun - time.perf_counter())  # inside which samples are made
+            timers.add("data loader", begun - time.perf_counter())  # not time for loading
             for micro_batch in step:
                 micro_batch.num_targets = objective.num_targets(micro_batch.data)
             yield step
 
     def _length(self, step: int) -> int:
-        """Tokens of a sample in a step that a curriculum shortens."""
+        """Sequence length of a step under the curriculum."""
         assert self.run.curriculum is not None
         return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
     def _agree(self, batch: Step, meets: bool) -> tuple[int, int, bool]:
-        """Targets and target tokens of the step, before the first backward, and whether any rank was asked to stop.
+        """Return targets and target tokens of the step, and whether any rank got a request to stop.
 
-        In a step that ranks make apart, this rank's numbers stand for every rank's, and nobody stops.
+        In a step without collectives, this rank assumes its own numbers for every rank, and does not stop.
         """
         world, dp = self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_targets(micro_batch.data) for micro_batch in batch)
-        # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
+        # One exchange, because each makes the ranks wait for the slowest. Ranks outside of `dp` repeat its samples.
         if not meets:
             return mine * dp.size, tokens * dp.size, False
         *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
@@ -213,12 +224,12 @@ class Trainer:
         return targets, tokens, stops > 0
 
     def _go_back(self, bad: RollBack) -> Iterator[Step]:
-        """Go back to the last checkpoint, as a new start would; returns the micro batches from there on."""
+        """Reload the last checkpoint, like a restart; returns the micro batches from there on."""
         with suppress(CheckpointError):  # a failed save was already logged
             self.checkpointer.wait()
         folder = self.folder
         checkpoint = starting_point(folder.checkpoints, self.run.resume_from, self.runner.world, folder.run_id)
-        assert checkpoint is not None  # one was saved before the first step
+        assert checkpoint is not None  # roll_back saves a checkpoint before the first step
         left_out = bad.left_out(checkpoint, self.state)
         reload(self.runner, checkpoint, self.frozen)
         self.state = restore(checkpoint, self.runner)

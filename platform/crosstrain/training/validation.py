@@ -1,4 +1,4 @@
-"""The hooks of validation: the loss on the val split, and the checkpoint with the lowest one."""
+"""The hooks of validation: the loss on the val split, and the checkpoint with the lowest loss."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from crosstrain.utils.units import disjoint
 
 
 class Validation(Callback):
-    """Validates every `run.eval_interval` steps and at the end; the other hooks get the numbers by `on_validation`."""
+    """Validates every `run.eval_interval` steps and at the end; calls `on_validation` of the other hooks."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.last: LossMetrics | None = None  # of the present step
+        self.last: LossMetrics | None = None  # validation of the current step; None: no validation in this step
 
     @property
     def at_end(self) -> bool:
-        """True unless the run is without validation, or too short for its first one, such as a smoke run."""
+        """True unless validation is off, or the run is shorter than the interval, such as a smoke run."""
         interval = self.trainer.run.eval_interval
         return interval == "epoch" or (interval is not None and interval <= self.trainer.max_iters)
 
@@ -40,7 +40,7 @@ class Validation(Callback):
         trainer.row |= disjoint(row, trainer.hooks.scalars())
 
     def on_end(self) -> None:
-        """Log the final perplexity beside baselines that no training gives, and the loss on a named test split."""
+        """Log the final perplexity with baselines from token statistics, and the loss on a configured test split."""
         trainer = self.trainer
         if trainer.stopped:
             return
@@ -51,19 +51,17 @@ class Validation(Callback):
 
     def _log_perplexity(self, dataset: Dataset) -> None:
         metrics = self.last
-        if metrics is None:  # the last step was done by an earlier start
+        if metrics is None:  # a resumed run with no steps left
             metrics = self.measure(dataset)
             log.info("validation %s", metrics.line(".6E"))
         if not metrics.of_tokens:
             return
-        log.info(
-            "validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets
-        )
+        log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets)
         for name, perplexity in dataset.baselines().items() if self.trainer.is_main else ():
             log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
 
     def measure(self, dataset: Dataset) -> LossMetrics:
-        """Loss on the first `eval_iters` global batches of a split. Collective."""
+        """Measure the loss on the first `eval_iters` global batches of a split. Collective."""
         trainer = self.trainer
         trainer.runner.synchronize()
         samples = trainer.run.eval_iters * trainer.plan.global_batch
@@ -71,7 +69,7 @@ class Validation(Callback):
 
 
 class BestPointer(Callback):
-    """Keeps the lowest validation loss, and has its step saved as `checkpoints/best`."""
+    """Tracks the lowest validation loss, and saves its step as `checkpoints/best`."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         if self.trainer.state.improves(metrics["val_loss"]) and self.trainer.run.save_best:

@@ -1,4 +1,4 @@
-"""One training worker, from the configuration to the last checkpoint: read `build_trainer` first."""
+"""A training worker, from the configuration to the last checkpoint; start reading at `build_trainer`."""
 
 import signal
 from contextlib import suppress
@@ -22,7 +22,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback, HookKinds
 from crosstrain.training.closing_lines import log_end
-from crosstrain.training.hooks import BEFORE_CALLBACKS
+from crosstrain.training.hook_order import BEFORE_CALLBACKS
 from crosstrain.training.opening_lines import log_restart, log_setup
 from crosstrain.training.reference import add_reference, reference_file
 from crosstrain.training.state import changes, continues, restore, starting_point
@@ -32,8 +32,8 @@ from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.processes import on_parents_death
 
-_MOST_CHANGES = 10  # that a line of the log lists
-_LENGTHS = ("run.max_iters ", "run.max_epoch ")  # begin the changes of a run's length
+_MOST_CHANGES = 10  # changed settings in a log line
+_LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of changed settings that change the length of the run
 
 
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
@@ -41,7 +41,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()
-    stop = StopRequest(under_launcher)  # not before: a rank that waits for the others has nothing to save
+    stop = StopRequest(under_launcher)  # only after setup: until then there is nothing to save
     launched: HookKinds = {"launcher": _SaveWithoutLauncher} if under_launcher else {}
     trainer = build_trainer(config, runner, stop, hooks_before={**BEFORE_CALLBACKS, **launched})
     try:
@@ -49,19 +49,19 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         trainer.fit()
         log_end(trainer)
     except Exception:
-        if runner.world.size == 1:  # else a save may wait for a rank that is gone
-            with suppress(Exception):  # of the save; the first error counts
+        if runner.world.size == 1:  # with more ranks, a save may wait for a dead rank
+            with suppress(Exception):  # the first error is reported, not the save's
                 trainer.checkpointer.wait()
-            trainer.folder.release()  # for the error to be noted there
+            trainer.folder.release()  # so that the error can be recorded there
         raise
     finally:
         trainer.folder.close()
     runner.close()
-    return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # only some ranks may know which signal
+    return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # not every rank receives the signal
 
 
 class _SaveWithoutLauncher(Callback):
-    """Until a step is done, the workers of a killed launcher end at once; from then on they save and leave."""
+    """After the first step, workers save and exit if their launcher is killed; before it, they are killed at once."""
 
     def after_step(self, metrics: StepMetrics) -> None:
         on_parents_death(signal.SIGINT)
@@ -81,7 +81,7 @@ def build_trainer(
         folder.release()
         raise
     if runner.world.rank == 0:
-        folder.describe()  # not before everything that may be refused
+        folder.describe()  # last, after all checks
     log_setup(trainer)
     return trainer
 
@@ -115,17 +115,29 @@ def _build_in(
             f"run.resume_from: {start} is at step {state.step}, and this run ends after step {max_iters}: train longer "
             f"(run.max_iters or run.max_epoch), or begin anew from its weights (model.pretrained)"
         )
-    if not own or state.ended_with != to_plain(run.callbacks):  # another run, or other callbacks
+    if not own or state.ended_with != to_plain(run.callbacks):  # a different run or different callbacks
         state.ended_with = []
     return Trainer(
-        config=config, runner=runner, stop=stop, folder=folder, dataset=dataset, val_dataset=val_dataset, plan=plan,
-        max_iters=max_iters, schedule=schedule, state=state, frozen=frozen, saved_step=saved_step, start=start,
-        checkpointer=_make_checkpointer(config, runner, folder, dataset, saved_step), **hooks,
-    )  # fmt: skip
+        config=config,
+        runner=runner,
+        stop=stop,
+        folder=folder,
+        dataset=dataset,
+        val_dataset=val_dataset,
+        plan=plan,
+        max_iters=max_iters,
+        schedule=schedule,
+        state=state,
+        frozen=frozen,
+        saved_step=saved_step,
+        start=start,
+        checkpointer=_make_checkpointer(config, runner, folder, dataset, saved_step),
+        **hooks,
+    )
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
-    """The run's folder, made and held by rank 0, and the log in it. Collective."""
+    """Create the run's folder on rank 0, lock it, and set up the log in it. Collective."""
     folder, is_main = RunFolder(config.run.output_dir), world.rank == 0
     if is_main:
         folder.create(config.plain, folders.newest_run(folder.checkpoints))
@@ -136,7 +148,7 @@ def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
 
 
 def _changes(start: Path | None, config: Config) -> list[str]:
-    """The settings that changed since the run's own checkpoint, which are logged."""
+    """Log and return the settings that changed since the run's own checkpoint."""
     if start is None:
         return []
     changed = [*changes(load_state(start)["config"], config.plain)]
@@ -148,7 +160,7 @@ def _changes(start: Path | None, config: Config) -> list[str]:
 def _build_model(
     config: Config, runner: Runner, start: Path | None, own: bool, changed: list[str]
 ) -> dict[str, FrozenParameter]:
-    """Give the runner its model and optimizer, filled from `start`; returns the parameters of pretrained folders."""
+    """Build the runner's model and optimizer, and load `start`; returns frozen parameters of pretrained folders."""
     moments = config.run.resume_optimizer or start is None or (own and continues(start, config))
     if not moments:
         log.info("run.resume_optimizer is false: the optimizer's state in %s is left behind", start)
@@ -161,24 +173,35 @@ def _build_model(
 
 
 def _add_reference(
-    split: Dataset, *, folder: RunFolder, config: Config, runner: Runner, plan: BatchPlan, start: Path | None,
+    split: Dataset,
+    *,
+    folder: RunFolder,
+    config: Config,
+    runner: Runner,
+    plan: BatchPlan,
+    start: Path | None,
     frozen: dict[str, FrozenParameter],
-) -> None:  # fmt: skip
-    """Measure what an objective compares with, if it needs that. Collective."""
+) -> None:
+    """Measure the reference log-probabilities of a split, if the objective needs them. Collective."""
     run = config.run
     if runner.objective.needs_reference is None:
         return
     earlier = None if start is None else reference_file(start.parent.parent, split.split)
     add_reference(
-        split, runner, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
-        reference_file(folder.path, split.split), earlier,
-    )  # fmt: skip
+        split,
+        runner,
+        (run.amp, sorted(frozen.items())),
+        plan.micro_batch,
+        run.num_workers,
+        reference_file(folder.path, split.split),
+        earlier,
+    )
 
 
 def _make_checkpointer(
     config: Config, runner: Runner, folder: RunFolder, dataset: Dataset, saved_step: int | None
 ) -> Checkpointer:
-    """Make the checkpointer, whose checkpoints are Hugging Face folders. Collective."""
+    """Create the checkpointer; its checkpoints are Hugging Face folders. Collective."""
     tokenizer = dataset.tokenizer_path
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 

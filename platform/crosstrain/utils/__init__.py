@@ -1,1 +1,1 @@
-"""Helpers that know nothing of training: errors, logging, paths, files, units, timers."""
+"""Helpers that do not depend on training: errors, logging, paths, files, units, timers."""

@@ -1,6 +1,6 @@
-"""Files that may stand beside the weights of a model folder: their names, and copying them.
+"""Names of the files beside the weights in a model folder, and functions to copy them.
 
-A tokenizer's folder often holds a whole model: only files named here are taken from it.
+A tokenizer's folder often holds a whole model. Only the files listed here are taken from it.
 """
 
 import json
@@ -16,29 +16,59 @@ from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import open_regular, write_json
 from crosstrain.utils.logging import log
 
-# What transformers and tokenizers read and write for tokenizers and processors: JSON, text, and protobuf vocabularies.
-TOKENIZER_FILES = frozenset({
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
-    "video_preprocessor_config.json", "audio_tokenizer_config.json",
-    "vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json",
-    "entity_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json",
-    "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "prophetnet.tokenizer",
-    "tokenizer.model", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model", "spm_char.model",
-    "source.spm", "target.spm", "tiktoken.model", "qwen.tiktoken", "tekken.json",
-})  # fmt: skip
+# Files of tokenizers and processors in transformers and tokenizers: JSON, text, and protobuf vocabularies.
+TOKENIZER_FILES = frozenset(
+    {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "audio_tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "bpe.codes",
+        "dict.txt",
+        "emoji.json",
+        "normalizer.json",
+        "entity_vocab.json",
+        "byte_maps.json",
+        "word_shape.json",
+        "word_pronunciation.json",
+        "vocab-src.json",
+        "vocab-tgt.json",
+        "target_vocab.json",
+        "prophetnet.tokenizer",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.model",
+        "sentencepiece.bpe.model",
+        "spm.model",
+        "spm_char.model",
+        "source.spm",
+        "target.spm",
+        "tiktoken.model",
+        "qwen.tiktoken",
+        "tekken.json",
+    }
+)
 GENERATION_CONFIG = "generation_config.json"
 MODEL_FILES = frozenset({"config.json", GENERATION_CONFIG})
 
-_HEAD = 1 << 16  # bytes that tell what a file is
-_MOST_BYTES = 1 << 28  # of one file; the largest tokenizers take some tens of MB
+_HEAD = 1 << 16  # bytes read to identify a file
+_MOST_BYTES = 1 << 28  # maximum size of one file; the largest tokenizers take tens of MB
 
 
 def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files of these names that are in `folder`.
+    """Return the files with these names that are in `folder`.
 
-    Raises DataError for one that is larger than 256 MiB, not a plain file, or a link to elsewhere. The hub's cache,
-    where a snapshot's files are links into the folder `blobs` beside it, is not elsewhere.
+    Raises DataError for a file that is larger than 256 MiB, is not a plain file, or is a link out of the folder. Links
+    into the hub cache's folder `blobs` are accepted: it holds the files of snapshots.
     """
     paths = [folder / name for name in sorted(names) if os.path.lexists(folder / name)]
     home = folder.resolve()
@@ -53,37 +83,37 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
     return paths
 
 
-# The beginnings of files of SentencePiece, field 1 of a message, and of tiktoken; any other file is JSON or text.
+# First bytes of SentencePiece files (field 1 of a protobuf message) and of tiktoken files. Others are JSON or text.
 _VOCABULARY = re.compile(rb"\n|[A-Za-z0-9+/=]+ \d+\n")
 _BEGINNINGS = {".json": re.compile(rb"(\xef\xbb\xbf)?\s*[{\[]"), ".model": _VOCABULARY, ".spm": _VOCABULARY}
-_TEXT = re.compile(rb"[^\0\x80][^\0]*\Z|\Z")  # no pickle, archive or program
+_TEXT = re.compile(rb"[^\0\x80][^\0]*\Z|\Z")  # not a pickle, an archive or a program
 
 
 def misnamed(path: Path) -> bool:
-    """Tell whether a file cannot be the JSON, text or vocabulary that its name says."""
+    """Return True if a file's first bytes do not fit the JSON, text or vocabulary that its name indicates."""
     with open_regular(path) as file:
         return not _BEGINNINGS.get(path.suffix, _TEXT).match(file.read(_HEAD))
 
 
 def end_tokens(settings: Any) -> set[int]:
-    """Return the ids at which an answer ends by the contents of a generation_config.json, which may be any JSON."""
+    """Return the end-of-sequence token IDs in the contents of a generation_config.json, which may be any JSON value."""
     given = settings.get("eos_token_id") if isinstance(settings, dict) else None
     return {token for token in (given if isinstance(given, list) else [given]) if type(token) is int}
 
 
 def add_end_tokens(path: Path, tokens: Iterable[int]) -> None:
-    """Add ids to those at which a generation_config.json, which need not exist, says that an answer ends."""
+    """Add end-of-sequence token IDs to a generation_config.json, which may not exist yet."""
     settings: Any = {}
-    with suppress(OSError, ValueError, RecursionError):  # what is no JSON says nothing
+    with suppress(OSError, ValueError, RecursionError):  # ignore a file that is not JSON
         settings = json.loads(path.read_bytes())
     settings = settings if isinstance(settings, dict) else {}
     write_json(path, settings | {"eos_token_id": sorted(end_tokens(settings).union(tokens))})
 
 
 def copy_files(paths: Iterable[Path], folder: Path) -> None:
-    """Copy the files of `plain_files` into `folder`; files that are there are kept.
+    """Copy the files from `plain_files` into `folder`. Existing files are kept.
 
-    A file that has gone since is left out with a warning, because the weights beside it are worth more.
+    A file that was deleted in the meantime is skipped with a warning, so that the weights are still saved.
     """
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Drawing with matplotlib and Pillow, which are imported on first use."""
+"""Drawing with matplotlib and Pillow, both imported on first use."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -8,21 +8,20 @@ from typing import Any
 
 from crosstrain.utils.optional_deps import require
 
-_SIDE, _COLUMNS = 144, 6  # pixels of an image on a sheet, images in a row
-_LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines of each text, letters in a line, pixels of a line
+_SIDE, _COLUMNS = 144, 6  # pixels of an image's side, images per row
+_LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines per text, characters per line, pixels per line
 TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its texts
-
 
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Give an empty matplotlib figure of this size in inches, saved to `path` (.svg or .png) when the block ends.
+    """Yield an empty matplotlib figure of this size in inches, and save it to `path` (.svg or .png) after the block.
 
-    Raises UserError where matplotlib is not installed.
+    Raises UserError if matplotlib is not installed.
     """
     matplotlib = require("matplotlib", f"drawing {path.name}")
     figure = require("matplotlib.figure", f"drawing {path.name}").Figure((width, height), layout="constrained")
-    # Text stays text, names may hold a dollar sign, and the same numbers give the same file.
+    # Keep text as text, allow dollar signs in names, and write identical files for identical numbers.
     settings = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "crosstrain", "font.size": 9}
     with matplotlib.rc_context(settings):
         yield figure
@@ -30,7 +29,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def contact_sheet(tiles: Sequence[tuple[Any, Sequence[tuple[str, str]]]], path: Path) -> None:
-    """Draw PIL images in rows, each with up to six texts in their colours below it; long texts are cut."""
+    """Draw PIL images in rows, each with up to six colored texts below it. Long texts are cut."""
     image, draw_module = require("PIL.Image", "--sheet"), require("PIL.ImageDraw", "--sheet")
     rows = max(1, -(-len(tiles) // _COLUMNS))
     sheet = image.new("RGB", (_COLUMNS * TILE[0], rows * TILE[1]), "white")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-# Control characters except tab and newline, lone surrogates, and marks that reverse the direction of writing.
+# Control characters except tab and newline, lone surrogates, and bidirectional control characters.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_NO_MEMORY = re.compile("out of memory|can't allocate memory")  # of CUDA; of a CPU
+_NO_MEMORY = re.compile("out of memory|can't allocate memory")  # messages for CUDA and for CPU memory
 _LONGEST = 4000
 _REFUSALS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT,
@@ -17,15 +17,15 @@ _REFUSALS = {
 
 
 class UserError(Exception):
-    """A mistake that the user can fix; its message says what, where and what to do, in one sentence."""
+    """A mistake that the user can fix. Its message is one sentence: the problem, the place and the remedy."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the message: constructors of subclasses take other arguments."""
+        """Pickle only the message, because constructors of subclasses take other arguments."""
         return Exception.__new__, (type(self), *self.args), vars(self)
 
     @property
     def sentences(self) -> list[str]:
-        """The message, or one message for each of several mistakes."""
+        """The message, or a message for each mistake if there are several."""
         return [str(self)]
 
 
@@ -34,7 +34,7 @@ class ConfigError(UserError):
 
 
 class ConfigErrors(ConfigError):
-    """Several mistakes in one configuration, sorted by file and line; `str` has a line for each."""
+    """Several mistakes in one configuration, sorted by file and line. `str` has a line for each."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         found = {text for error in errors for text in error.sentences}
@@ -50,18 +50,18 @@ class DataError(UserError):
 
 
 class EmptySplit(DataError):
-    """A split without a sample: the reason, and advice for somebody who may still change the data."""
+    """A split without samples. Its arguments are the reason, and advice if the data can still be changed."""
 
     def __str__(self) -> str:
         return ": ".join(self.args)
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged or does not fit the model."""
+    """A checkpoint that is missing, is damaged or does not fit the model."""
 
 
 class StorageError(UserError):
-    """A bucket that cannot be used: no access, no connection, no package for its protocol."""
+    """An unusable bucket: no access, no connection, or no package for its protocol."""
 
 
 class TrainingError(UserError):
@@ -69,16 +69,16 @@ class TrainingError(UserError):
 
 
 class OutOfMemory(UserError):
-    """Memory that a device, or the machine, did not have."""
+    """A device, or the machine, ran out of memory."""
 
 
 class RankLost(UserError):
-    """The loss of another rank. This rank is fine: all can go on from the newest checkpoint."""
+    """Another rank was lost. This rank is fine, and all ranks can resume from the newest checkpoint."""
 
 
 @contextmanager
 def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
-    """Turn a library's error inside the block into an error of one sentence about `what`; UserError passes."""
+    """Turn a library's error in the block into a one-sentence error that starts with `what`. A UserError is kept."""
     try:
         yield
     except UserError:
@@ -91,7 +91,7 @@ def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
 
 @contextmanager
 def os_errors_as(kind: type[Exception], problem: str) -> Iterator[None]:
-    """Turn an OSError inside the block into the exception `kind`, whose message is `problem` and the reason."""
+    """Turn an OSError in the block into the exception `kind`, with `problem` and the reason as its message."""
     try:
         yield
     except OSError as error:
@@ -99,12 +99,12 @@ def os_errors_as(kind: type[Exception], problem: str) -> Iterator[None]:
 
 
 def _by_line(text: str) -> list[str | int]:
-    """Return a key that sorts sentences such as `file:12: ...` by line number."""
+    """Return a sort key that orders sentences such as `file:12: ...` by line number."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r":(\d+):", text, maxsplit=1))]
 
 
 def refusal(error: Exception) -> UserError | None:
-    """Return a UserError for an OSError such as a full disk, and where memory ran out; None for any other error."""
+    """Return a UserError if memory ran out, or for an OSError such as a full disk; None for any other error."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         return OutOfMemory(
             f"memory ran out ({first_line(error)[:200]}): a smaller run.micro_batch_size, "
@@ -117,18 +117,18 @@ def refusal(error: Exception) -> UserError | None:
 
 
 def printable(text: str) -> str:
-    """Replace characters that would control a terminal by visible escapes."""
+    """Replace terminal control characters with visible escapes."""
     return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a question for the one of `known` that `name` misspells, or `otherwise` if there is none."""
+    """Return "did you mean NAME?" with the closest match for `name` in `known`, or `otherwise` if none is close."""
     near = difflib.get_close_matches(name[:100], list(known), n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
+    """Return the first line of an error's message, or its type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,4 +1,4 @@
-"""Reading regular files alone, writing files whole or not at all, and lock files."""
+"""Read only regular files, replace files atomically, and lock files."""
 
 import errno
 import fcntl
@@ -16,10 +16,10 @@ from typing import IO, Any
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
-    """Open a regular file to read bytes. `follow=False` refuses a link, which could lead out of a folder.
+    """Open a regular file to read bytes. With `follow=False` links are refused, as they may lead out of a folder.
 
-    Raises OSError, with a `strerror` that fits a sentence, for anything else. Other kinds of files are not opened: to
-    open a FIFO waits for its writer, and some devices act on it.
+    Raises OSError, with a `strerror` that fits into a sentence, if this is impossible. Other kinds of files are never
+    opened: opening a FIFO waits for its writer, and opening some devices has side effects.
     """
     try:
         _check_regular(os.stat(path, follow_symlinks=follow), path)
@@ -28,7 +28,7 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
         raise OSError(errno.EINVAL, "not a possible name of a file", str(path)) from None
     file = os.fdopen(descriptor, "rb")
     try:
-        _check_regular(os.fstat(descriptor), path)  # again: the name may mean another file by now
+        _check_regular(os.fstat(descriptor), path)  # check again: the file may have been replaced
     except OSError:
         file.close()
         raise
@@ -45,7 +45,7 @@ def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
 
 
 def read_end(path: Path, most: int) -> list[str]:
-    """Return the lines of the last `most` bytes of a text, the first perhaps cut. Raises OSError as `open_regular`."""
+    """Return the lines in a text's last `most` bytes; the first may be cut. Raises OSError as `open_regular` does."""
     with open_regular(path, follow=False) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most).decode("utf-8", errors="replace").splitlines()
@@ -57,7 +57,7 @@ def _check_regular(status: os.stat_result, path: str | Path) -> None:
 
 
 def last_checkpoint(path: Path) -> Path:
-    """Return the last checkpoint of a run's folder; any other path as it is."""
+    """Return the last checkpoint of a run's folder. Any other path is returned unchanged."""
     with suppress(OSError):
         latest = read_regular(path / "checkpoints" / "latest", 100, follow=False).decode("ascii", "replace").strip()
         if re.fullmatch(r"step_[0-9]+", latest):
@@ -66,15 +66,15 @@ def last_checkpoint(path: Path) -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the user's folder for what can be made again, of one kind; it may not exist."""
+    """Return the user's cache folder for one kind of file. It may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / kind
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Give a file to write that takes the place of `path` when the block ends; after an error `path` stays as it was.
+    """Yield a file to write. It replaces `path` when the block ends; after an error `path` is unchanged.
 
-    Any number of processes, on any machine, may do so at once. Raises OSError where the file cannot be written.
+    Any number of processes on any machines may replace a file at once. Raises OSError if the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -87,20 +87,20 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Replace a file; raises OSError, and leaves the previous one, where that fails."""
+    """Replace a file. Raises OSError on failure, and keeps the previous file."""
     with replacing(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Replace a JSON file, as `write_atomically` does; on one line with `indent=None`."""
+    """Replace a JSON file as `write_atomically` does. With `indent=None` it is written on one line."""
     write_atomically(path, json.dumps(value, indent=indent) + "\n")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object, as `object_pairs_hook`. Raises ValueError for a key that stands twice.
+    """Build a JSON object, as `object_pairs_hook`. Raises ValueError for a duplicate key.
 
-    Of two values, one program would show the first to whoever inspects the file, and another would use the second.
+    With duplicate keys, a viewer may show the first value while a program uses the second.
     """
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -110,7 +110,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def append(path: Path, data: str | bytes) -> None:
-    """Append all of `data` to a file; raises OSError, and leaves the file as it was, where that fails."""
+    """Append all of `data` to a file. Raises OSError on failure, and leaves the file unchanged."""
     data = data.encode() if isinstance(data, str) else data
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -126,16 +126,16 @@ def append(path: Path, data: str | bytes) -> None:
 
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, then remove it. BlockingIOError where another process holds it, unless we `wait`."""
+    """Hold the lock file `path`, then remove it. With wait=False, raises BlockingIOError if a process holds it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.fstat(file).st_nlink:  # else its last holder has removed it
+            if os.fstat(file).st_nlink:  # otherwise the last holder removed the file
                 try:
                     yield
                 finally:
-                    path.unlink(missing_ok=True)  # before it is given back
+                    path.unlink(missing_ok=True)  # the lock is still held
                 return
         finally:
             os.close(file)

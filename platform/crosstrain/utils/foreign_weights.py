@@ -1,4 +1,4 @@
-"""Weights of other programs, and adapters alone, which are recognised and not read."""
+"""Recognize weights of other programs, and adapters without a base model. They are not loaded."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ _SHARDED = (
     "model.pretrained with the program that wrote it, for example by `accelerate merge-weights FOLDER OUT` and the "
     "model's config.json beside the result"
 )
-_FOLDERS = {  # files that tell whose folder it is: what it is, and what to do
+_FOLDERS = {  # pattern of a file that identifies the program -> description and advice
     "latest_checkpointed_iteration.txt": "a checkpoint of Megatron-LM; convert it to a Hugging Face folder, as "
     "Megatron Bridge does, for model.pretrained",
     "zero_to_fp32.py": f"a checkpoint of DeepSpeed; {_CONSOLIDATE}",
@@ -37,17 +37,23 @@ _PICKLED = (
 
 
 def foreign_weights(path: Path) -> str | None:
-    """Return what another program's weights at `path`, there or not, are and what to do; None for any other path."""
+    """Return a description of another program's weights at `path`, with advice; None for any other path.
+
+    The path may not exist.
+    """
     if path.suffix in _PICKLES and not path.is_dir():
         return _PICKLED
-    places = [path, path.parent] if path.is_dir() else []  # a step's folder lies in the one that tells
+    places = [path, path.parent] if path.is_dir() else []  # the identifying file may be beside a step's folder
     known = (said for place in places for name, said in _FOLDERS.items() if any(place.glob(name)))
     pickles = (f"holds {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
     return next(known, None) or next(pickles, None)
 
 
 def lone_adapter(path: Path, source: str | Path) -> str | None:
-    """Return what a peft folder without its base model, given as `source`, is and what to do; None for any other."""
+    """Return a description of a peft folder without its base model, with advice; None for any other folder.
+
+    The advice names the folder as `source`.
+    """
     file = path / "adapter_config.json"
     if not file.is_file() or any(path.glob("model*.safetensors")):
         return None

@@ -1,4 +1,4 @@
-"""Processes that are forked beside threads."""
+"""Forked processes that start reliably even if the parent process has threads."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import select
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 
-PATIENCE = 20.0  # seconds until a process that has not begun is taken for one that never will
+PATIENCE = 20.0  # seconds after which a process that has not started is killed
 _TRIES = 3
 
 
 class _CheckedProcess(ForkProcess):
-    """A forked process that is forked again where it hangs before its first line.
+    """A forked process that is forked again if it hangs before `run` is called.
 
-    A fork copies locks as they are. In Python 3.11 the child takes one of the interpreter's, which a thread of C++ that
-    was just then giving back a Python object, such as one of torch's collectives, may have held; it waits forever.
+    A fork copies locks in their current state. In Python 3.11 the child takes one of the interpreter's locks. A C++
+    thread, for example one of torch's collectives, may have held that lock at the fork to release a Python object. The
+    child would then wait forever.
     """
 
-    began: int  # a pipe's end, for the child
+    began: int  # the child's end of a pipe
 
     @staticmethod
     def _Popen(process_obj: _CheckedProcess) -> Popen:  # type: ignore[override]
@@ -26,7 +27,7 @@ class _CheckedProcess(ForkProcess):
             reading, process_obj.began = os.pipe()
             child = Popen(process_obj)
             os.close(process_obj.began)
-            answers = select.select([reading], [], [], PATIENCE)[0]  # it has begun, or ended, which closes the pipe
+            answers = select.select([reading], [], [], PATIENCE)[0]  # the child wrote, or ended
             os.close(reading)
             if answers:
                 return child
@@ -40,6 +41,6 @@ class _CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """Multiprocessing by forks that have begun when `start` returns. OSError where none begins."""
+    """A multiprocessing context whose `start` returns once the process runs, and raises OSError if it never does."""
 
     Process = _CheckedProcess

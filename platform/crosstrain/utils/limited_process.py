@@ -1,4 +1,4 @@
-"""A function in a process of its own, with limits on memory and computing time."""
+"""Run a function in a separate process, with limits on memory and CPU time."""
 
 import ctypes
 import gc
@@ -15,54 +15,60 @@ from typing import Any
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.forks import CheckedForkContext
 
-_PER_SECOND = 20_000  # bytes of text for which a call gets one second more
-_PER_BYTE = 400  # bytes of memory that a call gets more for each byte of text
-_PATIENCE = 0.5  # seconds after which an urgent call has to make way for others
-_WAITING = 20  # seconds that a call may last per second of computing, on a machine that others use too
+_PER_SECOND = 20_000  # bytes of text for which a call gets one more second
+_PER_BYTE = 400  # additional bytes of memory per byte of text
+_PATIENCE = 0.5  # seconds after which an urgent call gets a lower priority
+_WAITING = 20  # maximum wall time per unit of CPU time, as the machine may be busy
 _IDLE = 60.0  # seconds without a call after which the process ends
 
 
 class LimitError(UserError):
-    """A call that failed in its process, or ended it."""
+    """A call that failed in its process, or ended the process."""
 
 
 class TooLate(LimitError):
-    """A call without a result when its time was over."""
+    """A call that did not finish in time."""
 
 
 class NoProcess(LimitError):
-    """A call for which no process could be started, so that it may have a result later."""
+    """A call for which no process could be started. A later attempt may succeed."""
 
 
 class LimitedProcess:
-    """A function of data that somebody else wrote, called in a forked process that can be killed.
+    """A function that handles untrusted data, called in a forked process that can be killed.
 
-    The process starts with a call, where there is none: the first one, and the next after a failure or a long pause.
-    One thread at a time may call.
+    The process starts on the first call, and again on the next call after a failure or a long pause. Only one thread
+    at a time may call the function.
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], name: str, *, memory: int = 1 << 30, seconds: float = 10.0,
-        urgent: bool = False, advice: str = "shorten the text, or use others",
-    ) -> None:  # fmt: skip
-        """name: the subject of errors. memory: bytes beyond those of the caller. seconds: of computing time for a call.
+        self,
+        function: Callable[[Any], Any],
+        name: str,
+        *,
+        memory: int = 1 << 30,
+        seconds: float = 10.0,
+        urgent: bool = False,
+        advice: str = "shorten the text, or use others",
+    ) -> None:
+        """name: subject of error messages. memory: bytes beyond the caller's own. seconds: CPU time per call.
 
-        urgent: somebody waits for the result, so `seconds` are of the clock. advice: what to do beyond a limit.
+        urgent: somebody waits for the result, so `seconds` is wall time. advice: what to do when a limit is exceeded.
         """
         self._function, self.name, self._advice = function, name, advice
         self._memory, self._seconds, self._urgent = memory, seconds, urgent
-        self._owner = 0  # the process that started ours
+        self._owner = 0  # PID of the process that forked the child
 
     def __call__(self, given: Any, size: int = 0) -> Any:
-        """Return function(given). The limits grow with the `size` of a text in it, in bytes.
+        """Return function(given). The limits grow with `size`, the bytes of text in `given`.
 
-        Raises the function's own UserError, and LimitError for any other error and beyond a limit.
+        Raises the function's own UserError, and LimitError for any other error and when a limit is exceeded.
         """
         if self._owner != os.getpid():
             with os_errors_as(NoProcess, f"{self.name} has no process; try again later"):
                 self._start()
         seconds = self._seconds + size / _PER_SECOND
-        computing = seconds + 1 if self._urgent else seconds  # so that the clock decides
+        computing = seconds + 1 if self._urgent else seconds  # the wall time limit applies first
         try:
             self._connection.send((given, self._memory + size * _PER_BYTE, computing))
             if self._urgent and not self._connection.poll(_PATIENCE):
@@ -72,7 +78,7 @@ class LimitedProcess:
                 raise TooLate(f"{self.name} has no result after {seconds:g} s; {self._advice}")
             error, result = self._connection.recv()
         except (OSError, EOFError):
-            if (code := self.close()) == 0:  # it had just ended for want of calls
+            if (code := self.close()) == 0:  # the process ended just before the call, as it was idle
                 return self(given, size)
             late = code == -signal.SIGPROF
             how = f"took more than {round(seconds, 1)} s of computing" if late else "crashed or took too much memory"
@@ -82,7 +88,7 @@ class LimitedProcess:
         return result
 
     def close(self) -> int | None:
-        """End the process, which need not be there; returns its exit code."""
+        """End the process, if there is one, and return its exit code."""
         if self._owner != os.getpid():
             return None
         self._owner = 0
@@ -93,25 +99,25 @@ class LimitedProcess:
 
     def _start(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it starts none
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon may not fork
         self._process = CheckedForkContext().Process(target=self._serve, args=(theirs,), daemon=True)
         self._process.start()
         self._owner = os.getpid()
         theirs.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Answer calls with (error, result) until the caller is gone."""
+        """Answer calls with (error, result) until the caller ends."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when to stop
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        for output in (1, 2):  # Rust's panics; the error goes to the caller
+        for output in (1, 2):  # hide the output of Rust panics; the error goes to the caller
             os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-        # Connections of the caller would stay open as long as this process.
+        # Close the caller's connections, or they would stay open as long as this process runs.
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(1)  # a fork lacks the threads that the caller's computations have started
-        gc.freeze()  # the caller's unreachable objects would make room when they are collected
+            torch.set_num_threads(1)  # the threads of the caller's computations do not exist after a fork
+        gc.freeze()  # do not collect the caller's objects, which would free memory
         used, (soft, hard) = address_space(), resource.getrlimit(resource.RLIMIT_AS)
         if used is not None:
             resource.setrlimit(resource.RLIMIT_AS, (used, hard))
@@ -128,15 +134,15 @@ class LimitedProcess:
     def _answer(self, given: Any) -> tuple[UserError | None, Any]:
         try:
             return None, self._function(given)
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             failure = LimitError(f"{self.name} fails ({first_line(error)[:1000]})")
             return error if isinstance(error, UserError) else failure, None
 
 
 def _take_free_memory() -> None:
-    """Allocate the large pieces that malloc holds free, so that each later large allocation grows the address space.
+    """Allocate the large free blocks that malloc keeps, so that each later large allocation grows the address space.
 
-    Called while the address space cannot grow. Nothing is written, so no memory is used.
+    Call this while the address space cannot grow. Nothing is written to the blocks, so no memory is used.
     """
     malloc, size = ctypes.CDLL(None).malloc, 1 << 40
     malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -146,7 +152,7 @@ def _take_free_memory() -> None:
 
 
 def address_space() -> int | None:
-    """Bytes of address space that this process uses; None where the system does not tell."""
+    """Return the bytes of address space that this process uses; None if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

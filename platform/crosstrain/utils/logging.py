@@ -15,11 +15,11 @@ from crosstrain.utils.files import append
 
 log = logging.getLogger("crosstrain")
 
-TIME_FORMAT = "%Y-%m-%d %H:%M:%S"  # of the lines of files
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"  # for log files
 
-# Words of libraries about their own code. They still call these by the names that torch 2.13 and 2.14 deprecate; torch
-# 2.15 keeps both names. On a CPU, bitsandbytes misses a package that it does without. torchao, which transformers
-# imports where it is installed, registers enums that torch 2.14 knows.
+# Silence messages that libraries print about their own code. Some libraries use names that torch 2.13 and 2.14
+# deprecate; torch 2.15 keeps both names. On a CPU, bitsandbytes reports a missing package that it does not need.
+# transformers imports torchao if it is installed, and torchao registers enums that torch 2.14 already has.
 warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
 )
@@ -28,7 +28,7 @@ for _name in ("bitsandbytes", "torch.utils._pytree"):
 
 
 class _Handler(logging.Handler):
-    """A handler that survives failed writes: the first one, such as a full disk, is one line on stderr."""
+    """A handler that survives failed writes. Only the first failure, such as a full disk, is reported, on stderr."""
 
     failed = False
 
@@ -38,7 +38,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # Names in a checkpoint and generated text may hold control characters.
+            # Names in a checkpoint and generated text may contain control characters.
             self.write(printable(self.format(record)) + "\n")
         except OSError as error:
             if not self.failed:
@@ -53,7 +53,7 @@ def _print_above_bar(text: str) -> None:
 
 
 def set_up_logging(log_file: Path | None, quiet: bool) -> None:
-    """Log to the console and to `log_file`; `quiet` (every rank but the first) logs only warnings."""
+    """Log to the console and to `log_file`. With `quiet` (all ranks but the first) only warnings are logged."""
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
     log.handlers.clear()

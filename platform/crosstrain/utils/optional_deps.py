@@ -31,19 +31,19 @@ EXTRAS = {  # module -> extra
 
 
 def absent_package(error: Exception) -> str | None:
-    """Return the top-level package whose absence `error` reports; None for any other error."""
+    """Return the missing top-level package for an import error; None for any other error."""
     name = error.name.split(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
     return name if name and importlib.util.find_spec(name) is None else None
 
 
 def missing(what: str, package: str) -> UserError:
-    """Return the error for a component that needs a package which is not installed."""
+    """Return the error for a component that needs a missing package."""
     wanted = f"'crosstrain[{EXTRAS[package]}]'" if package in EXTRAS else package
     return UserError(f"{what} needs the package {package}, which is not installed; run: pip install {wanted}")
 
 
 def require(module: str, what: str) -> Any:
-    """Import a module that an extra installs. Raises UserError, which names the extra, where it is not installed."""
+    """Import a module that belongs to an extra. Raises UserError, with the extra's name, if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

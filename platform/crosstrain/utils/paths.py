@@ -20,14 +20,15 @@ def home() -> Path:
 
 
 def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
-    """Return the file or folder `path`, relative to the working directory or else to `home()`.
+    """Return the existing file or folder `path`, relative to the working directory or, failing that, to `home()`.
 
-    Raises ConfigError if there is none; it may suggest one beside the file `named_in`, against which nobody resolves.
+    Raises ConfigError if neither exists. The error suggests a file of this name next to `named_in`, the file that
+    names `path`, although paths are never resolved against it.
     """
     wanted = Path(path).expanduser()
     candidates = [wanted] if wanted.is_absolute() else [wanted, home() / wanted]
     for candidate in candidates:
-        if os.path.exists(candidate):  # False, too, for what cannot be a name
+        if os.path.exists(candidate):  # also False for an impossible name
             return candidate
     if os.path.exists(beside := Path(named_in).parent / wanted):
         raise ConfigError(f"{path}: paths count from the working directory; did you mean {show(beside)}?")
@@ -35,13 +36,13 @@ def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
 
 
 def missing(path: str | os.PathLike[str], candidates: Sequence[Path]) -> str:
-    """Return the sentence for a `path` that is at none of `candidates`, with a near name from one of their folders."""
+    """Return the message for a `path` found at none of `candidates`, with a similar name from one of their folders."""
     hint = near(*candidates) or "looked in " + " and ".join(str(c.absolute()) for c in candidates)
     return f"{path}: no such file or folder; {hint}"
 
 
 def near(*candidates: Path) -> str:
-    """Return a question for a file or folder whose name one of `candidates` misspells; empty if there is none."""
+    """Return "did you mean NAME?" with an existing name close to one of `candidates`, or "" if none is close."""
     for candidate in candidates:
         with suppress(OSError, ValueError):
             for name in difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1):
@@ -50,7 +51,7 @@ def near(*candidates: Path) -> str:
 
 
 def show(path: Path) -> str:
-    """Format `path` as a user would type it: relative to the working directory when it lies inside."""
+    """Format `path` as a user would type it: relative to the working directory if it lies inside."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Processes that are spawned: they do not outlive their parent, and need not run the main script again."""
+"""Spawned processes that end with their parent and do not run the main script again."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from types import ModuleType
 
 @contextmanager
 def main_hidden() -> Iterator[None]:
-    """Hide the main module, which may run on import, from processes that are spawned in the block."""
+    """Hide the main module from processes that are spawned in the block, because importing it may run it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # without a file
     try:
@@ -21,14 +21,14 @@ def main_hidden() -> Iterator[None]:
 
 
 class Bond:
-    """Something to pickle for a spawned process: once it is read, the system ends that process with this one."""
+    """An object to pickle for a spawned process. A process that unpickles it is killed when this one ends."""
 
     def __reduce__(self) -> tuple:
         return on_parents_death, (signal.SIGKILL, os.getpid())
 
 
 def on_parents_death(number: signal.Signals, parent: int | None = None) -> None:
-    """Have the system send this process a signal when its parent ends (Linux); end it if `parent` did already."""
+    """Have the kernel signal this process when its parent ends (Linux). Exits if `parent` has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):

@@ -1,4 +1,4 @@
-"""The command line of this program, for hints that name a command, and the blame of its plugins."""
+"""Command lines of this program, for hints that suggest a command; attribution of errors to plugins."""
 
 import shlex
 import shutil
@@ -13,10 +13,10 @@ from crosstrain.utils.paths import home, show
 
 
 def command(verb: str, *arguments: object) -> str:
-    """Return the words that run a verb, or show `--help`, from the working directory, quoted for a shell.
+    """Return the command line that runs a verb, or shows `--help`, in the working directory, quoted for a shell.
 
-    They are train.py and evaluate.py of a checkout if one of them was called, else `crosstrain` if this environment has
-    that program, else `python -m crosstrain`.
+    If train.py or evaluate.py of a checkout was called, the command uses these scripts. Otherwise it uses `crosstrain`
+    if this environment has that program, and `python -m crosstrain` if not.
     """
     called, script = Path(sys.argv[0]), Path(sys.executable).with_name("crosstrain")
     in_checkout = called.name in ("train.py", "evaluate.py") and called.resolve().parent == home()
@@ -26,19 +26,19 @@ def command(verb: str, *arguments: object) -> str:
         words = [words[0], own]
     elif called.name != "__main__.py" and script.exists():
         words = [_as_typed(script), verb]
-    elif in_checkout:  # which finds the package by itself
+    elif in_checkout:  # train.py and evaluate.py find the package without PYTHONPATH
         words = ["env", f"PYTHONPATH={home() / 'platform'}", *words]
     return shlex.join(str(word) for word in (*words, *arguments))
 
 
 def _as_typed(program: Path) -> Path:
-    """Return the name alone where the shell finds this very program by it."""
+    """Return only the program's name if the shell finds this program under that name."""
     return Path(program.name) if shutil.which(program.name) == str(program) else program
 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn whatever a plugin raises inside the block into a TrainingError that says `what` failed, and the line."""
+    """Turn a plugin's exception in the block into a TrainingError that starts with `what` and ends with the line."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Limits on memory and time, for code that works with sizes of somebody else's choice."""
+"""Limits on memory and time, for code that handles sizes from untrusted input."""
 
 import resource
 import signal
@@ -11,15 +11,16 @@ from crosstrain.utils.limited_process import address_space
 
 
 class OutOfTime(BaseException):
-    """The end of a time limit. Not an Exception, which a library could catch."""
+    """A time limit was exceeded. This is not an Exception, because libraries could catch that."""
 
 
 @contextmanager
 def at_most(memory: int, seconds: float) -> Iterator[None]:
-    """Limit the block to `memory` more bytes of address space and `seconds` of this process's computing time.
+    """Limit the block to `memory` more bytes of address space and `seconds` of this process's CPU time.
 
-    Beyond that an allocation fails, as it does on a full machine, or OutOfTime is raised. No memory limit where the
-    system does not tell a process's size, and no limit of time outside of the main thread, which gets signals.
+    When the memory limit is exceeded, allocations fail as if memory were full. When the time limit is exceeded,
+    OutOfTime is raised. Memory is not limited if the system does not report a process's size. Time is limited only in
+    the main thread, because only that thread receives signals.
     """
 
     def stop(_number: int, _frame: Any) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Random numbers as functions of their purpose: nothing here keeps state.
+"""Random numbers as functions of their purpose, without state.
 
-There is no state to save, and a resumed run draws the same numbers as an uninterrupted one.
+Nothing has to be saved, and a resumed run draws the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:  # imported where it is used: the corpus pipeline's processes do without
+if TYPE_CHECKING:  # imported on use: the corpus pipeline's processes do not need it
     import torch
 
 T = TypeVar("T", int, np.ndarray)
@@ -34,7 +34,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """Return a CPU generator seeded with `derive_seed(*parts)`; CPU so that values do not depend on the device."""
+    """Return a generator seeded with `derive_seed(*parts)`. It is on the CPU, so values do not depend on the device."""
     import torch
 
     return torch.Generator().manual_seed(derive_seed(*parts))
@@ -46,9 +46,9 @@ def sample_rng(seed: int, number: int) -> np.random.Generator:
 
 
 def seed_everything_for(seed: int, first_sample: int, *more: int) -> None:
-    """Seed torch's default generators (dropout) for the micro-batch that begins with sample `first_sample`.
+    """Seed torch's default generators (dropout) for the micro batch that begins with sample `first_sample`.
 
-    more: the rank, where several compute parts of it.
+    more: the rank, if several ranks compute parts of this micro batch.
     """
     import torch
 

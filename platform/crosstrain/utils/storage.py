@@ -1,8 +1,8 @@
-"""Objects in a bucket, at URLs such as s3://bucket/folder/name, through fsspec.
+"""Access through fsspec to objects in a bucket, at URLs such as s3://bucket/folder/name.
 
-Credentials come from wherever the library of the protocol looks for them; none are named here. What fails for a moment
-is tried again. StorageError says in one sentence what does not pass: a missing package, refused credentials, a host
-that cannot be reached. A missing object is a FileNotFoundError.
+The protocol's library finds the credentials; none are configured here. Transient failures are retried. StorageError
+reports permanent failures in one sentence: a missing package, refused credentials, an unreachable host. A missing
+object raises FileNotFoundError.
 """
 
 import re
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-_ATTEMPTS = 8  # with pauses of 25 s together
-_PATIENCE = 60.0  # seconds after which the second attempt is the last: libraries begin single requests again, too
-_GAP = 1 << 16  # bytes that are read in vain rather than asking twice: what arrives during a request's latency
-_LARGEST = 1 << 24  # bytes of a request for several ranges
-# What libraries call the errors of credentials that are absent, wrong or expired.
+_ATTEMPTS = 8  # with pauses of 25 s in total
+_PATIENCE = 60.0  # seconds after which the second attempt is the last: libraries retry single requests too
+_GAP = 1 << 16  # largest gap to read through: the bytes that arrive during the latency of a second request
+_LARGEST = 1 << 24  # maximum size of a request for several ranges
+# Parts of the class names of libraries' errors about missing, wrong or expired credentials.
 _CREDENTIALS = re.compile(r"Credential|Token|Auth|Refresh|Permission")
 
 
 def is_url(path: object) -> bool:
-    """Return True for the URL of a bucket or an object in it, as against a local path."""
+    """Return True for the URL of a bucket or an object in it, and False for a local path."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
@@ -41,7 +41,7 @@ def join(url: str, *names: str) -> str:
 
 
 def local(path: str | Path) -> Path:
-    """Return where a path is on this machine: for a URL, the place of its copy in the user's cache."""
+    """Return the local path of a path or URL. For a URL, it is the path of its copy in the user's cache."""
     if not is_url(path):
         return Path(path)
     protocol, _, rest = str(path).partition("://")
@@ -52,7 +52,7 @@ def local(path: str | Path) -> Path:
 
 
 def origin(path: Path) -> str | None:
-    """Return the URL that a path in the cache stands for; None for any other path."""
+    """Return the URL of a local copy in the cache; None for any other path."""
     if not path.is_relative_to(_copies()):
         return None
     protocol, *names = path.relative_to(_copies()).parts
@@ -64,12 +64,12 @@ def _copies() -> Path:
 
 
 def listing(url: str) -> dict[str, int | None]:
-    """Return the names directly below `url` with the sizes of objects, or None where more lies below."""
+    """Return name -> size for everything directly below `url`. The size of a folder is None."""
     return _below(url, lambda fs, path: {entry["name"]: entry for entry in fs.ls(path, detail=True)})
 
 
 def files(url: str) -> dict[str, int | None]:
-    """Return the names of all objects below `url`, relative to it, with their sizes."""
+    """Return name -> size for all objects below `url`. Names are relative to `url`."""
     return _below(url, lambda fs, path: fs.find(path, detail=True))
 
 
@@ -79,26 +79,26 @@ def size(url: str) -> int:
 
 
 def version(url: str) -> str:
-    """Return a text that is another one when an object was written again."""
+    """Return a version string that changes when an object is written again."""
     return str(_tried(url, lambda fs, path: fs.checksum(path)))
 
 
 def read(url: str, first: int = 0, last: int | None = None) -> bytes:
-    """Read the bytes [first, last) of an object, or all from `first` on; it must have some of them."""
+    """Read the bytes [first, last) of an object, or all from `first` on. At least one such byte must exist."""
     return _tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
 
 
 def read_end(url: str, most: int, first: bool = False) -> bytes:
-    """Read the last bytes of an object, at most `most`, or the first ones."""
+    """Read at most `most` bytes from the end of an object, or from its start with first=True."""
     there = size(url)
     begin = 0 if first else max(0, there - most)
     return read(url, begin, begin + most) if there else b""  # services refuse any range of an empty object
 
 
 def read_ranges(url: str, ranges: Sequence[tuple[int, int]], gap: int = _GAP) -> list[bytes]:
-    """Read the bytes [first, last) of each range, those at most `gap` bytes apart in one request, many at a time.
+    """Read the bytes [first, last) of each range, in concurrent requests that merge gaps of at most `gap` bytes.
 
-    No request grows beyond 16 MiB, as several at a time are faster.
+    Merged requests are limited to 16 MiB, because several concurrent requests are faster than a large one.
     """
     spans: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
@@ -120,12 +120,12 @@ def read_ranges(url: str, ranges: Sequence[tuple[int, int]], gap: int = _GAP) ->
 
 
 def write(url: str, data: bytes) -> None:
-    """Write an object, in place of one that is there."""
+    """Write an object, and replace an existing one."""
     _tried(url, lambda fs, path: fs.pipe_file(path, data))
 
 
 def create(url: str, data: bytes) -> bool:
-    """Write an object unless there is one; returns False if somebody else's is there. One of several writers wins."""
+    """Write an object unless it exists. Only one of several writers succeeds; the others get False."""
 
     def action(fs: Any, path: str) -> bool:
         try:
@@ -133,26 +133,26 @@ def create(url: str, data: bytes) -> bool:
         except (FileNotFoundError, PermissionError):
             raise
         except OSError:
-            if not fs.exists(path):  # nobody has won yet
+            if not fs.exists(path):  # no writer has succeeded yet
                 raise
-            return fs.cat_file(path) == data  # an attempt of ours, whose answer was lost
+            return fs.cat_file(path) == data  # our earlier attempt, if its response was lost
         return True
 
     return _tried(url, action)
 
 
 def upload(path: Path, url: str) -> None:
-    """Write a local file to an object, in parts where it is large. Memory holds some parts."""
+    """Upload a local file. Large files are uploaded in parts, of which only some are in memory at a time."""
     _tried(url, lambda fs, target: fs.put_file(str(path), target))
 
 
 def download(url: str, path: Path) -> None:
-    """Write an object to a local file."""
+    """Download an object to a local file."""
     _tried(url, lambda fs, source: fs.get_file(source, str(path)))
 
 
 def remove(url: str) -> None:
-    """Delete an object or everything below `url`, as far as there is something."""
+    """Delete an object, or everything below `url`. A missing object is not an error."""
 
     def action(fs: Any, path: str) -> None:
         with suppress(FileNotFoundError):
@@ -162,10 +162,10 @@ def remove(url: str) -> None:
 
 
 def rename(url: str, other: str) -> None:
-    """Copy everything below `url` to another place, then delete it."""
+    """Copy everything below `url` to a new place, then delete the original."""
 
     def action(fs: Any, path: str) -> None:
-        found = fs.find(path)  # objects alone: adlfs cannot copy what it lists as a folder
+        found = fs.find(path)  # only objects: adlfs cannot copy the folders that it lists
         fs.copy(found, [fs._strip_protocol(other) + name.removeprefix(path) for name in found])
         fs.rm(path, recursive=True)
 
@@ -182,14 +182,14 @@ def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, in
         return {
             name.rstrip("/").removeprefix(base): None if entry["type"] == "directory" else entry["size"]
             for name, entry in found.items()
-            if name.startswith(base) and name != base and ".." not in name.split("/")  # as no path on a disk may have
+            if name.startswith(base) and name != base and ".." not in name.split("/")  # `..` would leave the folder
         }
 
     return _tried(url, action)
 
 
 def _tried(url: str, action: Callable[[Any, str], T]) -> T:
-    """Do something with the file system and the path of a URL, again while it fails for reasons that may pass."""
+    """Call `action` with the file system and path of a URL. Retries failures that may be transient."""
     fs, began = _file_system(url), time.monotonic()
     for attempt in count(1):
         try:
@@ -197,12 +197,12 @@ def _tried(url: str, action: Callable[[Any, str], T]) -> T:
         except FileNotFoundError:
             raise
         except Exception as error:
-            if (status := getattr(error, "status_code", None)) == 404:  # Azure's, where the container is missing
+            if (status := getattr(error, "status_code", None)) == 404:  # Azure, if the container is missing
                 raise FileNotFoundError(_words(error)) from error
             if status in (401, 403) or any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
                 reason = "the credentials were refused, are missing or have expired"
             elif attempt < (_ATTEMPTS if time.monotonic() < began + _PATIENCE else 2):
-                time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # not all ranks at once
+                time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # ranks should not all retry at once
                 continue
             else:
                 reason = f"no success in {attempt} attempt(s)"
@@ -211,25 +211,25 @@ def _tried(url: str, action: Callable[[Any, str], T]) -> T:
 
 
 def _file_system(url: str) -> Any:
-    """Open the file system of a URL, or return the one that this process has open."""
+    """Open the file system of a URL, or return this process's open one."""
     match = _URL.match(url)
     assert match is not None
-    import fsspec  # takes 50 ms, and local runs do without
+    import fsspec  # takes 50 ms, and local runs do not need it
 
     try:
-        # Others write, too: what was listed a moment ago is no answer.
+        # Other processes write too, so listings must not be cached.
         return fsspec.filesystem(match[1], use_listings_cache=False)
     except ImportError as error:
         if (package := _PACKAGES.get(match[1])) is None:
             raise StorageError(f"{url}: {_words(error)}") from error
         raise missing(url, package) from error
     except Exception as error:
-        if match[1] in fsspec.available_protocols():  # a library that looks for credentials at once
+        if match[1] in fsspec.available_protocols():  # opening may fail for lack of credentials
             raise StorageError(f"{url}: cannot be opened ({_words(error)})") from error
         known = ", ".join(f"{name}://" for name in _PACKAGES)
         raise StorageError(f"{url}: there is no protocol {match[1]}; known are {known} and others of fsspec") from None
 
 
 def _words(error: Exception) -> str:
-    """Return the first line of an error's message; some go on with the whole request, its headers included."""
+    """Return the first line of an error's message. Later lines may hold the whole request and its headers."""
     return sentence(getattr(error, "strerror", None) or first_line(error))

@@ -10,10 +10,10 @@ import torch
 
 
 class Timers:
-    """Seconds spent in named phases since the last `reset`.
+    """Accumulates the seconds spent in named phases since the last `reset`.
 
-    On a GPU work is asynchronous: a phase's time is right only with `synchronize` set, which the trainer does for the
-    steps that it logs, and for those alone, because waiting costs overlap.
+    GPU work is asynchronous: a phase's time is right only if `synchronize` is set. The trainer sets it only for steps
+    that it logs, because waiting prevents overlap.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,12 +1,12 @@
 """Trust in a configuration.
 
-A project file and the command line are the user's own words. The configuration in a checkpoint is written by whoever
-wrote the checkpoint, and says where data and pretrained weights are: a path to read, an address to fetch, a command to
-run. Without trust it decides none of that, and the code that opens what a configuration names asks here first.
+The user writes project files and the command line. The configuration in a checkpoint may be untrusted, and it names
+the sources of data and pretrained weights: a path to read, an address to fetch, a command to run. Without trust, none
+of these may be used. Code that opens a source named by the configuration calls this module first.
 
-A run signs its configuration with a key that only this user can read, so one's own checkpoints need no flag: a
-signature that the key confirms says that this user trained with this very configuration. It vouches for nothing else,
-weights least of all: those are only ever numbers.
+A run signs its configuration with a key that only this user can read, so the user's own checkpoints need no flag. A
+valid signature shows that this user trained with exactly this configuration. It covers nothing else, in particular not
+the weights, which are only ever read as tensors.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ _KEY_BYTES = 32
 
 
 class Trust(IntEnum):
-    """Level of trust: the kinds of decisions that a configuration may make."""
+    """Level of trust: the kinds of sources that a configuration may name."""
 
-    NOTHING = 0  # a stranger's checkpoint: no data and no pretrained weights are opened
-    DATA = 1  # this user's own checkpoint, or a trusted one: data that it names is read, prepared and fetched
-    COMMANDS = 2  # the user's own words: a shard may be the output of a command
+    NOTHING = 0  # a checkpoint from others: open no data and no pretrained weights
+    DATA = 1  # the user's own or a trusted checkpoint: read, prepare and fetch the data that it names
+    COMMANDS = 2  # a project file or command line: a shard may be the output of a command
 
 
 _current: ContextVar[Trust] = ContextVar("trust", default=Trust.COMMANDS)
@@ -41,7 +41,7 @@ _current: ContextVar[Trust] = ContextVar("trust", default=Trust.COMMANDS)
 
 @contextmanager
 def limited_to(trust: Trust) -> Iterator[None]:
-    """Limit trust inside the block to `trust`."""
+    """Limit trust to `trust` in the block."""
     token = _current.set(min(trust, _current.get()))
     try:
         yield
@@ -50,7 +50,7 @@ def limited_to(trust: Trust) -> Iterator[None]:
 
 
 def check_source(what: str) -> None:
-    """Raise ConfigError unless data and weights that the configuration names may be opened; `what` names them."""
+    """Raise ConfigError unless the configuration may name data and weights to open. `what` is the source."""
     if _current.get() < Trust.DATA:
         raise ConfigError(
             f"{what} is named by a checkpoint that was not trained under this account, so it is not opened; if you "
@@ -59,31 +59,32 @@ def check_source(what: str) -> None:
 
 
 def check_command(what: str) -> None:
-    """Raise ConfigError unless the configuration may name a command to run; `what` is the command."""
+    """Raise ConfigError unless the configuration may name a command to run. `what` is the command."""
     if _current.get() < Trust.COMMANDS:
         raise ConfigError(f"{what}: a command is not run on a checkpoint's word; name a project file with --cfg-path")
 
 
 def names_command(config: Mapping[str, Any]) -> bool:
-    """True for a configuration whose data come from a command."""
-    return '"pipe:' in json.dumps(config.get("datasets"))  # a text that begins so
+    """Return True if any of a configuration's data comes from a command."""
+    return '"pipe:' in json.dumps(config.get("datasets"))  # a string that begins with pipe:
 
 
 def signature(config: Mapping[str, Any]) -> str | None:
-    """Return this user's signature of a run's configuration; None where no key can be kept.
+    """Return this user's signature of a run's configuration; None if no key can be stored.
 
-    It covers what decides where a checkpoint's data and weights come from: `model`, `datasets` and `run.runner`.
+    It covers the keys that determine the sources of a checkpoint's data and weights: `model`, `datasets` and
+    `run.runner`.
     """
     key = _key(create=True)
-    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # as it will be read
+    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # normalized, as it will be read back
 
 
 def is_own(config: Mapping[str, Any], signed: Any) -> bool:
-    """Check that `signed` is this user's signature of `config`, as a checkpoint's state holds both."""
+    """Return True if `signed` is this user's signature of `config`. A checkpoint's state holds both."""
     key = _key(create=False)
     try:
         return key is not None and hmac.compare_digest(_signed(key, config).encode(), str(signed).encode())
-    except (ValueError, RecursionError):  # half a character, or values nested too deep
+    except (ValueError, RecursionError):  # a lone surrogate, or values nested too deeply
         return False
 
 
@@ -95,16 +96,16 @@ def _signed(key: bytes, config: Mapping[str, Any]) -> str:
 
 
 def _key(create: bool) -> bytes | None:
-    """Return the user's secret key, made on first use; None where there is none, or no place for it."""
+    """Return the user's secret key, created on first use; None if there is no key, or it cannot be stored."""
     try:
         folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "crosstrain"
         path = folder / "signing.key"
         if create and not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder) as new:  # which only its owner can read
+            with tempfile.NamedTemporaryFile(dir=folder) as new:  # only its owner can read it
                 new.write(secrets.token_bytes(_KEY_BYTES))
                 new.flush()
-                os.link(new.name, path)  # whole or not at all; not over the key of a run that was quicker
+                os.link(new.name, path)  # atomic; keeps the key if a concurrent run was faster
         key = read_regular(path, _KEY_BYTES)
     except FileExistsError:
         return _key(create=False)

@@ -5,22 +5,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-IGNORE_INDEX = -100  # a label that is no target, as in torch's cross_entropy
+IGNORE_INDEX = -100  # label of positions without a target, as in torch's cross_entropy
 Sample = dict[str, np.ndarray]
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass
 class MicroBatch:
-    """Samples of one forward and backward."""
+    """The samples of one forward and backward pass."""
 
-    first_sample: int  # number of its first sample; dropout is seeded with it
+    first_sample: int  # sample number of the first sample; seeds dropout
     data: Batch
-    num_targets: int  # target tokens in it
-    numbers: tuple[int, ...] = ()  # of its samples
+    num_targets: int  # number of target tokens
+    numbers: tuple[int, ...] = ()  # sample numbers
 
 
 class Step(list[MicroBatch]):
-    """This rank's micro batches of one step, with the sample `numbers` of all ranks."""
+    """This rank's micro batches of one step, with the sample `numbers` of the step on all ranks."""
 
     numbers: list[int]

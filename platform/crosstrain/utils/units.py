@@ -1,4 +1,4 @@
-"""Sizes and large numbers as people write them, and numbers by name."""
+"""Parse and format sizes and large numbers; check and merge named values."""
 
 import math
 import re
@@ -11,16 +11,16 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5}
 
 
 def read_bytes(text: str, what: str) -> int:
-    """Parse 24GiB, 80GB or bytes, from 1,000 on. Raises UserError, which names `what`, for anything else."""
+    """Parse a size such as 24GiB or 80GB, of at least 1,000 bytes. Raises UserError, with `what`, for other texts."""
     problem = f"{what}: {text!r} is not a size such as 5GB or 24GiB"
     size = int(_read(r"([\d.]+)\s*([KMGTP]?)(I?)B?", text, problem))
-    if size < 1000:  # without the unit that was meant
+    if size < 1000:  # too small: the unit is missing
         raise UserError(problem)
     return size
 
 
 def read_number(text: str, what: str) -> float:
-    """Parse 2.5B, 150T, 3e11 or a plain number. Raises UserError, which names `what`, for anything else."""
+    """Parse 2.5B, 150T, 3e11 or a plain number. Raises UserError, with `what`, for anything else."""
     return _read(r"([\d.]+(?:E\d+)?)\s*([KMGBTP]?)()", text, f"{what}: {text!r} is not a number such as 2.5B")
 
 
@@ -28,7 +28,7 @@ def _read(pattern: str, text: str, problem: str) -> float:
     match = re.fullmatch(pattern, text.strip().upper(), re.ASCII)
     try:
         value = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]] if match else 0.0
-    except ValueError:  # 1.2.3
+    except ValueError:  # such as 1.2.3
         value = 0.0
     if not 0 < value < math.inf:
         raise UserError(problem)
@@ -41,7 +41,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_number(value: float) -> str:
-    """Format with three digits and a letter: 3.54e8 is 354M."""
+    """Format a number with three digits and a letter: 3.54e8 is 354M."""
     for letter, factor in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g}{letter}"
@@ -49,7 +49,7 @@ def show_number(value: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Format as whole seconds, minutes, hours or days, the largest of which there are two."""
+    """Format a time in whole days, hours, minutes or seconds: the largest unit of which there are at least two."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"
@@ -57,12 +57,12 @@ def show_seconds(seconds: float) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """True for a parsed number that is finite, also as a float."""
+    """Return True for a parsed number that is finite when converted to a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None in place of numbers that JSON has no form for, also within dictionaries and lists."""
+    """Return `value` with None in place of numbers that JSON cannot represent, also inside dictionaries and lists."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -71,7 +71,7 @@ def finite(value: Any) -> Any:
 
 
 def disjoint(numbers: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Join numbers by name. Raises TrainingError for a name that both have."""
+    """Merge two mappings of name -> number. Raises TrainingError for a name that is in both."""
     if twice := numbers.keys() & more.keys():
         raise TrainingError(f"two numbers are called {min(twice)!r}; rename that of the model, metric or callback")
     return numbers | more

@@ -1,4 +1,4 @@
-"""Mean squares of what goes into a model's modules and comes out, by which a wrong forward is located."""
+"""Mean squares of module inputs and outputs, to locate the module where a wrong forward begins."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from crosstrain import Group, Model
 
 
 class Activations:
-    """Observer of the modules that have parameters of their own."""
+    """Records the inputs and outputs of every module that directly owns parameters."""
 
     def __init__(self, model: Model, group: Group) -> None:
         self.group = group
-        self._sums: dict[str, list[Any]] = {}  # squares and elements of inputs, then of outputs, by module
+        self._sums: dict[str, list[Any]] = {}  # module -> squares and sizes of inputs, then of outputs
         for name, module in model.named_modules():
             for parameter, _ in [*module.named_parameters(name, recurse=False)][:1]:
                 place = model.weights.canonical_name(parameter).rpartition(".")[0]
@@ -28,7 +28,7 @@ class Activations:
         sums = self._sums.setdefault(place, [[], [], [], []])
         for at, values in ((0, (*args, *kwargs.values())), (2, output if isinstance(output, tuple) else (output,))):
             if (tensor := next((v for v in values if isinstance(v, Tensor)), None)) is not None:
-                # Not added up: selective checkpointing refuses operators that only the second forward calls.
+                # Append instead of adding: selective checkpointing rejects operators that only the recomputation calls.
                 sums[at].append(tensor.detach().double().square().sum())
                 sums[at + 1].append(tensor.numel())
 
@@ -36,9 +36,9 @@ class Activations:
         self._sums = {}
 
     def means(self) -> dict[str, list[float]]:
-        """Mean squares [input, output] since `clear`, by module in the order of the first call. Collective.
+        """Return a dict from modules, in order of their first call, to mean squares [input, output]. Collective.
 
-        A mean is the same whether ranks hold parts or copies, and however often a forward is computed again.
+        The means cover the calls since `clear`. Sharding, replication and recomputation do not change them.
         """
         mine = {place: [float(sum(of)) for of in sums] for place, sums in self._sums.items()}
         total: dict[str, list[float]] = {}

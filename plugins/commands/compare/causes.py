@@ -1,4 +1,4 @@
-"""Usual causes of differences between two recorded trainings."""
+"""Common causes of differences between two recorded runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 
 from .tolerance import Gap, Record, difference
 
-_ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of a rounding
+_ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative rounding error
 
 
 def multiple(gaps: list[Gap]) -> float | None:
-    """The factor, if every tensor is the same multiple of the reference's."""
+    """Return the common factor if every tensor is the same multiple of the reference's, else None."""
     ratios = [gap.ratio for gap in gaps if gap.residual <= 0.1 * abs(gap.ratio - 1)]
     alike = len(ratios) == len(gaps) > 0 and max(ratios) - min(ratios) <= 1e-3 * max(abs(ratios[0]), 1e-9)
     return ratios[0] if alike and math.isfinite(ratios[0]) else None
 
 
 def rounding(gaps: Iterable[Gap]) -> str | None:
-    """The type to whose precision tensors are rounded, if the differences of nearly all are of that size and random."""
+    """Return the dtype to which the tensors were rounded, if nearly all differences look like its rounding error."""
     return precision([g.relative if g.dr**2 <= 0.25 * g.dd * g.rr else math.inf for g in gaps])
 
 
 def precision(errors: list[float], fewest: int = 1) -> str | None:
-    """The type to whose precision tensors are rounded, if the relative errors of nearly all, and of some, say so."""
-    # A rounding to p bits is off by up to 2^-p, and by 0.3 to 0.6 times that in the mean square.
+    """Return the dtype with a rounding error that explains 80% and at least `fewest` of the errors, else None."""
+    # Rounding to p bits has an error of up to 2^-p, and a root mean square error of 0.3 to 0.6 times that.
     for name, epsilon in _ROUNDINGS.items():
         if sum(0.2 * epsilon < error < 0.8 * epsilon for error in errors) >= max(0.8 * len(errors), fewest):
             return name
@@ -38,7 +38,7 @@ def precision(errors: list[float], fewest: int = 1) -> str | None:
 
 
 def scales(record: Record) -> dict[float, str]:
-    """Factors on everything that have a usual cause."""
+    """Return a dict from factors on a loss or gradient to the common mistakes that cause them."""
     dp, sharing, accumulation = record["dp_size"], record["context_size"], record["accumulation"]
     out = {
         1 / sharing: f"averaged over the {sharing} context-parallel ranks, of which each has a part of the sum",
@@ -52,7 +52,10 @@ def scales(record: Record) -> dict[float, str]:
 
 
 def weightings(record: Record, micro_batches: list[list[int]]) -> dict[str, np.ndarray]:
-    """Weights that mistakes give to the micro batches, [first sample, targets] each, where 1 is right, by cause."""
+    """Return a dict from each common mistake to the weights that it gives the micro batches; 1 is correct.
+
+    `micro_batches`: [first sample, number of targets] of each micro batch.
+    """
     samples, targets = (np.array(column) for column in zip(*micro_batches, strict=True))
     number, total, dp = np.arange(len(samples)), targets.sum(), record["dp_size"]
     rank, place = number % dp, number // dp
@@ -73,7 +76,11 @@ def weightings(record: Record, micro_batches: list[list[int]]) -> dict[str, np.n
 
 
 def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: dict[str, float]) -> Any:
-    """Weights by which projections of gradients add up to others, by parameter, and the relative rest."""
+    """Fit `gradients` as a weighted sum of `columns`, and return the weights and the relative residual.
+
+    All dicts have parameter names as keys. The values are projections of gradients; in `sizes`, norms of gradients.
+    A fit needs at least two more parameters than columns; otherwise return (None, inf).
+    """
     names = [name for name, size in sizes.items() if size and all(name in column for column in columns)]
     if len(names) < len(columns) + 2:
         return None, math.inf
@@ -85,7 +92,7 @@ def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: d
 
 
 def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarray) -> str:
-    """Cause of micro batches that count with these weights."""
+    """Describe the mistake that gives the micro batches these weights."""
     for cause, candidate in weightings(record, micro_batches).items():
         if abs(candidate - weights).max() < 1e-2:
             return cause
@@ -97,7 +104,7 @@ def usual_scale(ratio: float, record: Record) -> str | None:
 
 
 def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
-    """Cause of the gradients of some parameters, or of all, being `ratio` times the reference's."""
+    """Explain why the gradients of the parameters `names` (None: all) are `ratio` times the reference's."""
     usual = usual_scale(ratio, record)
     if abs(ratio) < 1e-3:
         return "left out of the backward, or set to zero"
@@ -114,13 +121,17 @@ def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
     return "it is scaled by itself"
 
 
-# ---- numbers
+# ---- norms, learning rates and optimizer state
 
 
 def norm_cause(
     ratio: float, squares: dict[str, float], copies: dict[str, int], record: Record, most: float
 ) -> tuple[str, list[str]]:
-    """Cause of a gradient norm `ratio` times the reference's, of the tensors' squares, and the parameters concerned."""
+    """Explain a gradient norm that is `ratio` times the reference's; return the cause and the affected parameters.
+
+    squares: parameter -> squared gradient norm. copies: parameter -> number of ranks that hold it. most: largest
+    relative difference that counts as rounding error.
+    """
     total = sum(squares.values())
     other = "gradient_norm counts parts twice or not on all ranks, or gradients change before it, as by clipping"
     if not total or not math.isfinite(ratio):
@@ -147,7 +158,7 @@ def norm_cause(
 
 
 def rate_cause(rates: list[float], number: int, record: Record, reference: Record) -> str:
-    """Cause of the wrong learning rates of an applied step."""
+    """Explain the wrong learning rates `rates` of step `number`, counted without skipped steps."""
     if len(rates) > 1:
         return "the schedule does not reach all parameter groups, or some have a learning rate of their own"
     schedule, ranks, accumulation = reference["schedule"], record["world_size"], record["accumulation"]
@@ -160,14 +171,14 @@ def rate_cause(rates: list[float], number: int, record: Record, reference: Recor
         (number * ranks, f"the schedule advances with each of {ranks} ranks (processes), not each step"),
         (1, "the schedule starts anew"),
         *((step, "the schedule must advance once for each applied step") for step in range(1, len(schedule))),
-    ):  # fmt: skip
+    ):
         if step != number and at(step):
             return f"it is that of step {step}: {said}"
     return "the schedule must advance once for each applied step, and nothing else may change the rate"
 
 
 def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
-    """Cause of wrong optimizer state over equal gradients."""
+    """Explain optimizer state that is wrong although the gradients are equal."""
     if kind == "step":
         return "the optimizer's count of steps, and with it its bias correction"
     clip, norm = reference["clip"], reference["rows"][0]["grad_norm"]
@@ -177,9 +188,11 @@ def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
     ratio, power = multiple(gaps), 2 if "sq" in kind else 1
     if ratio is None:
         own = all(multiple([gap]) for gap in gaps)
-        return "gradients are clipped or scaled by factors of their own, by group or by tensor" if own else (
-            "held.state, held.pieces, or the optimizer's settings"
-        )  # fmt: skip
+        return (
+            "gradients are clipped or scaled by factors of their own, by group or by tensor"
+            if own
+            else ("held.state, held.pieces, or the optimizer's settings")
+        )
     for usual, said in ((factor**-power, "gradients are not clipped"), (factor**power, "gradients are clipped twice")):
         if factor < 1 and math.isclose(ratio, usual, rel_tol=0.02):
             return said

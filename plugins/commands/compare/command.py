@@ -1,4 +1,4 @@
-"""`crosstrain compare`: check that runners train alike, by a few steps of a project under each."""
+"""`crosstrain compare`: train a project for a few steps under each runner, and check that they agree."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ class CompareCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.set_defaults(as_given=False)  # but with other runners
+        parser.set_defaults(as_given=False)  # `--runners` replaces the project's runner
         parser.add_argument(
             "--runners",
             nargs="+",
@@ -37,7 +37,7 @@ class CompareCommand(Command):
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write all measurements as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Compare the runners; returns 0 if all agree with the first, and raises UserError if one does not."""
+        """Compare the runners; return 0 if all agree with the first. Raises UserError if one does not."""
         a = arguments
         from .compare import compare
 

@@ -23,30 +23,37 @@ from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
 from .diagnosis import Finding, diagnose
-from .export import strange_files
+from .exported_files import strange_files
 from .tolerance import Record, Tolerance, difference, largest, number_difference
 from .worker import Job, Role, compare_worker
 
-Contestant = tuple[str, int, Config]  # label, number of workers
-RESUMED = 2  # steps after a resume
+Contestant = tuple[str, int, Config]  # label, number of workers, configuration
+RESUMED = 2  # number of steps to train after a resume
 APART = "its ranks make steps apart, so losses and updates are not compared; all else is alike"
 
 
 class Comparison(NamedTuple):
-    """The runners that do not train as the first one, and the measurements of each by label."""
+    """Labels of the runners that failed or differ from the first one, and all measurements by label."""
 
     different: list[str]
     results: dict[str, Any]
 
 
 def compare(
-    project: ProjectLike, runners: Sequence[str], options: Overrides = (), *, nproc_per_node: int | None = None,
-    steps: int = 5, deep: bool = False, scratch: str | Path | None = None,
-) -> Comparison:  # fmt: skip
-    """Train `steps` steps under each of `runners`, such as zero2@4, compare them with the first one, and print tables.
+    project: ProjectLike,
+    runners: Sequence[str],
+    options: Overrides = (),
+    *,
+    nproc_per_node: int | None = None,
+    steps: int = 5,
+    deep: bool = False,
+    scratch: str | Path | None = None,
+) -> Comparison:
+    """Train `steps` steps under each of `runners`, such as zero2@4, and print how they differ from the first one.
 
-    A runner without a number of workers gets `nproc_per_node`, or one. `deep`: each also evaluates, saves and resumes.
-    `scratch`: folder for the reference's tensors. Raises UserError for a project that the first runner cannot train.
+    A runner without a number of workers uses `nproc_per_node` (default: 1). `deep`: each runner also evaluates, saves
+    and resumes. `scratch`: parent folder for the reference's tensors. Raises UserError if the first runner cannot train
+    the project.
     """
     if len(runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
@@ -57,7 +64,7 @@ def compare(
 
 
 def _sized(text: str, nproc: int) -> tuple[str, int]:
-    """`zero2@4` as the runner and its number of workers."""
+    """Split `zero2@4` into the runner and its number of workers; the default is `nproc`."""
     runner, _, size = text.partition("@")
     if not runner or (size and not (size.isdecimal() and int(size) > 0)):
         raise UserError(f"--runners: {text!r} is not a runner, or a runner and its number of workers such as zero2@2")
@@ -67,15 +74,15 @@ def _sized(text: str, nproc: int) -> tuple[str, int]:
 def make_contestants(
     project: ProjectLike, options: Overrides, runners: Sequence[str], nproc: int, scratch: Path
 ) -> list[Contestant]:
-    """A configuration for each runner, with one global and one micro batch for all.
+    """Load a configuration for each runner; all have the same global and micro batch size.
 
-    A runner that is named again has a number behind its label, and one without a number of workers gets `nproc`.
+    If a runner is listed twice, its second label ends with (2). A runner without a number of workers uses `nproc`.
     """
     sized = [_sized(text, nproc) for text in runners]
 
     def load(runner: str, more: Mapping[str, Any]) -> Config:
         ((key, value),) = pairs([f"run.runner={runner}"])
-        whole = isinstance(value, Mapping) and "name" in value  # else a name, which keeps the project's options of it
+        whole = isinstance(value, Mapping) and "name" in value  # a plain name keeps the project's runner options
         without = ("run", "runner") if whole else ()
         return load_config(project, [*pairs(options), (key, value), *more.items()], without)
 
@@ -97,7 +104,7 @@ def make_contestants(
 
 
 def refusal(config: Config, size: int) -> UserError | None:
-    """The reason why the runner cannot train the project on so many workers."""
+    """Return the error if the runner cannot train the project on `size` workers, else None."""
     try:
         ready = preflight(config, size)
         if ready.runner.capabilities.cuts_models:
@@ -109,15 +116,15 @@ def refusal(config: Config, size: int) -> UserError | None:
 
 @dataclass
 class Race:
-    """Runs contestants one after the other against the first one."""
+    """Trains contestants one after the other and compares each with the first one."""
 
     scratch: Path
     steps: int
     deep: bool
-    results: dict[str, Any] = field(default_factory=dict)  # by label
+    results: dict[str, Any] = field(default_factory=dict)  # label -> measurements
 
     def begin(self, label: str, size: int, config: Config) -> tuple[Record, Tolerance]:
-        """Record the reference and its noise. Raises UserError where it cannot train."""
+        """Record the reference and its noise. Raises UserError if the reference cannot train."""
         try:
             reference = self.record(label, size, config, "reference")
         except UserError as error:
@@ -138,7 +145,7 @@ class Race:
         return reference, tolerance
 
     def run(self, contestants: list[Contestant]) -> list[str]:
-        """Compare with the first one; returns the labels of the contestants that failed or differ."""
+        """Compare all contestants with the first one; return the labels of those that failed or differ."""
         label = contestants[0][0]
         reference, tolerance = self.begin(*contestants[0])
         self._show(label, reference)
@@ -158,7 +165,7 @@ class Race:
         return failures
 
     def _judge(self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance) -> Finding | None:
-        """Train, and if that went well and the look is deep, resume; returns the first difference."""
+        """Train a contestant (with `deep`, also resume it if training agrees), and return its first difference."""
         record = self.record(label, size, config, "contestant")
         self._show(label, reference)
         finding = diagnose(record, reference, tolerance)
@@ -169,7 +176,7 @@ class Race:
         return finding
 
     def record(self, label: str, size: int, config: Config, role: Role, at: str = "", resumed: bool = False) -> Record:
-        """Train a contestant in its folder or `at` another, or go on there. Raises UserError and WorkerFailure."""
+        """Train a contestant in its folder or in `at`, or resume it there. Raises UserError and WorkerFailure."""
         if not resumed and (why := refusal(config, size)):
             raise why
         plain = config.plain
@@ -179,7 +186,7 @@ class Race:
         save = self.deep and role != "noise" and not resumed
         job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
         result = self.scratch / "result.json"
-        # Workers are forked from a process that has imported what takes them seconds.
+        # The fork server imports the slow modules once, so that workers start faster.
         models = [name for name in sys.modules if name.startswith("transformers.models.")]
         multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
         if launch(compare_worker, (plain, job, result), Launch(size, True, False, True, start_method="forkserver")):

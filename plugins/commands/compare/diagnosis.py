@@ -1,4 +1,4 @@
-"""Find the first difference between two recorded trainings, in the order of events, and its usual cause."""
+"""Find the first difference between two recorded runs, in the order of events, and its likely cause."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Phase = Literal[
     "resume",
 ]  # fmt: skip
 
-_SMALL = 1e-7  # of all gradients' norm: below it a tensor's gradient is rounding alone
-_EPSILON = 2.0**-22  # relative rounding of fp32 weights in a few steps
-_MOST = 0.8  # of the tensors: nearly all
+_SMALL = 1e-7  # gradients below this fraction of the global gradient norm are only rounding error
+_EPSILON = 2.0**-22  # relative rounding error of fp32 weights over a few steps
+_MOST = 0.8  # at least this fraction of the tensors counts as nearly all
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first difference between a training and the reference's."""
+    """The first difference between a run and the reference."""
 
     phase: Phase
     sentence: str
-    parameters: list[str] = field(default_factory=list)  # the one that points to the cause first
-    ranks: list[int] = field(default_factory=list)  # that alone are off
+    parameters: list[str] = field(default_factory=list)  # most informative first
+    ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to certain ranks
     cause: str = ""
 
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance, resumed: bool = False) -> Finding | None:
-    """Return the first difference in the order of events, or None if the two trained alike."""
+    """Return the first difference in the order of events, or None if both runs trained alike."""
     judge = _Judge(record, reference, tolerance, resumed)
     return next(judge.findings(), None)
 
@@ -46,8 +46,18 @@ class _Judge:
         self.first = record["rows"][0]["step"]
         self.random = tolerance.random(reference)
 
+    def _norm(self, row: Record, theirs: Record, step: Record, expected: Record) -> Finding:
+        """Report a gradient norm that differs although the gradients are equal."""
+        mine, right = row["grad_norm"], theirs["grad_norm"]
+        squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
+        ratio = (mine or math.inf) / (right or math.inf)
+        copies = step["gradients"]["copies"]
+        cause, names = causes.norm_cause(ratio, squares, copies, self.record, self.tolerance.numbers)
+        message = f"the gradient norm of step {row['step']} is {mine} instead of {right} over equal gradients"
+        return self._finding("norm", message, cause, names)
+
     def findings(self) -> Iterator[Finding]:
-        """All differences, the first one first."""
+        """Yield all differences in the order of events."""
         record, reference = self.record, self.reference
         if self.resumed:
             yield from self._state(record["loaded"], self.first - 1, "resume", exact=True)
@@ -57,29 +67,22 @@ class _Judge:
             yield from self._samples(row, theirs, step, expected)
             if number == 1:
                 yield from self._evaluation(row, step, expected)
-            if not record["exact"]:  # ranks make steps apart, so nothing after the first forward has to be equal
+            if not record["exact"]:  # ranks step independently, so only the first forward has to agree
                 continue
             yield from self._loss(row, theirs, step, expected)
             yield from self._idle("gradient", step["gradients"])
             yield from self._gradients(number, step, expected)
             if self._differs(row["grad_norm"], theirs["grad_norm"]):
-                squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
-                cause, names = causes.norm_cause(
-                    (row["grad_norm"] or math.inf) / (theirs["grad_norm"] or math.inf), squares,
-                    step["gradients"]["copies"], record, self.tolerance.numbers,
-                )  # fmt: skip
-                yield self._finding(
-                    "norm", f"the gradient norm of step {number} is {row['grad_norm']} instead of "
-                    f"{theirs['grad_norm']} over equal gradients", cause, names,
-                )  # fmt: skip
+                yield self._norm(row, theirs, step, expected)
             if step["rates"] != expected["rates"] and (
                 len(step["rates"]) > 1 or difference(step["rates"][0], expected["rates"][0]) > 1e-9
             ):
                 here, there = (", ".join(f"{rate:.6g}" for rate in found["rates"]) for found in (step, expected))
                 yield self._finding(
-                    "learning rate", f"step {number} is made with the learning rate {here} instead of {there}",
+                    "learning rate",
+                    f"step {number} is made with the learning rate {here} instead of {there}",
                     causes.rate_cause(step["rates"], number - theirs["skipped_steps"], record, reference),
-                )  # fmt: skip
+                )
             yield from self._weights(number, step, expected)
             if "state" in step and "state" in expected:
                 yield from self._state(step, number, "state")
@@ -99,9 +102,10 @@ class _Judge:
             yield from self._state(saved, record["rows"][-1]["step"], "checkpoint", exact=True)
         for name, what in record.get("strange_files", {}).items():
             yield self._finding(
-                "export", f"the checkpoint's {name}, which an export copies, {what}",
+                "export",
+                f"the checkpoint's {name}, which an export copies, {what}",
                 "a process that has not trained writes it otherwise: its model's configuration or adapter was changed",
-            )  # fmt: skip
+            )
 
     def _differs(self, a: float | None, b: float | None) -> bool:
         return difference(a, b) > self.tolerance.numbers
@@ -109,7 +113,7 @@ class _Judge:
     def _finding(
         self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), off: Any = None
     ) -> Finding:
-        """`off`: ranks that alone are off, or those of each parameter."""
+        """Make a finding. `off`: the only ranks that differ, or a dict from each parameter to those ranks."""
         names, ranks = list(parameters), off or []
         if isinstance(ranks, dict):
             ranks = sorted(set.intersection(*(set(ranks.get(name, ())) for name in names)))
@@ -153,7 +157,7 @@ class _Judge:
         yield self._finding("evaluation", f"{said}, although training agrees", cause)
 
     def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
-        """The first place in the forward that differs, and the parameters there."""
+        """Describe the first place in the forward that differs, and return the parameters there."""
         noise = {} if self.tolerance.noise is None else steps_of(self.tolerance.noise)[number]["activations"]
         before = "the batch"
         for module, theirs in expected["activations"].items():
@@ -161,8 +165,11 @@ class _Judge:
             names = [n for n in self.record["names"] if n.rpartition(".")[0] == module]
             limits = [max(self.tolerance.numbers, 16 * difference(a, b)) for a, b in zip(rounding, theirs, strict=True)]
             if difference(mine[0], theirs[0]) > limits[0]:
-                return f"the first difference is what {module} is given, behind {before}, such as positions, a mask, " \
-                    f"attention or dropout", names  # fmt: skip
+                return (
+                    f"the first difference is what {module} is given, behind {before}, such as positions, a mask, "
+                    f"attention or dropout",
+                    names,
+                )
             if difference(mine[1], theirs[1]) > limits[1]:
                 return f"the first difference is what comes out of {module}: its weights, or how it is cut", names
             before = module
@@ -193,10 +200,13 @@ class _Judge:
             place = f"a forward that depends on more than these, such as random numbers, buffers or the mode; {place}"
         elif self.random:
             said += ", although in evaluation mode the losses agree"
-            if names and "behind the batch" not in place:  # dropout comes later
+            if names and "behind the batch" not in place:  # dropout cannot change the first module's input
                 shared = any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
-                why = "ranks that share samples may draw their own, so compare with the model's dropout set to 0" \
-                    if shared else "a runner must not seed them, by rank for example"  # fmt: skip
+                why = (
+                    "ranks that share samples may draw their own, so compare with the model's dropout set to 0"
+                    if shared
+                    else "a runner must not seed them, by rank for example"
+                )
                 place = f"random numbers (dropout) differ; {why}; {place}"
         else:
             said += ", although in evaluation mode the losses agree and nothing is random"
@@ -204,7 +214,7 @@ class _Judge:
         yield self._finding("forward", said, cause or place, () if cause else names)
 
     def _routing(self, number: int, step: Record, expected: Record) -> str | None:
-        """Choices of experts that a tie flips, or the balance of routers that all modules' outputs do not explain."""
+        """Explain a difference by flipped near ties, or by router losses that differ for equal module outputs."""
         mine, theirs = step["routing"], expected["routing"]
         if flipped := routing.flipped(mine["near"], theirs["near"]):
             return flipped
@@ -219,13 +229,13 @@ class _Judge:
     # ---- gradients
 
     def _idle(self, what: str, measured: Record) -> Iterator[Finding]:
-        """Ranks that report nothing of what others have a part of."""
+        """Yield a finding if some ranks report no tensors although other ranks do."""
         if idle := measured["idle"]:
             said = f"rank {_numbers(idle)} reports no {what}"
             yield self._finding("state", said, "look at held.shards, held.gradients and held.state", (), idle)
 
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
-        """Parameters whose gradient in a step is not the reference's, the one that points to the cause first."""
+        """Return the parameters with a wrong gradient in a step, most informative first."""
         limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
         floor = _SMALL * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
@@ -237,12 +247,16 @@ class _Judge:
         return self._sorted(excess)
 
     def _lacking(self, step: Record, expected: Record) -> list[str]:
-        """Parameters that have no gradient, or only a part of one."""
+        """Return the parameters that have no gradient, or only a part of one."""
         lost = expected["gradients"]["products"].keys() - step["gradients"]["products"].keys()
         return sorted(lost) + step["gradients"]["partial"]
 
     def _sorted(self, excess: dict[str, float]) -> list[str]:
-        """Names by how much they are off; where errors flow from a block to those before it, that block's first."""
+        """Sort parameters by error, largest first.
+
+        If several errors are similar, the last parameter in model order comes first: the backward carries an error
+        from a block to all blocks before it.
+        """
         names = sorted(excess, key=lambda name: -excess[name])
         in_order = sorted(excess, key=lambda name: self.order.get(name, 0))
         if len(names) > 2 and excess[names[0]] < 3 * excess[names[1]]:
@@ -255,14 +269,19 @@ class _Judge:
         mine, off, when = step["gradients"]["products"], step["gradients"]["off"], f"in step {number} "
         if apart := _apart(step["gradients"], self.tolerance.floor):
             yield self._finding(
-                "gradients", f"{when}the ranks hold different gradients of {_list(apart)}",
-                "a missing all-reduce, so each rank trains a model of its own", apart, off,
-            )  # fmt: skip
+                "gradients",
+                f"{when}the ranks hold different gradients of {_list(apart)}",
+                "a missing all-reduce, so each rank trains a model of its own",
+                apart,
+                off,
+            )
         if lacking := self._lacking(step, expected):
             yield self._finding(
-                "gradients", f"{when}there is no gradient of {'a part of ' * (lacking[0] in mine)}{_list(lacking)}",
-                "frozen or lost in wrapping, or not reported by `gradients`", lacking,
-            )  # fmt: skip
+                "gradients",
+                f"{when}there is no gradient of {'a part of ' * (lacking[0] in mine)}{_list(lacking)}",
+                "frozen or lost in wrapping, or not reported by `gradients`",
+                lacking,
+            )
         wrong = self._wrong(number, step, expected)
         if not wrong:
             return
@@ -292,13 +311,15 @@ class _Judge:
         yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
     def _mixture(self, number: int, step: Record, expected: Record) -> str | None:
-        """Cause of gradients that are those of single micro batches, or of steps before, with other weights."""
+        """Explain gradients that weight micro batches wrongly, or that contain gradients of the previous step."""
         sizes = {name: Gap(*products).rr ** 0.5 for name, products in expected["gradients"]["products"].items()}
         if number == 1 and (parts := self.reference.get("parts")):
             weights, rest = causes.solve(parts, step["projections"], sizes)
-            return None if rest > 10 * self.tolerance.floor else (
-                causes.weighting(self.record, self.reference["micro_batches"], weights)
-            )  # fmt: skip
+            return (
+                None
+                if rest > 10 * self.tolerance.floor
+                else (causes.weighting(self.record, self.reference["micro_batches"], weights))
+            )
         if number - 1 in self.steps:
             columns = [expected["projections"], self.steps[number - 1]["projections"]]
             weights, rest = causes.solve(columns, step["projections"], sizes)
@@ -316,9 +337,12 @@ class _Judge:
         weights, off = measured["products"], measured["off"]
         if apart := _apart(measured, _EPSILON):
             yield self._finding(
-                "update", f"after step {number} the ranks hold different weights of {_list(apart)}",
-                "an update that does not reach the other ranks", apart, off,
-            )  # fmt: skip
+                "update",
+                f"after step {number} the ranks hold different weights of {_list(apart)}",
+                "an update that does not reach the other ranks",
+                apart,
+                off,
+            )
         excess, gaps, quiet = dict[str, float](), dict[str, Gap](), self._still(number)
         for name, (dd, dm, _, mm, _, ww) in weights.items():
             gaps[name] = Gap(dd, dm, mm)
@@ -333,10 +357,14 @@ class _Judge:
         said = f"step {number} moves {_list(wrong)} otherwise {by}, with equal gradients and rates"
         if self._unseen(number + 1, sum(weights[n][0] for n in wrong), weights):
             yield self._finding(
-                "state", said, "`shards` reports, and a checkpoint saves, something else than what trains, for the "
-                "gradients of the next step agree", wrong, off,
-            )  # fmt: skip
-        along = [weights[name] for name in wrong]  # products of d, the way m and the weight w
+                "state",
+                said,
+                "`shards` reports, and a checkpoint saves, something else than what trains, for the "
+                "gradients of the next step agree",
+                wrong,
+                off,
+            )
+        along = [weights[name] for name in wrong]  # dot products of difference d, update m and weight w
         decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in along]
         askew = all(4 * dm**2 < dd * mm and 4 * dw**2 < dd * ww for dd, dm, dw, mm, _, ww in along)
         ratio = causes.multiple([gaps[name] for name in wrong])
@@ -357,23 +385,27 @@ class _Judge:
         yield self._finding("update", said, cause, wrong, off)
 
     def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:
-        """True if no gradient of the step that follows shows an error in the weights that it would show."""
+        """True if the weights' error is large enough to change the next step's gradients, but those gradients agree."""
         if number not in self.mine or math.sqrt(error / sum(p[5] for p in weights.values())) < self.tolerance.shows:
             return False
         return not self._wrong(number, self.mine[number], self.steps[number])
 
     def _still(self, number: int) -> set[str]:
-        """Parameters that rounding alone moves, such as the bias of attention's keys, another way each time."""
+        """Return the parameters whose updates are only rounding error, such as the bias of attention keys.
+
+        These updates may differ between any two runs.
+        """
         steps = [step["gradients"]["products"] for step_number, step in self.steps.items() if step_number <= number]
         floors = [_SMALL * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps]
         norms = {name: [math.sqrt(s[name][-1]) if name in s else 0.0 for s in steps] for name in steps[0]}
         return {
-            name for name, found in norms.items()
+            name
+            for name, found in norms.items()
             if any(found) and all(norm <= floor for norm, floor in zip(found, floors, strict=True))
-        }  # fmt: skip
+        }
 
     def _state(self, step: Record, number: int, phase: Phase, exact: bool = False) -> Iterator[Finding]:
-        """State after a step against the reference's, or what was saved or loaded against what is held."""
+        """Compare state after a step with the reference's, or the state in a checkpoint with the state in memory."""
         when = {"checkpoint": "the checkpoint", "resume": "what is loaded from the checkpoint"}.get(
             phase, f"the state after step {number}, and so a checkpoint,"
         )
@@ -395,9 +427,10 @@ class _Judge:
             gaps = {name: Gap(*products) for name, products in measured["products"].items()}
             limits = {n: 0.0 if exact or kind == "step" else limit_of(n) for n in gaps}
             excess = {
-                n: gap.relative / max(limits[n], 1e-9) for n, gap in gaps.items()
+                n: gap.relative / max(limits[n], 1e-9)
+                for n, gap in gaps.items()
                 if n not in quiet and gap.relative > limits[n]
-            }  # fmt: skip
+            }
             if not excess:
                 continue
             wrong = sorted(excess, key=lambda name: -excess[name])
@@ -405,14 +438,14 @@ class _Judge:
             what = f"the {what} of {_list(wrong)}"
             if not exact:
                 said = f"after step {number} {what} differs, with equal gradients"
-                yield self._finding(
-                    phase, said, causes.moment_cause(kind, found, self.reference), wrong, off
-                )
+                yield self._finding(phase, said, causes.moment_cause(kind, found, self.reference), wrong, off)
                 continue
             said = f"{what} is not what {'was saved' if phase == 'resume' else 'the runner holds'}"
-            cause = "it is not read back into the memory that trains" if phase == "resume" else (
-                "shards gives something else than what trains"
-            )  # fmt: skip
+            cause = (
+                "it is not read back into the memory that trains"
+                if phase == "resume"
+                else ("shards gives something else than what trains")
+            )
             if all(math.isclose(gap.dd, gap.rr, rel_tol=1e-6) for gap in found):
                 cause = "it starts at zero: the state is not loaded"
             elif rounded := causes.rounding(found):
@@ -423,7 +456,7 @@ class _Judge:
 
 
 def _apart(measured: Record, most: float) -> list[str]:
-    """Parameters whose copies on the ranks differ by more than `most`, those most apart first."""
+    """Return the parameters with copies that differ between ranks by more than `most`, largest difference first."""
     apart = measured["apart"]
     return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
 

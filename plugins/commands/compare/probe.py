@@ -1,4 +1,4 @@
-"""Measurements of a runner's tensors against the reference's, box by box, with nothing gathered."""
+"""Measure a runner's tensors against the reference's, box by box, without gathering them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from .activations import Activations
 from .routing import Routing
 from .tolerance import Record
 
-Products = list[float]  # scalar products of a few vectors with each other: [aa, ab, ac, bb, bc, cc] of a, b and c
-Held = dict[tuple[str, Box], tuple[float, Products]]  # a rank's boxes: square of the data, products
+Products = list[float]  # pairwise dot products of vectors: [aa, ab, ac, bb, bc, cc] for a, b and c
+Held = dict[tuple[str, Box], tuple[float, Products]]  # (name, box) -> (squared norm, dot products), on one rank
 
-_EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative, of a rounding
+_EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative rounding error
 
 
 class Probe(Callback):
-    """Observer of the steps of a run, between backward and update and after the update.
+    """Measures each step of a run after the backward and after the update.
 
-    The reference (`write`) leaves gradients and state in `folder`, as boxes; the others compare theirs box by box.
+    With `write`, the run is the reference and saves gradients and state in `folder`, as boxes; other runs compare
+    theirs box by box. `disturb` perturbs the weights in each forward, to measure the reference's noise.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, *, write: bool, disturb: bool) -> None:
@@ -66,20 +67,25 @@ class Probe(Callback):
             piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
         self._keep("gradients", shards)
         gradients = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
-        self.steps.append({
-            "rates": rates, "gradients": gradients, "projections": self.project(shards),
-            "activations": self.activations.means(), "training": self.runner.model.training,
-        })  # fmt: skip
+        self.steps.append(
+            {
+                "rates": rates,
+                "gradients": gradients,
+                "projections": self.project(shards),
+                "activations": self.activations.means(),
+                "training": self.runner.model.training,
+            }
+        )
         if self.disturbs and isinstance(optimizer, MatrixOptimizer):
             self._round_otherwise(_EPSILONS[optimizer.dtype])
 
     def after_update(self, moments: bool) -> None:
-        """Record weights and, if asked, the optimizer's state. Collective."""
+        """Record the weights and, with `moments`, the optimizer state. Collective."""
         shards = self.runner.held.shards()
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
         now, before = self.reader("state"), self.reader("state", self.step - 1)
-        # Adam's step follows the sign of a gradient; that of a gradient near zero is rounding's.
+        # Adam's update follows the sign of a gradient. Near zero, rounding decides that sign.
         share = 0.0 if self.disturbs else _EPSILONS[self.runner.precision.dtype] ** 0.5
 
         def products(w: Tensor, r: list[Tensor]) -> list[Tensor]:
@@ -92,7 +98,7 @@ class Probe(Callback):
             self.steps[-1] |= self.against(now, shards)
 
     def against(self, there: Reader, shards: list[Shard]) -> Record:
-        """State here against that in a checkpoint: what lacks, what is more, measurements by kind. Collective."""
+        """Compare state in memory with a checkpoint's: missing tensors, extra tensors, measurements. Collective."""
         here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
         missing = [f"{kind} of {name}" for kind, name in there.tensors.keys() - here]
         by_kind = {}
@@ -111,19 +117,23 @@ class Probe(Callback):
             self._files[kind].save(self.step, shards, {"step": self.step}, background=False)
             self._files[kind].wait()
 
-    # ---- sums over tensors that are spread over ranks
+    # ---- sums over sharded tensors
 
     def measure(
         self, shards: Iterable[Shard], readers: list[Reader], vectors: Callable[[Tensor, list[Tensor]], list[Tensor]]
     ) -> Record:
-        """Measure tensors against others. Collective.
+        """Measure tensors against the readers' tensors. Collective.
 
-        `vectors` gets a piece's data and that of the same box in every reader, which has gradients where it has nothing
-        of the piece's kind, or zeros where there are none; its first result is the difference.
+        `vectors` gets a piece's data and the data of the same box from every reader. A reader without a tensor of the
+        piece's kind supplies the gradient, or zeros if it has none. The first vector that `vectors` returns must be
+        the difference.
 
-        products: of the vectors, by parameter, each element counted once; off: ranks whose own part differs at least
-        four times as much as that of another; apart: distance of copies, relative to the tensor; copies: their number;
-        partial: parameters of which no rank has some elements; idle: ranks that have nothing.
+        products: parameter -> dot products of the vectors; each element is counted once.
+        off: parameter -> ranks with a difference more than four times that of the best rank.
+        apart: parameter -> largest distance between copies, relative to their norm.
+        copies: parameter -> number of ranks that hold it.
+        partial: parameters with elements that no rank holds.
+        idle: ranks that hold no elements.
         """
         mine, left = Held(), dict[str, int]()
         for shard in shards:
@@ -141,15 +151,15 @@ class Probe(Callback):
         return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
-        """A random projection of each tensor, which does not depend on how it is cut. Collective."""
+        """Project each tensor onto random signs; sharding does not change the result. Collective."""
         mine = {(s.name, p.box): _dot(p.data, _signs(s, p.box)) for s in shards for p in s.pieces}
         boxes = {key: value for held in self.group.all_gather(mine) for key, value in held.items()}
         return {name: sum(value for (n, _), value in boxes.items() if n == name) for name, _ in boxes}
 
-    # ---- the reference alone
+    # ---- for the reference and its noise
 
     def parts(self, step: list[MicroBatch], num_targets: int) -> list[dict[str, float]]:
-        """Projections of the gradient of each micro batch alone, weighted as in the step. For a single rank."""
+        """Project the gradient of each micro batch separately, weighted as in the step. For one rank only."""
         out = []
         for micro_batch in step:
             self.runner.forward_backward([micro_batch], num_targets)
@@ -159,16 +169,16 @@ class Probe(Callback):
         return out
 
     def _round_otherwise(self, epsilon: float) -> None:
-        """Change gradients by so little that a few elements of each are rounded otherwise by `epsilon`.
+        """Change gradients just enough that rounding to precision `epsilon` changes a few elements of each tensor.
 
-        Last bits alone would do this in large matrices, and in small ones only now and then.
+        Changing only the last bits would be enough for large matrices, but would rarely have an effect in small ones.
         """
         for shard, piece in ((s, p) for s in self.runner.held.gradients() for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
-        """Round the weights otherwise, by up to a rounding of the type that computes; returns the way back."""
+        """Perturb weights by up to one rounding error of the compute dtype; return a function that restores them."""
         epsilon = _EPSILONS[self.runner.precision.dtype]
         pieces = [(s, p, p.data.clone()) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
         for shard, piece, kept in pieces:
@@ -185,12 +195,12 @@ class Probe(Callback):
 
 
 def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
-    """The result of `measure`, of what the ranks hold and the elements of each parameter."""
+    """Merge the boxes of all ranks into the result of `measure`; `sizes`: each rank's (parameter -> elements)."""
     left = {name: size for own in sizes for name, size in own.items()}
-    few = sum(left.values()) < 64 * len(gathered)  # so few that a rank may hold nothing
+    few = sum(left.values()) < 64 * len(gathered)  # too few elements for every rank to hold some
     idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
     total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
-    own: dict[str, dict[int, float]] = {}  # squared difference, by parameter and rank
+    own: dict[str, dict[int, float]] = {}  # parameter -> rank -> squared difference
     for name, box in {key: None for held in gathered for key in held}:
         ranks = {rank: held[name, box] for rank, held in enumerate(gathered) if (name, box) in held}
         (square, first), parts = next(iter(ranks.values())), own.setdefault(name, {})
@@ -202,9 +212,13 @@ def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
             apart[name] = max(apart.get(name, 0.0), far / max(math.sqrt(square), 1e-30))
     off = {n: [r for r, d in p.items() if not d <= 16 * min(p.values()) + 1e-30] for n, p in own.items()}
     return {
-        "products": total, "off": {name: ranks for name, ranks in off.items() if ranks}, "apart": apart,
-        "copies": copies, "partial": sorted(name for name, size in left.items() if size > 0), "idle": idle,
-    }  # fmt: skip
+        "products": total,
+        "off": {name: ranks for name, ranks in off.items() if ranks},
+        "apart": apart,
+        "copies": copies,
+        "partial": sorted(name for name, size in left.items() if size > 0),
+        "idle": idle,
+    }
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
@@ -212,18 +226,18 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _signs(shard: Shard, box: Box) -> Tensor:
-    """Random signs of a box, the same for every cut of the tensor."""
+    """Return random signs for a box; they do not depend on how the tensor is sharded."""
     return _drawn(partial(torch.randint, 0, 2, dtype=torch.int8), shard, box) * 2 - 1
 
 
 def _drawn(draw: Callable[..., Tensor], shard: Shard, box: Box, seed: int = 0) -> Tensor:
-    """The part in a box of a tensor of the shard's shape that `draw` gives, by the shard's name and the seed."""
+    """Draw a tensor of the shard's shape, seeded by the shard's name and `seed`, and return the part in `box`."""
     generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()) + seed)
     return draw(size=shard.shape, generator=generator)[box.slices_in(Box.whole(shard.shape))]
 
 
 def digests(batch: Batch) -> dict[str, str]:
-    """Short hashes of a batch's tensors, by field."""
+    """Return a dict from the tensor fields of a batch to short hashes."""
     return {
         key: hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
         for key, value in batch.items()

@@ -1,4 +1,4 @@
-"""Choices of experts that are nearly ties, by which a choice that rounding flips is told from a wrong gradient."""
+"""Find near ties in expert routing, to distinguish choices flipped by rounding from wrong gradients."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from crosstrain import MicroBatch, Runner
 from crosstrain.engine.runner import recorded_means
 from crosstrain.modeling.routers import Choices
 
-Near = dict[str, Any]  # "layer sample token" -> [margin, choices]: sample is a micro batch's first, token a place in it
+Near = dict[str, Any]  # "layer sample token" -> [margin, experts]; sample: the micro batch's first; token: position
 
-_NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # margin between logits; of fp32 the default
-_DEFAULT = 1e-3  # far above rounding: in later steps weights differ, too
+_NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # smaller margins between logits are near ties
+_DEFAULT = 1e-3  # the same for fp32; far above rounding error, because weights differ in later steps
 
 
 class Routing:
-    """Observer of a runner's routers."""
+    """Records near ties in a runner's routers."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._near = _NEAR.get(runner.precision.dtype, _DEFAULT)
-        self._seen: list[dict[tuple[int, int], list[Any]]] = []  # by micro batch
+        self._seen: list[dict[tuple[int, int], list[Any]]] = []  # one dict per micro batch
         for routers in runner.model.structure.routers():
-            if routers.parts is None and runner.context.size == 1:  # else a rank sees parts of sequences
+            if routers.parts is None and runner.context.size == 1:  # otherwise a rank has only parts of sequences
                 routers.observe = self._add
 
     def clear(self) -> None:
@@ -37,19 +37,23 @@ class Routing:
         self._seen.append(nearly_tied(seen, self._near))
 
     def record(self, step: Iterable[MicroBatch]) -> dict[str, Any]:
-        """The near ties of a step, and what routers add to its loss. Collective."""
+        """Return the near ties of a step and the loss that its routers add. Collective."""
         numbers = [micro_batch.first_sample for micro_batch in step]
         mine = {
             f"{layer} {number} {token}": found
-            for number, near in zip(numbers, self._seen, strict=False) for (layer, token), found in near.items()
-        }  # fmt: skip
+            for number, near in zip(numbers, self._seen, strict=False)
+            for (layer, token), found in near.items()
+        }
         near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
         means = recorded_means(self.runner.model.take_recorded(), self.runner.world)
         return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.structure.routers())}
 
 
 def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
-    """Margin and choices, by (layer, token), of tokens whose least chosen logit is `near` the best of the others."""
+    """Return a dict from (layer, token) to [margin, experts], for tokens with a margin between -`near` and `near`.
+
+    The margin is the smallest logit of the chosen experts minus the largest logit of the others.
+    """
     found = {}
     for layer, (logits, chosen) in seen.items():
         logits = logits.detach().float()
@@ -61,7 +65,7 @@ def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
 
 
 def flipped(mine: Near, theirs: Near) -> str | None:
-    """Describe the first choice, by layer, that differs between two steps on a near tie; None if there is none."""
+    """Describe the near tie in the first layer where two runs choose different experts; None if all choices agree."""
     keys = [key for key, (_, chosen) in theirs.items() if key in mine and mine[key][1] != chosen]
     if not keys:
         return None

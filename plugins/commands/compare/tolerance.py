@@ -1,4 +1,4 @@
-"""Differences of recorded trainings, and those of them that are rounding."""
+"""Differences between recorded runs, and the limits below which they count as rounding error."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Record = dict[str, Any]  # of a contestant, by its rank 0; see worker.py
+Record = dict[str, Any]  # measurements of a contestant, written by its rank 0; see worker.py
 
-_FACTOR = 16.0  # by which a difference exceeds the reference's own noise before it is one
-_FIRST_FACTOR = 8.0  # the same in step 1, before steps have amplified anything
+_FACTOR = 16.0  # differences below 16 times the reference's noise are ignored
+_FIRST_FACTOR = 8.0  # the same factor for step 1, where no earlier step has amplified differences
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Products of d and r, where d is the difference of a tensor here and the reference's r."""
+    """Dot products of d and r: r is the reference's tensor, and d is the measured tensor minus r."""
 
     dd: float
     dr: float
@@ -33,59 +33,59 @@ class Gap:
 
     @property
     def ratio(self) -> float:
-        """The factor on r that is nearest to the tensor here."""
+        """The factor k for which k * r is closest to the measured tensor."""
         return 1.0 + self.dr / self.rr if self.rr else math.inf
 
     @property
     def residual(self) -> float:
-        """Relative distance from the reference's tensor times `ratio`."""
+        """Relative distance of the measured tensor from `ratio` times r."""
         return math.sqrt(max(self.dd - self.dr**2 / self.rr, 0.0) / self.rr) if self.rr else math.inf
 
 
 def difference(a: float | None, b: float | None) -> float:
-    """Relative to `b`; None, a number that is not finite, equals only itself."""
+    """Return the difference relative to `b`; None stands for a non-finite number, and equals only None."""
     if a is None or b is None:
         return 0.0 if a is b else math.inf
     return abs(a - b) / max(abs(b), 1e-30)
 
 
 def number_difference(record: Record, reference: Record, key: str) -> float:
-    """The largest difference of a number over the steps that both have."""
+    """Return the largest relative difference in the metric `key` over the recorded steps."""
     theirs = {row["step"]: row for row in reference["rows"]}
     return max(difference(row[key], theirs[row["step"]][key]) for row in record["rows"])
 
 
 def largest(step: Record) -> tuple[float, str]:
-    """The largest gradient difference of a step, and its parameter."""
+    """Return the largest gradient difference in a step, and the parameter that has it."""
     gradients = step["gradients"]["products"]
     return max(((Gap(*products).relative, name) for name, products in gradients.items()), default=(0.0, ""))
 
 
 def steps_of(record: Record) -> dict[int, dict[str, Any]]:
-    """The records of the steps, by their numbers."""
+    """Return a dict from each step to its record."""
     return {row["step"]: step for row, step in zip(record["rows"], record["steps"], strict=True)}
 
 
 def relative(products: list[float]) -> float:
-    """|d| relative to the reference: to its tensor, [dd, dr, rr], or to a weight's way in a step, [dd, dm, .., mm, ..].
+    """Return |d| / |r| for difference d and reference r, or |d| / |m| for a weight with update m.
 
-    The latter are the products of d, the way m and the weight w before it with each other.
+    `products` is [dd, dr, rr], or [dd, dm, dw, mm, mw, ww] for a weight; w is the weight before the update.
     """
     return Gap(products[0], products[1], products[-1] if len(products) == 3 else products[3]).relative
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest differences that are rounding: multiples of the reference's noise, with a floor for each precision.
+    """Largest differences that count as rounding error: multiples of the reference's noise, with a floor per precision.
 
-    The noise is the difference of the reference from itself with its micro batches in reverse order, and its weights
-    rounded otherwise in each forward. docs/compare.md has measurements.
+    The noise is the difference between the reference and a repetition of it, with the micro batches in reverse order
+    and the weights perturbed by up to one rounding error in each forward. docs/compare.md has measurements.
     """
 
-    numbers: float  # of losses and gradient norms, relative
-    floor: float  # of a tensor's gradient, relative to its norm
-    shows: float  # relative error of all weights that gradients certainly show
-    noise: Record | None = None
+    numbers: float  # relative limit for losses and gradient norms
+    floor: float  # minimum of a tensor's limit, relative to the norm of its gradient or update
+    shows: float  # a relative error of the weights that is large enough to change gradients
+    noise: Record | None = None  # None: only the floors apply
 
     @staticmethod
     def of(dtype: str, reference: Record, noise: Record | None) -> Tolerance:
@@ -94,14 +94,15 @@ class Tolerance:
         return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)
 
     def random(self, reference: Record) -> bool:
-        """True if a loss differs between training and evaluation by more than routers add, as by dropout."""
+        """True if training and evaluation losses differ by more than router losses, for example because of dropout."""
         loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
         return difference(None if loss is None else loss - added, reference["plain_loss"]) > self.numbers
 
     def limits(self, step: int, group: str, kind: str | None = None) -> Callable[[str], float]:
-        """The largest difference that is rounding, by tensor of a group in or after a step.
+        """Return a function from a tensor's name to its limit in a step: the largest relative difference allowed.
 
-        It is a multiple of the tensor's own noise, or of the group's median.
+        The limit is a multiple of the tensor's own noise or of the group's median, whichever is larger, and at least
+        `floor`.
         """
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(group, {})
         measured = (recorded.get(kind, {}) if kind else recorded).get("products", {})

@@ -1,4 +1,4 @@
-"""Record the steps of one contestant on a rank: numbers, and tensors against the reference's."""
+"""Record the steps of one contestant on one rank: losses, norms, and differences from the reference's tensors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .probe import Probe, digests
 
 Role = Literal["reference", "noise", "contestant"]
 
-# The steps of a contestant are neither logged nor validated nor saved.
+# A contestant does not log, validate or save.
 _HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
-_MOST_PARTS = 16  # micro batches of a step whose gradients are looked at one by one
+_MOST_PARTS = 16  # with at most this many micro batches in a step, the gradient of each is measured separately
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Job:
     """The part of a comparison that one launch records."""
 
     role: Role
-    folder: Path  # of the reference's tensors
+    folder: Path  # folder of the reference's tensors
     steps: int
-    evaluate_after: int  # step after which the loss in evaluation mode is measured again
-    save: bool = False  # a checkpoint then
-    resumed: bool = False  # it goes on from that checkpoint
-    uneven: bool = False  # micro batches with as many targets as each other lose some
+    evaluate_after: int  # step after which to measure the loss in evaluation mode again; 0: never
+    save: bool = False  # save a checkpoint after step `evaluate_after`
+    resumed: bool = False  # resume from that checkpoint
+    uneven: bool = False  # ignore some targets, so that micro batches differ in their number of targets
 
 
 def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
-    """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `result`."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was forked with another number
+    """Train a contestant on this rank; return 0, or the number of the signal received. Rank 0 writes `result`."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the fork server started with a different value
     config, stop = Config.from_plain(plain), StopRequest(True)
     runner = make_runner(config)
     runner.setup()
@@ -91,7 +91,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
                     Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
                     record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.held.shards())
-                except CheckpointError as error:  # on all ranks
+                except CheckpointError as error:  # raised on all ranks
                     record["saved"] = {"error": str(error)}
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
     if runner.world.rank == 0:
@@ -101,15 +101,20 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
 
 
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
-    """Description of the model and the layout. Collective."""
+    """Describe the model and the parallel layout. Collective."""
     runner = trainer.runner
     names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
     return {
-        "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
-        "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
-        "clip": trainer.run.grad_norm_clip, "exact": runner.capabilities.exact,
+        "names": [*names],
+        "tied": _tied(runner),
+        "world_size": runner.world.size,
+        "dp_size": runner.dp.size,
+        "context_size": runner.context.size,
+        "accumulation": trainer.plan.accumulation,
+        "clip": trainer.run.grad_norm_clip,
+        "exact": runner.capabilities.exact,
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
-    }  # fmt: skip
+    }
 
 
 def _checkpoint(trainer: Trainer, step: int) -> Reader:
@@ -117,10 +122,7 @@ def _checkpoint(trainer: Trainer, step: int) -> Reader:
 
 
 def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]:
-    """Loss in evaluation mode over the samples of a step, its targets, and if a module was in training mode.
-
-    Collective.
-    """
+    """Return a step's evaluation loss, its number of targets, and whether a module was in training mode. Collective."""
     with runner.evaluating():
         training = any(module.training for module in runner.model.modules())
         total = sum(runner.evaluate(micro_batch.data).item() for micro_batch in step)
@@ -130,9 +132,9 @@ def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]
 
 
 def _uneven(runner: Runner, step: Step) -> Step:
-    """Ignore the first targets of each micro batch, another number of them by its first sample.
+    """Ignore the first targets of every row of a micro batch; their number depends on the micro batch's first sample.
 
-    Texts without padding have equal numbers of targets, which hides how a runner weights micro batches.
+    Without padding, all micro batches have the same number of targets, and wrong weights would go unnoticed.
     """
     for micro_batch in step:
         labels = micro_batch.data.get("labels")
@@ -145,14 +147,14 @@ def _uneven(runner: Runner, step: Step) -> Step:
 
 
 def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, str]]:
-    """Hashes of the step's micro batches, by the number of their first sample. Collective."""
+    """Return a dict from the first sample of each micro batch of a step to hashes of its fields. Collective."""
     mine = {str(micro_batch.first_sample): digests(micro_batch.data) for micro_batch in step}
     found = {sample: fields for rank in runner.world.all_gather(mine) for sample, fields in rank.items()}
     return {sample: found[sample] for sample in sorted(found, key=int)}
 
 
 def _tied(runner: Runner) -> list[str]:
-    """Canonical names of parameters that the model uses in more than one place."""
+    """Return the canonical names of parameters that the model uses in more than one place."""
     first = {id(p): name for name, p in runner.model.weights.parameters().items()}
     seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
     return [name for key, name in first.items() if seen.count(key) > 1]

@@ -1,4 +1,4 @@
-"""`crosstrain export`: a checkpoint as a plain Hugging Face model folder."""
+"""`crosstrain export`: write a checkpoint as a plain Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ class ExportCommand(Command):
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the checkpoint to the output folder; returns the exit code."""
+        """Write the checkpoint to the output folder; return the exit code."""
         from crosstrain.checkpoint.checkpointer import load_state
-        from crosstrain.checkpoint.export import export, export_adapter
         from crosstrain.checkpoint.files import Reader
         from crosstrain.checkpoint.folders import find_checkpoint
-        from crosstrain.checkpoint.weights import PretrainedWeights
+        from crosstrain.checkpoint.load_weights import PretrainedWeights
         from crosstrain.data.tokenizer import warn_if_rebuilt
         from crosstrain.engine.precision import DTYPES
         from crosstrain.inference.open_checkpoint import open_config, outline
         from crosstrain.modeling.export import Part
 
+        from .folder import export, export_adapter
+
         limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), arguments.output
         dtype = DTYPES[arguments.dtype] if arguments.dtype else None
         checkpoint = find_checkpoint(arguments.checkpoint)
-        model = None  # for a checkpoint that does not describe its model and has no frozen parameters
+        model = None  # None: the checkpoint does not describe its model and has no frozen parameters
         part: Part = (("",), None)
         described = arguments.cfg_path or arguments.part or isinstance(load_state(checkpoint).get("config"), dict)
         if described or Reader.open(checkpoint).frozen:
-            # Without weights: it knows the sources of frozen parameters, and which ones are merged.
+            # Build the model without weights, to find the sources of frozen parameters and the merged parameters.
             config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
             model = outline(config, checkpoint)
             if arguments.part == "adapter":

@@ -1,4 +1,4 @@
-"""`crosstrain launch`: the manifest that starts a project on a cluster."""
+"""`crosstrain launch`: print or submit the manifest that starts a project on a cluster."""
 
 import argparse
 import re
@@ -76,7 +76,7 @@ class LaunchCommand(Command):
         group.add_argument("--secret", metavar="NAME", help="secret of Kubernetes whose entries are variables")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the manifest, or submit it; returns the exit code of the program that took it."""
+        """Print the manifest, or submit it and return the exit code of the submitting program."""
         from .manifest import manifest
 
         a, known = arguments, _known()
@@ -102,12 +102,12 @@ class LaunchCommand(Command):
 
 
 def _pair(name: str, word: str) -> tuple[str, str]:
-    """Split NAME=VALUE, whose name is of the pattern `name`."""
+    """Split NAME=VALUE; NAME has to match the pattern `name`."""
     if not (found := re.fullmatch(f"({name})=(.*)", word)):
         raise argparse.ArgumentTypeError(f"{word!r} is not a name, = and a value")
     return found[1], found[2]
 
 
 def _known() -> dict[str, Any]:
-    """Read `targets` by name, and the memory of `gpus` by name."""
+    """Read configs/launch/targets.yaml: the `targets` by name, and the memory of the `gpus` by name."""
     return yaml.safe_load((paths.home() / "configs" / "launch" / "targets.yaml").read_text(encoding="utf-8"))

@@ -14,11 +14,11 @@ from crosstrain.utils.units import show_bytes
 from ..plan.api import plan
 from ..plan.fit import USABLE, needs
 
-_HOST = 8  # GiB of host memory for a rank's libraries, its context on the device and the samples on their way
+_HOST = 8  # GiB of host memory per rank, for libraries, the device's context and samples in flight
 _SHARED = 16  # GiB of shared memory, for NCCL and data loading
-_SAVED = 5e8  # bytes that a machine surely saves per second
+_SAVED = 5e8  # minimum number of bytes that a machine saves per second
 _RESTARTS = 20
-_VOLUME = "/crosstrain"  # where pods have a volume's folders, as their templates say
+_VOLUME = "/crosstrain"  # mount path of the volume in the pods' templates
 _GIB = 2**30
 
 
@@ -26,13 +26,14 @@ def manifest(
     project: str, options: list[str], to: str, nodes: int, nproc_per_node: int | None, gpus: dict[str, int],
     made_by: str, **given: Any,
 ) -> str:  # fmt: skip
-    """Return the text that starts a project on `nodes` machines of the target `to`.
+    """Return the manifest that starts a project on `nodes` machines of the target `to`.
 
-    gpus: GiB of memory of devices, by name. made_by: the command, for the text. given: values of the flags `name`,
-    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and mappings `env`,
-    `node_selector`, `pod`, of YAML, and `sbatch`; None: not given.
-    Raises UserError for a flag that the target has no use for or that the manifest's own text contradicts, and for
-    whatever `crosstrain plan` refuses.
+    gpus: name -> GiB of device memory. made_by: the command, shown in the manifest. given: values of the flags `name`,
+    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and the mappings `env`,
+    `node_selector`, `pod` (with YAML values) and `sbatch`; None: not given.
+
+    Raises UserError for a flag that the target does not use or that the manifest sets itself, and for a project that
+    `crosstrain plan` refuses.
     """
     template, wanted = _template(to)
     if unused := [flag for flag, value in given.items() if value is not None and flag not in wanted]:
@@ -64,12 +65,13 @@ def manifest(
     facts |= {flag: value for flag, value in given.items() if value is not None}
     facts["pod"] = {field: _read(field, value) for field, value in facts["pod"].items()}
     text = template.render(
-        facts, project=project, made_by=made_by,
-        output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=file.read_text(encoding="utf-8").rstrip(),
-        options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])], restarts=restarts,
-        nodes=nodes, nproc=nproc, nproc_per_node=nproc_per_node, gpus_per_node=nproc if on_gpu else 0,
-        gpus=[given["gpu"]] if given.get("gpu") else fitting, device_memory=show_bytes(on_device),
-        cpus=nproc * (2 + max(config.run.num_workers, 2)), memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
+        facts, project=project, made_by=made_by, output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name),
+        text=file.read_text(encoding="utf-8").rstrip(),
+        options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])],
+        restarts=restarts, nodes=nodes, nproc=nproc, nproc_per_node=nproc_per_node,
+        gpus_per_node=nproc if on_gpu else 0, gpus=[given["gpu"]] if given.get("gpu") else fitting,
+        device_memory=show_bytes(on_device), cpus=nproc * (2 + max(config.run.num_workers, 2)),
+        memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
     )  # fmt: skip
     for flag, line in (("pod", " *{}:"), ("sbatch", "#SBATCH --{}=")):
         for name in facts[flag]:
@@ -80,12 +82,15 @@ def manifest(
 
 
 def _template(to: str) -> tuple[Any, set[str]]:
-    """Return the template of a target, and the names of the values that it shows."""
+    """Return the template of a target, and the names of the values that it uses."""
     jinja2, meta = (require(module, "crosstrain launch") for module in ("jinja2", "jinja2.meta"))
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(paths.home() / "configs" / "launch"), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(paths.home() / "configs" / "launch"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters["quote"] = shlex.quote
     wanted, sources = set[str](), [f"{to}.jinja"]
     for source in sources:

@@ -1,4 +1,4 @@
-"""`crosstrain migrate`: a project file from another program's configuration."""
+"""`crosstrain migrate`: convert a configuration of a foreign program to a project file."""
 
 import argparse
 from contextlib import suppress
@@ -13,7 +13,7 @@ from .foreign_files import UNKNOWN, read_foreign
 from .foreign_keys import origins
 from .migration import UNHEARD, looks_like, migrate
 
-_SECONDS = 15.0  # of computing, for a whole migration
+_SECONDS = 15.0  # CPU time limit of a whole migration
 
 
 @registry.register_command("migrate")
@@ -32,7 +32,7 @@ class MigrateCommand(Command):
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the project and say what it lacks; returns the exit code. Raises UserError for an unknown program."""
+        """Write the project, print notes, and return the exit code. Raises UserError for an unknown program."""
         path = arguments.output
         read = LimitedProcess(_read, f"{arguments.file}: to read it", seconds=_SECONDS, advice="give its settings only")
         text, notes, ranks = read(arguments)
@@ -50,7 +50,7 @@ class MigrateCommand(Command):
 
 
 def _read(arguments: argparse.Namespace) -> tuple[str, list[str], int | None]:
-    """Migrate the file of the named program, or without a name of the program whose settings it has."""
+    """Migrate the file from the program in --from, or from the program recognized by its settings."""
     file, said = arguments.file, list[str]()
     known = {name: origin for stem, origin in origins().items() for name in (stem, *origin.aliases)}
     if arguments.origin is not None:
@@ -59,14 +59,14 @@ def _read(arguments: argparse.Namespace) -> tuple[str, list[str], int | None]:
     elif (origin := looks_like(file)) is not None:
         said.append(f"these are settings of {origin.name}")
     else:
-        read_foreign(file)  # raises for a file that cannot be read
+        read_foreign(file)  # raises if the file cannot be read
         raise UserError(f"{file}: its settings do not tell whose they are: give --from, one of {', '.join(known)}")
     text, notes, ranks = migrate(file, origin, _count)
     return text, said + notes, ranks
 
 
 def _count(*files: str) -> int | None:
-    """Return the number of ids of a tokenizer, or of GPT-2's two files; None where they cannot be read."""
+    """Return the vocabulary size of a tokenizer, or of GPT-2's two files; None if they cannot be read."""
     from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
 
     with suppress(DataError):

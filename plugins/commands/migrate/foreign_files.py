@@ -1,4 +1,4 @@
-"""Readers of other programs' configurations: YAML, JSON, TOML, Python's assignments, command lines; nothing is run."""
+"""Read configurations of other programs: YAML, JSON, TOML, Python, command lines. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LARGEST_FILE = 2**18  # bytes
 
 
 def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read a configuration in the format of its name's ending; any other is a command, or a script with one.
+    """Read a configuration in the format of its file suffix; with an unknown suffix, it is read as a shell script.
 
-    Of a Python script the settings are the arguments of `calls`, or its assignments if there are none.
-    Raises ConfigError for a file that cannot be read.
+    The settings of a Python script are the arguments of `calls`, or its assignments if `calls` is empty. Raises
+    ConfigError if the file cannot be read.
     """
     readers: dict[str, Callable[[str], Any]] = {
         ".json": json.loads,
@@ -36,7 +36,7 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     }
     with explained(f"{path}: cannot be read"):
         text = read_regular(path, _LARGEST_FILE).decode("utf-8-sig")
-        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # tomllib's memory
+        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # uses much memory
             raise Unreadable(f"expected at most {DEEPEST} levels")
         tree = readers.get(path.suffix.lower(), read_script)(text)
         _measure(tree)
@@ -47,7 +47,7 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
 
 
 def _measure(value: Any, depth: int = 0) -> int:
-    """Return the number of values, with a text for one in each 100 characters. Raises Unreadable for a large tree."""
+    """Return the number of values, plus one per 100 characters of text. Raises Unreadable for a large tree."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     size = 1 + (len(value) // 100 if isinstance(value, str) else 0)
     for part in parts:
@@ -58,7 +58,7 @@ def _measure(value: Any, depth: int = 0) -> int:
 
 
 def _assignments(text: str) -> dict[str, Any]:
-    """Read the assignments at the top of a Python module."""
+    """Read the top-level assignments of a Python module."""
     known = dict[str, Any]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -67,9 +67,10 @@ def _assignments(text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
-    """Read the arguments of calls in a Python script, and their names under `calls`; UNKNOWN for what is computed.
+    """Read the arguments of `calls` in a Python script; a computed argument is UNKNOWN.
 
-    A class made of one of these is called for it, and has its methods as settings.
+    The setting "calls" has the names of the calls that were found. A subclass of a class in `calls` counts as that
+    class, and its public methods are settings, too.
     """
     found, known, tree = dict[str, Any](), _assignments(text), ast.parse(text)
     made = {name: name for name in calls}
@@ -89,12 +90,12 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _words(call: ast.Call, first: str) -> dict[str, ast.expr]:
-    """Return the arguments of a call by name; `first` is the name of the first one without a name."""
+    """Return a dict of the arguments of a call; `first` names its first positional argument."""
     return dict(zip([first], call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
 
 
 def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files of the datasets that a trainer is given; UNKNOWN where they cannot be followed."""
+    """Return the files of the datasets passed to a trainer; UNKNOWN if they cannot be determined."""
     variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
     for node in ast.walk(tree):
         match node:
@@ -123,9 +124,9 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
 def _loaded(
     node: ast.expr | None, variables: list[tuple[int, str, ast.expr]], known: Mapping[str, Any], splits: list[ast.Call]
 ) -> Any:
-    """Follow an expression to the file of its load_dataset, through variables, methods, parts and first arguments.
+    """Trace an expression to the file of its load_dataset call, through variables, methods, subscripts and arguments.
 
-    splits: gets the calls of `train_test_split` on the way.
+    splits: calls of `train_test_split` on the way are appended to this list.
     """
     part: Any = None
     for _ in range(99):

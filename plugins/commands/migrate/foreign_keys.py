@@ -1,4 +1,4 @@
-"""Keys of other programs' configurations and what they are called here, as configs/foreign_keys lists them."""
+"""Keys of other programs' configurations and their counterparts in a project, from configs/foreign_keys."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import yaml
 
 from crosstrain.utils import paths
 
-# The beginnings of answers for keys without a counterpart, before the reason, and what a hint says of them.
+# Prefixes of answers for keys without a counterpart (the reason follows the prefix), and templates of hints for them.
 NONE, UNNEEDED = "none: ", "unneeded: "
 _SAID = {NONE: "{} has it, and there is none here: {}", UNNEEDED: "{} has it, and it is not needed here: {}"}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Another program: its name, its file in configs/foreign_keys, and further names for `crosstrain migrate`."""
+    """A foreign program: its name, its file in configs/foreign_keys, and aliases for `crosstrain migrate`."""
 
     name: str
     file: Path
     aliases: tuple[str, ...]
-    answers: ChainMap[str, str]  # by key; first its own, then those of programs whose keys its files may have
-    neutral: ChainMap[str, list[object]]  # values, by key, at which a setting says nothing
-    calls: dict[str, str]  # functions of Python scripts whose arguments are settings; the key of the first one
+    answers: ChainMap[str, str]  # key -> answer: its own, then those of the programs that it includes
+    neutral: ChainMap[str, list[object]]  # key -> values without an effect
+    calls: dict[str, str]  # Python functions with settings as arguments -> key of the first argument
 
 
 @lru_cache
 def origins() -> dict[str, Origin]:
-    """Return the programs by the names of their files."""
+    """Return a dict from file stems in configs/foreign_keys to programs."""
     folder = paths.home() / "configs" / "foreign_keys"
     found = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
     programs = {}
@@ -43,7 +43,7 @@ def origins() -> dict[str, Origin]:
 
 
 def foreign_hint(key: str) -> str | None:
-    """Return a clause that says what another program's key is here, or why it is not; None for a key of none."""
+    """Return a clause with the counterpart of a foreign key, or the reason why it has none; None for an unknown key."""
     wanted, programs = key.lstrip("-").replace("-", "_").lower(), dict[str, list[str]]()
     for origin in origins().values():
         if answer := origin.answers.maps[0].get(wanted):

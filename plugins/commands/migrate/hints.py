@@ -1,4 +1,4 @@
-"""Hints about keys of other programs, from the tables in configs/foreign_keys."""
+"""Hints for keys of other programs, from the tables in configs/foreign_keys."""
 
 from __future__ import annotations
 

@@ -1,28 +1,28 @@
-"""Values of expressions of literals, known names and arithmetic, in bounded size. Nothing is called."""
+"""Evaluate expressions of literals, known names and arithmetic, with a limit on their size. Nothing is called."""
 
 import ast
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-UNKNOWN = "???"  # a value that only a run of the program would know, and OmegaConf's for one that has to be given
-LONGEST = 2**16  # characters of a text, items of a list
+UNKNOWN = "???"  # a value known only at run time; OmegaConf's marker for a value that the user must give
+LONGEST = 2**16  # maximum number of characters in a text, or of items in a list
 _LARGEST = 2**63
-_TYPES = ("bfloat16", "float16", "float32")  # of torch
+_TYPES = ("bfloat16", "float16", "float32")  # torch dtypes
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.MatMult: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # stands for a shell's division
+    ast.MatMult: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # represents a shell's division
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: lambda a, b: a - a // b * b,  # of numbers only: a width in a text's % may be endless
+    ast.Mod: lambda a, b: a - a // b * b,  # only for numbers: % on a text could ask for a huge width
     ast.Pow: lambda a, b: a**b if abs(b) <= 64 else None,
 }
 
 
 def value_of(expression: str | ast.expr, known: Mapping[str, Any]) -> Any:
-    """Return the value of a Python expression; UNKNOWN where more than literals and arithmetic would compute it."""
+    """Return the value of a Python expression; UNKNOWN if it needs more than literals, `known` and arithmetic."""
     try:
         return _value(
             ast.parse(expression.strip(), mode="eval").body if isinstance(expression, str) else expression, known

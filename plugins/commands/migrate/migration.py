@@ -1,4 +1,4 @@
-"""Projects made of other programs' configurations, by the lists of keys and the templates in configs/foreign_keys."""
+"""Make projects from configurations of other programs, using the key lists and templates in configs/foreign_keys."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from .foreign_keys import NONE, UNNEEDED, Origin, origins
 
 _NO_NEED, _CARRIED, _LOST, _TO_GIVE = _TITLES = "not needed here", "carried over", "not carried over", "to be given"
 _NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")
-_RIVALS = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]  # keys of `run` of which one is given
-_MOST = 2000  # settings of a file; published files have fewer than 700
-_SECTIONS = {"model", "datasets", "runner"}  # of a project; their options have names of other programs
+_RIVALS = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]  # pairs of keys of `run` that exclude each other
+_MOST = 2000  # maximum number of settings in a file; published files have fewer than 700
+_SECTIONS = {"model", "datasets", "runner"}  # project sections that use option names of other programs
 UNHEARD = "not known, and nothing here is called so"
-# Answers for a project's own keys, in the order of the docs.
+# Counterparts of keys that a project also has, in the order of the documentation.
 _OWN = {f.name: f"run.{f.name}" for f in fields(RunOptions)} | {
     "plugins": f"{NONE}a file brings no code; name plugins that you trust in the project"
 }
 
 Count = Callable[..., int | None]
-Note = tuple[str, str, str]  # the title, names of settings or of keys of the project, the reason
+Note = tuple[str, str, str]  # title, names of settings or of project keys, reason
 
 
 class _Tree(dict[str, Any]):
-    """A mapping that keeps account of its values and of those that are read, with some of them changed."""
+    """A mapping that records its values and each read of them; `changes` replaces some values."""
 
     def __init__(self, tree: dict[Any, Any], changes: dict[Key, Any], at: Key, account: dict[Key, list[Any]]) -> None:
-        # A section that is off says nothing.
+        # The settings of a disabled section are not recorded.
         self._at, self._account = at, {} if False in (tree.get("enabled"), tree.get("enable")) else account
         for name, value in tree.items():
             key = (*at, str(name))
@@ -60,7 +60,7 @@ class _Tree(dict[str, Any]):
 
 
 def _acts(value: Any) -> bool:
-    """True for a value with a text that a project would resolve, ${...}, or run, pipe:COMMAND."""
+    """True for a value with text that a project would resolve (${...}) or execute (pipe:COMMAND)."""
     return bool(re.search(r"\$\{|\bpipe:", json.dumps(value, default=str), re.IGNORECASE))
 
 
@@ -68,19 +68,26 @@ def _acts(value: Any) -> bool:
 def _templates(folder: Path) -> Any:
     jinja2 = require("jinja2", "crosstrain migrate")
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder), undefined=jinja2.ChainableUndefined, trim_blocks=True,
-        lstrip_blocks=True, extensions=["jinja2.ext.do"],
-        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; null where nothing is said
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
+        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is valid YAML; undefined becomes null
+    )
 
 
 def looks_like(path: Path) -> Origin | None:
-    """Return the program whose settings a file has, by several that are none of a project here; None for no program."""
+    """Return the program that a file's settings belong to, or None.
+
+    The file must call functions of the program, or have at least four of the program's settings that are not project
+    keys.
+    """
     found = dict[int, Origin]()
     for origin in origins().values():
         with suppress(ConfigError):
             tree = read_foreign(path, origin.calls)
-            if "calls" in tree and path.suffix == ".py":  # functions of this program
+            if "calls" in tree and path.suffix == ".py":  # it calls functions of this program
                 return origin
             _Tree(tree, {}, (), account := dict[Key, list[Any]]())
             names = {part for key in account if _SECTIONS.isdisjoint(key[:-1]) for part in key} - _OWN.keys()
@@ -89,10 +96,10 @@ def looks_like(path: Path) -> Origin | None:
 
 
 def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> tuple[str, list[str], int | None]:
-    """Return the configuration at `path` as a project file, notes of what it lacks, and the ranks that it is for.
+    """Return the configuration at `path` as a project file, notes, and its number of ranks (None: unknown).
 
-    Every setting is in the project or in a note. `count` returns the ids of a tokenizer's files, None if it cannot.
-    Raises ConfigError for a configuration that cannot be read.
+    Every setting is in the project or in a note. `count` returns the vocabulary size of a tokenizer's files, or None if
+    it cannot read them. Raises ConfigError if the configuration cannot be read.
     """
     migration = _Migration(path, origin, count)
     project = migration.settled()
@@ -107,13 +114,13 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
         yaml.safe_dump({name: project[name]}, sort_keys=False, default_flow_style=None, width=110)
         for name in ("model", "datasets", "run")
     )
-    # A template writes "null" for a null that has to be said.
+    # A template writes the text "null" for a null that must stay in the project.
     text = "\n".join(["".join(f"# {note}\n" for note in notes), *dumped]).replace(": 'null'", ": null")
     return text, notes, int(ranks) if ranks in range(1, 10**6) else None
 
 
 class _Migration:
-    """Settings of another program, a project made of them by the program's template, and notes on the others."""
+    """Settings of a foreign program, the project that its template renders from them, and notes on the rest."""
 
     def __init__(self, path: Path, origin: Origin, count: Count) -> None:
         self._path, self._origin, self._count = path, origin, count
@@ -125,26 +132,29 @@ class _Migration:
             self._project = _without_gaps(parse(self._made[0])[0], (), self.notes)
 
     def _rendered(self, changes: dict[Key, Any]) -> tuple[tuple[str, list[Note]], dict[Key, list[Any]]]:
-        """Return the template's text and notes, and for each setting [value, whether the template read it]."""
+        """Return (text, notes) and a dict from each setting to [value, whether the template used it]."""
         notes, account = list[Note](), dict[Key, list[Any]]()
 
         def beside(name: Any, counted: bool = True) -> _Tree:
-            """Read a file that the configuration names; nothing where it is not there."""
+            """Read a file that the configuration names; a missing file counts as empty."""
             found = read_foreign(Path(file)) if (file := self._located(name)) else {}
             return _Tree(found, changes, (str(name),), account if counted else {})
 
         template = _templates(self._origin.file.parent).get_template(f"{self._origin.file.stem}.jinja")
         text = template.render(
-            old=_Tree(self._tree, changes, (), account), beside=beside, located=self._located,
-            folder=lambda name: self._located(name, Path.is_dir), vocabulary=self._vocabulary,
+            old=_Tree(self._tree, changes, (), account),
+            beside=beside,
+            located=self._located,
+            folder=lambda name: self._located(name, Path.is_dir),
+            vocabulary=self._vocabulary,
             need=f"{UNKNOWN} {{}}".format,
             gap=lambda names, why: notes.append((_LOST, str(names), str(why))),
             unneeded=lambda names, why: notes.append((_NO_NEED, str(names), str(why))),
-        )  # fmt: skip
+        )
         return (text, notes), account
 
     def _located(self, name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
-        """Find a file that the configuration names, beside it or in the working directory."""
+        """Find a file that the configuration names, in the configuration's folder or the working directory."""
         return next((str(file) for file in (self._path.parent / str(name), Path(str(name))) if there(file)), None)
 
     def _vocabulary(self, *names: Any) -> int | None:
@@ -152,17 +162,17 @@ class _Migration:
         return None if None in found else self._count(*found)
 
     def settled(self) -> Any:
-        """Return the project, with each setting in it or in a note. Raises ConfigError for another program's file."""
+        """Return the project; every setting is in it or in a note. Raises ConfigError for another program's file."""
         if len(self._account) > _MOST:
             raise ConfigError(f"{self._path}: expected at most {_MOST} settings, got {len(self._account)}")
         settings = {part.lower() for key in self._account for part in key}
-        for each in origins().values():  # the settings that only one of the two programs has say whose they are
+        for each in origins().values():  # settings that only one of the two programs has identify it
             theirs, ours = (settings & program.answers.maps[0].keys() for program in (each, self._origin))
             if len(theirs - ours) > 2 and not ours - theirs:
                 raise ConfigError(f"{self._path}: these are settings of {each.name}: give --from {each.file.stem}")
         for key, (value, read) in self._account.items():
             name, near = key[-1].lower(), range(len(key), 0, -1)
-            # The setting, or its section.
+            # Number of leading parts of the key up to the innermost part with an answer: the setting or its section.
             end = next((n for n in near if key[n - 1].lower() in self._origin.answers), len(key))
             answer = self._origin.answers.get(key[end - 1].lower(), _OWN.get(name, f"{NONE}{UNHEARD}"))
             one = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -171,12 +181,12 @@ class _Migration:
                 self.notes.append(
                     (_LOST, ".".join(key), "a command, or a reference ${...}, is not carried over; give the value")
                 )
-            elif one not in quiet and (value is not False or ": " not in answer):  # else it says nothing
+            elif one not in quiet and (value is not False or ": " not in answer):  # other settings have no effect
                 self._settle(key, end, value, read, answer)
         return self._project
 
     def _settle(self, key: Key, end: int, value: Any, read: bool, answer: str) -> None:
-        """Put a setting into the project or into a note; the first `end` names of `key` are those of the answer."""
+        """Put a setting into the project or into a note; `answer` belongs to the first `end` parts of `key`."""
         kind, _, reason = answer.partition(": ")
         parts = [next(iter(self._project["datasets"])) if part == "NAME" else part for part in kind.split(".")]
         there = reduce(lambda tree, part: tree.get(part) if isinstance(tree, dict) else None, parts, self._project)
@@ -203,14 +213,14 @@ class _Migration:
             self._carry(key, parts, value)
 
     def _ignores(self, key: Key, value: Any) -> bool:
-        """True if the template makes the same of a different value."""
+        """True if the template gives the same result for a changed value."""
         with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
             changes = {key: f"?{value}" if isinstance(value, str) else value is not True and value + value}
             return bool(self._rendered(changes)[0] == self._made)
         return False
 
     def _carry(self, key: Key, parts: list[str], value: Any) -> None:
-        """Put a value under a key of the project, unless its runner has no such option."""
+        """Put a value under a key of the project, or into a note if its runner has no such option."""
         given = self._project["run"].get("runner", DEFAULT_RUNNER)
         runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
         if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *(apart(partial(_names, runner)) or parts)]:
@@ -229,7 +239,7 @@ def _names(runner: str) -> list[str]:
 
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
-    """Leave out numbers of `run` that are refused here; in other programs such a number mostly means off."""
+    """Leave out zero and negative numbers that `run` does not accept; in other programs, they usually mean "off"."""
     not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number, in JSON
     for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:
@@ -244,17 +254,17 @@ def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
 
 
 def _lines(notes: list[Note]) -> list[str]:
-    """Return notes as lines in the order of their titles, with one line for all names of the same reason."""
+    """Return notes as lines in the order of their titles; names with the same reason share a line."""
     together = dict[tuple[str, str], dict[str, None]]()
     for title, names, why in sorted(notes, key=lambda note: _TITLES.index(note[0])):
         together.setdefault((title, why), {})[names] = None
-    return [  # a name may hold line breaks
+    return [  # a name may contain line breaks
         printable(" ".join(f"{title}: {', '.join(names)}: {why}".split())) for (title, why), names in together.items()
     ]
 
 
 def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
-    """Leave out what a template left empty, and note what has yet to be given."""
+    """Remove the values that a template left empty, and add notes for the values that the user must give."""
     match value:
         case dict():
             each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())

@@ -1,4 +1,4 @@
-"""Shell scripts: the options that a script's training command would receive. Nothing is run."""
+"""Read the options that a shell script's training command would receive. Nothing is executed."""
 
 import re
 from collections import ChainMap
@@ -11,15 +11,15 @@ from crosstrain.config.yaml_text import Unreadable, parse
 
 from .literals import UNKNOWN, value_of
 
-_MOST = 2**21  # characters of all texts with their variables
-_GAP, _QUOTED = "\x1e", "\x1f"  # between fields, and between an array's elements; in a field, which may be empty
+_MOST = 2**21  # limit on the total number of characters, with variables expanded
+_GAP, _QUOTED = "\x1e", "\x1f"  # separator of fields and array elements; mark of quoted fields, which may be empty
 _FIRST, _DOUBT = 0xF0000, re.compile("[\U000f0000-\U0010ffff]")
 _OWN = re.compile(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}")
 _WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
 _OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"\s*\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
 _FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # one word may become several
-# Kinds of statements -> their parts that are executed in any case, counted from the first one.
+# Kind of statement -> number of its leading parts that always execute.
 _ALL, _LOOP = 10**6, 0
 _CERTAIN = {
     "program": _ALL, "compound_statement": _ALL, "redirected_statement": _ALL, "variable_assignments": _ALL,
@@ -28,7 +28,7 @@ _CERTAIN = {
     "case_item": 1, "negated_command": 1,
     "for_statement": _LOOP, "while_statement": _LOOP, "c_style_for_statement": _LOOP,
 }  # fmt: skip
-_SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables by other rules
+_SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables in ways not followed here
 _JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
 _SHELLS = {f"{folder}{name}" for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh")}
 _LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
@@ -36,10 +36,11 @@ _COUNTS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes",
 
 
 def read_script(text: str) -> dict[str, Any]:
-    """Return the options of a script's training command by name, with `-` as `_`; without a value an option is true.
+    """Return a dict of the options of a script's training command.
 
-    UNKNOWN stands for a value that only a run of the script knows; the item UNKNOWN has the reasons, by option, and
-    what else is not read. Raises Unreadable for a text that is no script, or too long with its variables.
+    Names have `_` in place of `-`, and options without a value are true. A value known only at run time is UNKNOWN. The
+    key UNKNOWN holds the reasons for such values, by option, and notes on other text that was not read. Raises
+    Unreadable if the text is not a script, or is too long with its variables expanded.
     """
     shell = _Shell()
     shell.follow(_OWN.sub("\ufffd", text), sure=True)
@@ -47,25 +48,26 @@ def read_script(text: str) -> dict[str, Any]:
 
 
 class _Shell:
-    """A script that is followed without running it, to the fields that its commands would receive.
+    """Follows a script without executing it, to find the fields that its commands would receive.
 
-    A text has a doubt, one character of a private plane, for each part that only a run knows: the environment, the
-    script's arguments, output of commands. A doubt has a reason, and names the options that may stand in its place. A
-    variable that a branch or a loop assigns keeps the words that are there in any case, before a doubt.
+    A doubt is one character of a private-use plane. It stands for a part of a text that is known only at run time, such
+    as the environment, the script's arguments or the output of commands. A doubt has a reason and the options that may
+    be in its place. After a branch or a loop assigns a variable, its value is the leading words that all cases share,
+    followed by a doubt.
     """
 
     def __init__(self) -> None:
         library, language = (require(f"tree_sitter{part}", "crosstrain migrate of a script") for part in ("", "_bash"))
         self._parser = library.Parser(library.Language(language.language()))
-        self._variables = ChainMap[str, str | None]()  # those of the script, behind those of functions that are called
+        self._variables = ChainMap[str, str | None]()  # scopes: called functions first, then the script
         self._functions, self._sure = dict[str, Any](), True
-        # A doubt is its reason, the options that it may hold, and true if it may begin with a word that is no option.
+        # For each doubt: reason, options that it may hold, whether it may begin with a word that is not an option.
         self._doubts, self._length = list[tuple[str, set[str], bool]](), 0
-        # A run is its rank, program, line, words by option, and the reasons why other words belong to no option.
+        # For each command: priority, program, line, option -> words, reasons why other words belong to no option.
         self._runs = list[tuple[tuple[bool, int], str, int, dict[str, list[str]], list[str]]]()
 
     def follow(self, text: str, sure: bool) -> None:
-        """Follow a script to its end; unless it is `sure` to be executed, variables may keep their values."""
+        """Follow a script to its end; unless it is `sure` to execute, variables may keep their values."""
         self._run(self._parser.parse(f"{text}\n".encode()).root_node, sure)
 
     def _run(self, node: Any, sure: bool) -> None:
@@ -96,7 +98,7 @@ class _Shell:
                     self._run(child, sure and i < certain)
                     if certain == _ALL and re.match(rb"(exit|return|break|continue)(\s|$)", child.text):
                         break
-        self._variables = before  # after a process or a function that has its own
+        self._variables = before  # restored after a subshell, pipeline or function
 
     def _command(self, node: Any, sure: bool) -> None:
         parts = [child for child in node.named_children if not child.type.endswith(("_redirect", "_assignment"))]
@@ -120,7 +122,7 @@ class _Shell:
             case _ if name not in ("echo", "printf"):
                 self._record(fields, node.start_point.row + 1)
         for option, text in pairwise(rest):
-            if re.fullmatch(r"-\w*c", option) and _SHELLS & {*fields}:  # a script for a shell of its own
+            if re.fullmatch(r"-\w*c", option) and _SHELLS & {*fields}:  # a script for a new shell
                 self._variables = ChainMap()
                 self.follow("\n" * node.start_point.row + text, sure=False)
 
@@ -129,7 +131,7 @@ class _Shell:
         text = self._text(value, quoted=True).replace(_QUOTED, "") if value else ""
         first, gap, others = (self._variables.get(name) or "").partition(_GAP)
         adds = any(child.type == "+=" for child in node.children)
-        if "[" in name:  # an element
+        if "[" in name:  # an array element
             self._forget(node, name, text)
         elif value is None or value.type != "array":
             self._set(name, f"{first if adds else ''}{text.replace(_GAP, ' ')}{gap}{others}", node, sure)
@@ -138,7 +140,7 @@ class _Shell:
             self._set(name, f"{old}{_GAP}{text}" if old and text else f"{old}{text}", node, sure)
 
     def _set(self, name: str, text: str, node: Any, sure: bool) -> None:
-        """Assign to a variable. One that may keep its value keeps the words that both begin with."""
+        """Assign to a variable. Unless `sure`, assign only the leading words that both values share, and a doubt."""
         old = self._variables.get(name)
         if not sure and text != old:
             both = zip(_WORD.findall(old or ""), _WORD.findall(text), strict=False)
@@ -152,7 +154,7 @@ class _Shell:
             self._set(name, self._doubt(node, *texts), node, sure=False)
 
     def _doubt(self, node: Any, *texts: str) -> str:
-        """Return a doubt that stands for one of the texts, or for any."""
+        """Return a new doubt that stands for one of the texts, or for any text if there are none."""
         source = node.text.decode().strip()
         words = [re.split(rf"[\s{_GAP}]+", text.lstrip(f" {_GAP}")) for text in texts]
         options = {_named(found[1]) for each in words for word in each if (found := _OPTION.fullmatch(word))}
@@ -167,7 +169,7 @@ class _Shell:
         return [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(text)]
 
     def _unread(self, node: Any) -> str:
-        """Return a doubt for an expansion that is not followed. It may hold its variables, or words of echo or cat."""
+        """Return a doubt for an unsupported expansion; it may stand for variables, or for words of echo or cat."""
         source = node.text.decode()
         names = self._variables if "${!" in source else re.findall(r"\w+", source)
         bodies = [self._functions[name].text.decode() for name in names if name in self._functions]
@@ -178,13 +180,13 @@ class _Shell:
         return self._doubt(node, "?", *values, re.sub(r"[^\w.=-]+", " ", own))
 
     def _fields(self, node: Any) -> list[str]:
-        """Return the fields that a word becomes."""
+        """Return the fields that a word expands to."""
         return [field.replace(_QUOTED, "") for field in self._text(node, quoted=False).split(_GAP) if field]
 
     def _text(self, node: Any, quoted: bool) -> str:
-        """Return a word with its values. Outside of quotes, gaps separate the fields that it becomes."""
+        """Return a word with its variables expanded. Outside quotes, `_GAP` separates its fields."""
         kind, source = node.type, node.text.decode()
-        self._length += 16 + len(source)  # a word takes time, too
+        self._length += 16 + len(source)  # each word also has a fixed cost
         if self._length + 32 * len(self._doubts) > _MOST:
             raise Unreadable(f"more than {_MOST:,} characters, with the values of variables")
         match kind:
@@ -209,7 +211,7 @@ class _Shell:
                 return self._unread(node)
         within, end, parts = quoted or kind not in ("concatenation", "command_name"), node.start_byte, list[str]()
         for child in node.named_children:
-            # In quotes, the parser counts blanks before $ to the expansion.
+            # Inside quotes, the parser includes blanks before $ in the expansion.
             blanks = b"".join(re.findall(rb"^\s*(?=[$`])", child.text))
             between = node.text[end - node.start_byte : child.start_byte - node.start_byte] + blanks
             parts += [between.decode().replace("\\\n", ""), self._text(child, within)]
@@ -255,7 +257,7 @@ class _Shell:
         return value.replace(_GAP, " ")
 
     def _options(self, fields: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-        """Return the words of each option in fields, and why others belong to none."""
+        """Return the words of each option in `fields`, and the reasons why other words belong to none."""
         options, lost = dict[str, list[str]](), list[str]()
         current, doubt = list[str](), ""  # options that the next word may belong to
         for field in fields:
@@ -277,11 +279,12 @@ class _Shell:
         return options, lost
 
     def _record(self, fields: list[str], line: int) -> None:
-        """Note a command that has options, those of its launcher apart."""
+        """Record a command that has options. Of its launcher's options, keep only those in _COUNTS."""
         programs = [
-            i for i, word in enumerate(fields)
+            i
+            for i, word in enumerate(fields)
             if word.endswith(".py") or (i and fields[i - 1] == "-m" and not _LAUNCHER.search(word))
-        ]  # fmt: skip
+        ]
         start = (*programs, 0)[0]
         options, lost = self._options(fields[start + 1 :])
         counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
@@ -290,7 +293,7 @@ class _Shell:
             self._runs.append((rank, program, line, counts | options, lost))
 
     def settings(self) -> dict[str, Any]:
-        """Return the options of the command with most of them, one of a Python program if there is one."""
+        """Return the options of the command with the most options; a Python program takes precedence."""
         if not self._runs:
             return {}
         _, program, first, options, lost = max(self._runs, key=lambda run: run[0])
@@ -314,7 +317,7 @@ def _named(option: str) -> str:
 
 
 def _parsed(words: list[str]) -> Any:
-    """Return an option's value: numbers, booleans, JSON and lists as YAML has them, all else as text."""
+    """Return an option's value: numbers, booleans, JSON and lists are parsed as YAML; everything else is text."""
     values: list[Any] = [word.strip("'\"") for word in words]
     for i, word in enumerate(values):
         with suppress(Unreadable):

@@ -1,4 +1,4 @@
-"""`crosstrain new`: files to begin with, which work as they are, from the templates in configs/new/."""
+"""`crosstrain new`: write working starter files from the templates in configs/new/."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ class NewCommand(Command):
         parser.add_argument("new_name", metavar="NAME", help="of the component, project or package, and of its files")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the files into the working directory; returns the exit code. What exists is never overwritten."""
+        """Write the files into the working directory; return the exit code. Existing files are never overwritten."""
         kind, name = arguments.kind, arguments.new_name
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise UserError(f"new: {name!r} cannot name a Python module: use lower-case letters, digits and _")

@@ -1,4 +1,4 @@
-"""A plan of a project: costs under each runner, before anything starts."""
+"""Plan a project: estimate its costs under each runner before anything starts."""
 
 from pathlib import Path
 from statistics import median
@@ -25,10 +25,10 @@ def plan(
     presets: bool = True,
     **budget: str | None,
 ) -> Plan:
-    """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
+    """Estimate memory, FLOPs and traffic of a project on `world_size` ranks, without starting any rank.
 
-    budget: device_memory, throughput, tokens_per_second and tokens, as on the command line ("24GiB"). `print` shows
-    the plan, and `as_json` has its numbers. Raises UserError.
+    The ranks do not have to exist. budget: device_memory, throughput, tokens_per_second and tokens, as on the command
+    line ("24GiB"). `print` shows the plan, and `as_json` returns it as JSON values. Raises UserError.
     """
     config = load_config(project, options)
     size = world_size or Launch.detect(None, config.run.device).world_size
@@ -48,7 +48,7 @@ def plan_of(
     tokens_per_second: str | None = None,
     tokens: str | None = None,
 ) -> Plan:
-    """Return the plan of a project of which `ready` is built, on `size` ranks."""
+    """Return the plan of a project on `size` ranks; `ready` is the project as the preflight built it."""
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None
     flops = read_number(throughput, "--throughput") if throughput else None
     speed = _tokens_per_second(tokens_per_second) if tokens_per_second else None
@@ -58,7 +58,7 @@ def plan_of(
 
 
 def _tokens_per_second(given: str) -> float:
-    """Return the number, or the median over a run, given by its folder."""
+    """Return the given speed, or the median speed of a run if `given` is a run folder."""
     if not Path(given).is_dir():
         return read_number(given, "--tokens-per-second")
     curve = read_runs([given])[0].curves.get("tokens_per_second")
@@ -70,7 +70,7 @@ def _tokens_per_second(given: str) -> float:
 def alternatives(
     project: ProjectLike, options: Overrides, planned: Project, size: int, presets: bool = True
 ) -> Alternatives:
-    """Return the project under every runner in configs/, and a function that builds it with more settings."""
+    """Return the project under every runner in configs/, and a function that rebuilds it with more settings."""
 
     def rebuild(settings: list[str]) -> Project:
         config = load_config(project, [*pairs(options), *settings])

@@ -1,4 +1,4 @@
-"""Calls of collectives, as torch's dispatcher sees them."""
+"""Record collective calls through torch's dispatcher."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +17,16 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast
 
 @dataclass(frozen=True)
 class Call:
-    """A rank's call of a collective, or of a message between two ranks."""
+    """A collective or point-to-point call of one rank."""
 
     kind: str
-    ranks: int  # in the group
-    dtype: str  # of the largest tensor
-    sent: int  # bytes by this rank, for ring algorithms
+    ranks: int  # size of the group
+    dtype: str  # dtype of the largest tensor
+    sent: int  # bytes that this rank sends, with ring algorithms
 
 
 def call_of(func: Any, args: tuple[Any, ...], out: Any) -> Call | None:
-    """The call that an operation of torch's dispatcher is; None if it is none."""
+    """Return the collective call of a dispatched operation, or None for any other operation."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._schema.name.partition("::")[2].replace("_", "")
@@ -48,7 +48,7 @@ def call_of(func: Any, args: tuple[Any, ...], out: Any) -> Call | None:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calls of this process, `calls`, in order."""
+    """Records the collective calls of this process in `calls`, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # its operations on plain tensors come here, too
+            return NotImplemented  # torch then dispatches the DTensor's operations on plain tensors here
         out = func(*args, **(kwargs or {}))
         if (call := call_of(func, args, out)) is not None:
             self.calls.append(call)

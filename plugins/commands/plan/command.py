@@ -1,4 +1,4 @@
-"""`crosstrain plan`: estimate costs of a project, and whether it fits, before it starts."""
+"""`crosstrain plan`: estimate the costs of a project, and check whether it fits, before it starts."""
 
 import argparse
 
@@ -20,7 +20,7 @@ class PlanCommand(Command):
         add_budget(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the plan of a project, and write it where the flags say; returns the exit code."""
+        """Print the plan of a project, write it to --output if given, and return the exit code."""
         from .api import plan
 
         a = arguments

@@ -1,4 +1,4 @@
-"""Estimate memory, arithmetic and traffic of a run from its ranks' footprints and a traced micro batch."""
+"""Estimate memory, FLOPs and traffic of a run from its ranks' layouts and a traced micro batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .memory_trace import Trace, trace
 
 UNKNOWN_SHAPE = "the shape of a sample is not known before the data is there"
 MODES: tuple[Mode, ...] = get_args(Mode)
-HOST_COPY = "checkpoint on its way"  # the host memory of every run that saves in the background
+HOST_COPY = "checkpoint on its way"  # host memory for saving in the background
 _FP32 = 4
 
 
@@ -48,9 +48,9 @@ _FP32 = 4
 class Memory:
     """Peak bytes of one rank, by purpose."""
 
-    kind: str  # of rank
+    kind: str  # kind of rank, such as a pipeline stage
     parameters_held: int  # elements of parameters that this rank keeps between steps
-    parameters: int | None  # elements of all ranks' parameters, with this layout's padding; None: as on a single rank
+    parameters: int | None  # elements of all ranks' parameters, including this layout's padding; None: as on one rank
     device: dict[str, int]
     host: dict[str, int]
 
@@ -71,17 +71,17 @@ class Estimate:
     world_size: int
     batch: BatchPlan
     mode: Mode
-    memory: Memory  # of the fullest rank
-    others: list[Memory]  # of other kinds of rank
-    sent: int  # bytes by a rank
-    bubble: float  # part of the step in which ranks of a pipeline wait
+    memory: Memory  # memory of the rank that needs the most
+    others: list[Memory]  # memory of other kinds of ranks
+    sent: int  # maximum number of bytes that a rank sends
+    bubble: float  # fraction of the step that pipeline ranks spend waiting
 
 
 class Project:
-    """A configuration and its model, for estimates under any number of runners; traces are made once and kept.
+    """A configuration and its model, for estimates under any number of runners; traces are cached.
 
-    model: on the meta device. inputs: one sample as a batch on the meta device; None where its shape is not known:
-    then there are no activations. absent: folders of weights that are not on this machine.
+    model: the model on the meta device. inputs: one sample as a batch on the meta device; None: its shape is unknown,
+    and estimates exclude activations. absent: weight folders that are missing on this machine.
     """
 
     def __init__(self, config: Config, model: Model, inputs: Batch | None, absent: list[str] | None = None) -> None:
@@ -90,12 +90,12 @@ class Project:
         self.device = auto if config.run.device == "auto" else config.run.device
         self.sizes, self.objective = Sizes.of(model), make_objective(config, model)
         self.dtype = DTYPES[config.run.amp.dtype]
-        self.problem: str | None = None  # why there are no activations
+        self.problem: str | None = None  # the reason why activations are unknown
         self._traces: dict[Hashable, Trace] = {}
         self._state_bytes: dict[tuple[bool, int], float] = {}
 
     def estimate(self, config: Config, world_size: int) -> Estimate:
-        """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
+        """Estimate one step of `config`, a variant of the project. Raises ConfigError if its runner cannot train it."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = registry.get("runner", config.run.runner.name)
         check_held(self.model, runner, config)
@@ -110,7 +110,7 @@ class Project:
         return Estimate(world_size, batch, mode, memories[0], memories[1:], sent, bubble)
 
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
-        """Raise ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
+        """Raise ConfigError if the whole model's forward works, but the sharded model's forward fails."""
         with explained("the model cannot be spread over ranks by this runner"), fake_world(world_size):
             for layout in self.layouts(self.config, world_size, batch):
                 if layout.model is not None:
@@ -119,7 +119,7 @@ class Project:
             log.warning("%s cannot be checked before it runs: %s", self.config.model.name, self.problem)
 
     def layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
-        """Return what the runner says of each kind of rank; within `fake_world`."""
+        """Return the runner's layout of each kind of rank. Call it within `fake_world`."""
         runner, options = registry.get("runner", config.run.runner.name), config.run.runner.options
         model, sharing = self.model, context_size(options)
         if sharing > 1:
@@ -133,15 +133,15 @@ class Project:
         return found
 
     def batch_of(self, rows: int) -> Batch:
-        """A batch of `rows` samples on the meta device."""
+        """Return a batch of `rows` samples on the meta device."""
         return {k: v.repeat(rows, *[1] * (v.ndim - 1)) for k, v in (self.inputs or {}).items()}
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
-        """The trace of a micro batch; an empty one where the forward cannot be traced, which `problem` then explains.
+        """Return the trace of a micro batch; if the forward cannot be traced, it is empty, and `problem` says why.
 
-        Raises ConfigError where the layout's model cannot compute and the whole one can.
+        Raises ConfigError if the forward of the layout's model fails although the whole model's forward works.
         """
-        key = layout.computes, rows, "full" if mode == "offload" else mode  # which differ by where the inputs are
+        key = layout.computes, rows, "full" if mode == "offload" else mode  # offload only moves the inputs
         if self.inputs is None:
             self.problem = self.problem or UNKNOWN_SHAPE
         if self.problem is None and key not in self._traces:
@@ -150,7 +150,7 @@ class Project:
                 dtype = self.dtype if layout.autocast else torch.float32
                 batch, how = self.batch_of(rows), (layout.head, self.objective)
                 self._traces[key] = trace(model, batch, dtype, mode, self.device, *how)
-            except Exception as error:  # whatever a model does that needs values
+            except Exception as error:  # a model that reads tensor values can raise any error
                 reason = first_line(error)[:120]
                 if layout.model is not None:
                     self.trace_of(Layout(0, 0, 0), rows, mode)
@@ -168,7 +168,7 @@ class Project:
         compute, made, exchanged = traced.peak(retained, outside, layout.gradient_buffers)
         all_kept = int(traced.kept * layout.in_flight)
         compute += all_kept - traced.kept
-        # The highest moment may be one when the backward has let go of some of it.
+        # At the peak, the backward may already have freed some of the activations.
         kept = min(all_kept, compute - made - exchanged)
         inputs = int(traced.inputs * layout.in_flight) if mode == "offload" else 0
         update = int(layout.updated * self.state_bytes(layout.model or self.model))
@@ -194,10 +194,10 @@ class Project:
             host[HOST_COPY] = layout.updated * _FP32 + update
         return Memory(layout.kind, layout.held, layout.whole, {k: v for k, v in most.items() if v}, host)
 
-    # ---- what does not depend on the runner
+    # ---- independent of the runner
 
     def state_bytes(self, model: Model) -> float:
-        """Bytes of optimizer state for each trained element of a part of the model, measured on trial parameters."""
+        """Return the mean bytes of optimizer state per trained element of `model`, measured on trial parameters."""
         make, hidden, total = optimizer_factory(self.config, model), model.weights.matrices(), 0.0
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, p in trained:
@@ -214,19 +214,19 @@ class Project:
         return total / max(1, sum(p.numel() for _, p in trained))
 
     def flops(self, batch: BatchPlan, mode: Mode) -> int:
-        """FLOPs of a step on all ranks, recomputation included: matrix products and attention, as torch counts."""
+        """Return the FLOPs of a step on all ranks, including recomputation: matmuls and attention, as torch counts."""
         layout = Layout(0, 0, 0)
         return self.trace_of(layout, batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Positions of a sample, if it is made of tokens."""
+        """Number of tokens in a sample; None if it has no input_ids."""
         ids = (self.inputs or {}).get("input_ids")
         return None if ids is None else ids.shape[1]
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of parameters and optimizer state, without frozen parameters from pretrained folders."""
+        """Bytes of parameters and optimizer state, excluding frozen parameters from pretrained folders."""
         sources, state = self.model.weights.sources(), self.state_bytes(self.model)
         size = 0
         for name, p in self.model.weights.parameters().items():
@@ -240,7 +240,7 @@ class Project:
 def with_options(
     config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
 ) -> Config:
-    """The configuration with another micro batch, balanced by accumulation, or another checkpointing mode."""
+    """Return the configuration with new batch sizes or checkpointing mode; accumulation follows from the sizes."""
     run = config.run
     if micro_batch is not None:
         total = global_batch or run.global_batch_size
@@ -251,15 +251,15 @@ def with_options(
 
 
 def with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
-    """The configuration with as many samples in a step as `batch` has, where its runner's ranks divide them.
+    """Return the configuration with the global batch size of `batch`, or unchanged if ranks cannot share it equally.
 
-    The micro batch is the largest possible one, up to the one of `batch`.
+    The micro batch size is the largest possible one, up to that of `batch`.
     """
     runner = registry.get("runner", config.run.runner.name)
     try:
         each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.run.runner.options, world_size))
     except UserError:
-        return config  # `estimate` raises it again
+        return config  # `estimate` raises the same error
     if rest or not each:
         return config
     micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)

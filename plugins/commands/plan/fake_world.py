@@ -1,4 +1,4 @@
-"""A fake process group, for ranks that do not exist."""
+"""A fake process group, to plan for ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """A fake process group of `world_size` ranks, this one the first; exchanges do nothing."""
+    """Create a fake process group of `world_size` ranks, with this process as rank 0; collectives do nothing."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
@@ -22,13 +22,14 @@ def fake_world(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its results name meshes, of which the next world has equal ones
+        _clear_sharding_prop_cache()  # cached meshes would compare equal to those of the next world
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
-    """Replacement of torch's, which without values takes bf16 alone: all rows [n, in] times one of `weights`.
+    """Replace torch's grouped_mm, which accepts only bf16 fake tensors: multiply all rows by `weights[0]`.
 
-    Shapes, memory and FLOPs are those of groups of rows, each times its own weight [in, out].
+    Shapes, memory and FLOPs equal those of the real operation, which multiplies each group of rows [n, in] by its own
+    weight [in, out].
     """
     with torch.autocast(rows.device.type, enabled=False):
         return rows @ weights[0]

@@ -1,6 +1,6 @@
-"""Check that a run fits into a device's memory, and find the change that costs least speed and makes it fit.
+"""Check that a run fits into a device's memory, and find the change that makes it fit at the least cost in speed.
 
-And that its checkpoints fit on their disk.
+Also check that its checkpoints fit on the disk.
 """
 
 import math
@@ -22,9 +22,9 @@ from crosstrain.utils.units import show_bytes
 
 from .estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
 
-_MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # the faster first
-USABLE = 0.9  # of a device's memory; fragmentation, the context and workspaces take some of the rest
-_Change = tuple[list[str], Config]  # settings as --options takes them, and the configuration with them
+_MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # fastest first
+USABLE = 0.9  # fraction of a device's memory; fragmentation, the context and workspaces take some of the rest
+_Change = tuple[list[str], Config]  # settings in the syntax of --options, and the resulting configuration
 _BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", "gradient_checkpointing")
 
 
@@ -32,19 +32,19 @@ _BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", 
 class Alternatives:
     """Other ways to train a project."""
 
-    runners: Mapping[str, Config | str]  # the project under others, by name, or why not
-    rebuild: Callable[[list[str]], Project]  # the project with settings as --options takes them; raises UserError
+    runners: Mapping[str, Config | str]  # runner -> the project under it, or why it is impossible
+    rebuild: Callable[[list[str]], Project]  # rebuilds the project with --options settings; raises UserError
 
 
 def gpu_memory(config: Config) -> int | None:
-    """Bytes of this machine's GPU; None for a CPU, whose memory other programs use, too."""
+    """Return the bytes of memory of this machine's GPU; None on a CPU, where other programs use memory, too."""
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
 
 
 def check_memory(project: Project, world_size: int, limit: int, others: Callable[[], Alternatives]) -> None:
-    """Raise UserError, with the best change that fits, where a rank needs more than `limit` bytes."""
+    """Raise UserError if a rank needs more than `limit` bytes; the message suggests the best change."""
     needed = needs(project.estimate(project.config, world_size), project.device)
     if needed > limit:
         advice = nearest(project, others(), world_size, limit)
@@ -55,9 +55,9 @@ def check_memory(project: Project, world_size: int, limit: int, others: Callable
 
 
 def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
-    """Describe how the disk of `run.output_dir` is too small for the checkpoints to come; None where it is not.
+    """Describe how much disk space `run.output_dir` lacks for the remaining checkpoints; None if there is enough.
 
-    fresh: the earlier run's checkpoints stay, as another run's.
+    fresh: the run starts over, and the checkpoints of the earlier run stay.
     """
     run = project.config.run
     if is_url(run.output_dir):
@@ -66,11 +66,11 @@ def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
     there = [] if fresh else steps(folder.checkpoints)
     left = max_iters - max(there, default=0)
     best = run.eval_interval if run.save_best else None
-    most = run.max_epoch or left  # epochs
+    most = run.max_epoch or left  # upper bound on the number of epochs
     times = (most if every == "epoch" else left // every for every in (run.save_interval, best) if every)
     more = sum(times) + (left > 0)
     if run.keep_last is not None:
-        kept = run.keep_last + 1 + (best is not None)  # one is written before another is deleted
+        kept = run.keep_last + 1 + (best is not None)  # a new checkpoint is written before the oldest is deleted
         if run.keep_every is not None and isinstance(run.save_interval, int):
             kept += max_iters // math.lcm(run.keep_every, run.save_interval)
         more = min(more, kept - len(there))
@@ -86,7 +86,7 @@ def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
 
 
 def needs(estimate: Estimate, device: str) -> int:
-    """Bytes that the fullest rank needs on its device; on a CPU, host memory included."""
+    """Return the bytes that the fullest rank needs on its device; on a CPU, this includes host memory."""
     return estimate.memory.total + (estimate.memory.on_host if device == "cpu" else 0)
 
 
@@ -94,9 +94,9 @@ def needs(estimate: Estimate, device: str) -> int:
 class Advice:
     """The change that fits at the least cost, or the one that comes closest."""
 
-    settings: list[str]  # key=value, as --options takes them
+    settings: list[str]  # key=value, in the syntax of --options
     needs: int  # bytes
-    fits: bool  # a tenth of the memory stays free
+    fits: bool  # it fits and leaves a tenth of the memory free
 
     def __str__(self) -> str:
         change = f"{' '.join(self.settings)} ({show_bytes(self.needs)})"
@@ -106,14 +106,17 @@ class Advice:
 
 
 def nearest(project: Project, others: Alternatives, world_size: int, limit: int) -> Advice | None:
-    """The changes that fit into nine tenths of `limit` bytes at the least cost in speed; None if none is possible.
+    """Find the changes that fit into nine tenths of `limit` bytes at the least cost in speed.
 
-    Frozen weights in half precision cost nothing and are part of all that follows: smaller micro batches, selective
-    checkpointing, other runners, of which the one is taken that sends least, and full checkpointing. Changes that use
-    the host's memory come after those, and last, for pretrained models, adapters, which train something else.
+    Frozen weights in half precision cost no speed, so every candidate has them. The candidates in order are smaller
+    micro batches, selective checkpointing, the other runner that sends the least, and full checkpointing. Changes that
+    use host memory come after these. Adapters for pretrained models come last, because they change which parameters are
+    trained.
+
+    If nothing fits, return the change that comes closest; None if no change is possible.
     """
     tried: list[Advice] = []
-    fitting: list[tuple[bool, int, int, int, Advice]] = []  # offloads, order, bytes sent and on the host
+    fitting: list[tuple[bool, int, int, int, Advice]] = []  # uses host memory, order, bytes sent, negative host bytes
     best: Advice | None = None
     for settings, variant in _variants(project, others):
         for group in _groups(settings, variant, others, world_size):
@@ -125,7 +128,7 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
                     continue
                 needed = needs(estimate, project.device)
                 tried.append(Advice(changes, needed, needed <= USABLE * limit))
-                if tried[-1].fits:  # of those that send as much, the one that keeps more in memory and less on disk
+                if tried[-1].fits:  # with equal traffic, prefer host memory to disk
                     offloads = bool(estimate.memory.host.keys() - {HOST_COPY})
                     fitting.append((offloads, order, estimate.sent, -estimate.memory.on_host, tried[-1]))
             if fitting:
@@ -138,18 +141,18 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
 
 def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:
-    """The project with the model's lighter options, if it has any, and then with each adapter that it takes."""
+    """Yield the project with the model's lighter options, if it has any, and then with each supported adapter."""
     lighter = project.model.structure.lighter(project.config.run.amp.dtype)
     settings = [f"model.{key}={value}" for key, value in lighter.items()]
     yield settings, others.rebuild(settings) if settings else project
     tuned = project.config.adapter is None and (project.absent or project.model.weights.sources())
     for name in registry.names("adapter") if tuned else ():
-        with suppress(UserError):  # the model does not take it, or a package is missing
+        with suppress(UserError):  # the model does not support it, or a package is missing
             yield (adapted := [*settings, f"model.adapter={name}"]), others.rebuild(adapted)
 
 
 def _groups(settings: list[str], project: Project, others: Alternatives, size: int) -> Iterator[list[_Change]]:
-    """Groups of changes that cost alike, the cheapest first, to `project`, which has `settings`, on `size` ranks."""
+    """Yield groups of changes with about equal cost, cheapest first; `project` was built with `settings`."""
     run, batch = project.config.run, batch_plan(project.config, size)
 
     def change(mode: Mode | None = None, micro: int | None = None, runner: str = "") -> _Change:

@@ -1,4 +1,4 @@
-"""Flags that `crosstrain plan` and `crosstrain train` share, and the plan on the screen and in files."""
+"""Planning flags of `crosstrain plan` and `crosstrain train`, and the output of a plan."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def budget(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `plan_of` that the flags give."""
+    """Convert the flags to arguments of `plan_of`."""
     names = ("device_memory", "throughput", "tokens_per_second", "tokens")
     return {name: given[name] for name in names} | {"presets": not (given["no_presets"] or given["parameters"])}
 
 
 def show(made: Plan, given: Mapping[str, Any]) -> None:
-    """Print the plan, and write it where the flags say."""
+    """Print the plan or its parameters, and write the plan to --output if given."""
     print(*made.parameters(), sep="\n") if given["parameters"] else print(made)
     if given["output"]:
         given["output"].write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The check of a training's memory and disk before it starts."""
+"""Check the memory and disk space of a training run before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .flags import add_budget, budget, show
 
 @registry.register_preflight("memory_fit")
 class MemoryCheck(PreflightCheck):
-    """Refuse a training that needs more memory than its devices have; a dry run prints the plan."""
+    """Refuse a training run that needs more memory than its devices have; a dry run prints the plan."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -24,7 +24,7 @@ class MemoryCheck(PreflightCheck):
         add_budget(parser)
 
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
-        """Raise UserError for a layout that the runner refuses, and for too little memory on the first launcher."""
+        """Raise UserError if the model cannot be sharded this way, or (on the first launcher) memory is too small."""
         from .api import alternatives, plan_of
         from .estimate import Project
         from .fit import check_memory, gpu_memory, lack_of_space

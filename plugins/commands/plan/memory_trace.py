@@ -1,11 +1,11 @@
-"""Trace the memory of a forward and a backward, with tensors that have shapes and no values.
+"""Trace the memory of a forward and a backward with fake tensors, which have shapes but no values.
 
-Every tensor is counted from its allocation to its release, as torch's autograd, autocast and checkpointing have it, so
-nothing here knows any model. Operations are those of torch's CPU backend; for a GPU, attention is taken as the fused
-kernel that runs there, and the softmax of the loss as one per chunk.
+Every tensor is counted from its allocation to its release by torch's autograd, autocast and checkpointing, so the
+trace works for any model. Operations are those of torch's CPU backend. For a GPU, the trace assumes the fused attention
+kernel that runs there, and one softmax of the loss per chunk.
 
-Equal blocks of a chain are not computed one by one: of n blocks the trace computes the first and the last, and then
-one alone. The difference is what each further block adds.
+Equal blocks of a chain are not computed one by one. The trace runs once with the first and the last of n blocks, and
+once with only one block. The difference is the cost of each further block.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from crosstrain import PLAIN, Batch, ForwardMode, Head, Model, Objective, takes_mode
-from crosstrain.modeling import activation_checkpointing, dropped_attention
+from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 
+from ...models.hugging_face import dropped_attention
 from .calls import call_of
 from .fake_world import grouped_mm
 
-# torch's formulas know neither the CPU's attention nor sums in place, which accumulate the head's gradient.
+# torch has no FLOP formulas for CPU attention or for addmm_, which accumulates the head's gradient in place.
 _FLOPS = flop_registry | {
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
@@ -51,22 +52,22 @@ _FLOPS = flop_registry | {
 
 @dataclass
 class Trace:
-    """One micro batch, in bytes; without parameters and without the gradients of parameters."""
+    """Bytes and FLOPs of one micro batch; memory excludes parameters and their gradients."""
 
     forward_peak: int = 0
-    kept: int = 0  # between forward and backward
-    # Gradients of parameters made so far, of those in blocks and of all -> the most then.
+    kept: int = 0  # held between forward and backward
+    # (gradient bytes so far of parameters in blocks, of all parameters) -> peak memory
     backward: dict[tuple[int, int], int] = field(default_factory=dict)
-    logits: int = 0  # at the most, while the head computes
-    inputs: int = 0  # of checkpointed blocks, which `offload` moves to host memory
+    logits: int = 0  # peak while the head computes
+    inputs: int = 0  # inputs of checkpointed blocks; `offload` moves them to host memory
     flops: int = 0
-    exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
+    exchanged: int = 0  # bytes that this rank sends in collectives of the forward and the backward
 
     def peak(self, retained: float, outside: float, exchanged: int) -> tuple[int, int, int]:
-        """Peak memory, and the parts of it that are retained gradients and communication buffers.
+        """Return the peak memory, and its parts for retained gradients and for communication buffers.
 
-        The fraction `retained` of gradients in blocks stays, and `outside` of all others; with the first gradient,
-        `exchanged` bytes of buffers are added.
+        retained: fraction of the gradients in blocks that stays in memory. outside: the same for all other gradients.
+        exchanged: bytes of communication buffers, counted from the first gradient on.
         """
         moments = [(self.forward_peak, 0, 0)]
         for (inside, made), most in self.backward.items():
@@ -76,20 +77,25 @@ class Trace:
 
 
 def trace(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head | None = None,
+    model: Model,
+    batch: Batch,
+    dtype: torch.dtype,
+    mode: Mode,
+    device: str,
+    head: Head | None = None,
     objective: Objective | None = None,
-) -> Trace:  # fmt: skip
-    """Trace a forward and a backward of `model`, on the meta device; `dtype` is autocast's.
+) -> Trace:
+    """Trace a forward and a backward of `model`, which is on the meta device, with autocast to `dtype`.
 
-    batch: tensors of a micro batch; their values do not count. head: the rank's, None for the plain one; objective:
-    None for the model's own loss. Raises the model's own error where its forward reads values.
+    batch: tensors of a micro batch; only their shapes and dtypes matter. head: this rank's head; None: the plain head.
+    objective: the loss; None: the model's own. If the forward reads tensor values, the model's error is raised.
     """
     groups = {n: alike for n, chain in enumerate(model.structure.chains()) if len(alike := _alike(chain)) > 2}
     middles = {n: alike[1:-1] for n, alike in groups.items()}
     measure = partial(_measure, model, batch, dtype, mode, device, head or Head(), objective or Objective(None))
     ends = measure(middles)
     out = ends.trace
-    # From the end of the backward to its beginning: what comes later begins later by what is put in before.
+    # Walk the backward from its end, so that insertions do not shift the boundaries still to come.
     for n in sorted(groups, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
         one = measure(middles | {n: groups[n][1:]})
         out = _extended(out, ends, one, n, len(middles[n]))
@@ -97,7 +103,7 @@ def trace(
 
 
 def _alike(chain: list[nn.Module]) -> list[nn.Module]:
-    """The largest set of equal blocks. Blocks that share a parameter equal no other."""
+    """Return the largest set of equal blocks. A block without parameters equals no other."""
 
     def signature(block: nn.Module) -> tuple[Any, ...]:
         return (type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()))
@@ -111,17 +117,17 @@ def _alike(chain: list[nn.Module]) -> list[nn.Module]:
 
 
 def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) -> Trace:
-    """`out` with `more` blocks in the middle of a chain; each costs the difference of `ends` and `one`."""
+    """Return `out` with `more` blocks in the middle of a chain; each costs the difference between `ends` and `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
     gradients = max(a.backward)[1] - max(b.backward)[1]
     boundary = ends.boundaries.get(chain)
     backward: dict[tuple[int, int], int] = {}
     for (inside, made), most in out.backward.items():
-        later = inside + more * gradients, made + more * gradients  # the same, if nothing of them is trained
+        later = inside + more * gradients, made + more * gradients  # unchanged if the blocks are frozen
         if boundary is not None and made >= boundary[1]:
             backward[later] = max(most, backward.get(later, 0))
-        if boundary is None or made <= boundary[1]:  # the block before the ones left out ends where they begin
+        if boundary is None or made <= boundary[1]:  # the boundary itself counts on both sides
             backward[inside, made] = max(most + more * in_backward, backward.get((inside, made), 0))
     return Trace(
         forward_peak=out.forward_peak + more * in_forward,
@@ -135,9 +141,15 @@ def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) 
 
 
 def _measure(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head, objective: Objective,
+    model: Model,
+    batch: Batch,
+    dtype: torch.dtype,
+    mode: Mode,
+    device: str,
+    head: Head,
+    objective: Objective,
     left_out: dict[int, list[nn.Module]],
-) -> _Tracker:  # fmt: skip
+) -> _Tracker:
     absent = [block for blocks in left_out.values() for block in blocks]
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()
@@ -147,11 +159,11 @@ def _measure(
         here = [block for block in blocks if id(block) not in skipped]
         activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:
-            # A block without parameters is a stand-in for one on another stage.
+            # A block without parameters is a placeholder for a block on another pipeline stage.
             if how in ("full", "offload") and next(block.parameters(), None) is not None:
                 block.register_forward_pre_hook(tracker.sees_input)
     with ExitStack() as stack:
-        # Which would log the stack of an error that is raised all the same.
+        # This logger would print a stack trace for an error that is raised anyway.
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(patch.object(nn.functional, "grouped_mm", grouped_mm))
@@ -159,7 +171,7 @@ def _measure(
             attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
             stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
             stack.enter_context(patch.object(dropped_attention, "has_no_kernel", lambda _: False))
-        for chain, blocks in left_out.items():  # which the copy shares with the model
+        for chain, blocks in left_out.items():  # the copy shares these blocks with the model
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
@@ -177,25 +189,25 @@ def _measure(
             out = model(**objective.inputs(inputs, forward))
             tracker.forward_end = tracker.live
         tracker.ends_forward()
-        if out.requires_grad:  # not so on a stage where nothing is trained
+        if out.requires_grad:  # False on a stage without trained parameters
             out.backward(torch.empty_like(out) if out.ndim else None)
     return tracker
 
 
 def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """Replacement of a left-out block's forward; its hook notes when the backward passes."""
+    """Replace the forward of a left-out block; a hook records when the backward reaches it."""
     if hidden.requires_grad:
         hidden.register_hook(lambda _: tracker.comes_by(chain))
     return hidden
 
 
 def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-    """Attention whose dropout is inside the kernel, as on a GPU; the CPU's kernel has none."""
+    """Compute attention without dropout: GPU kernels fuse dropout, and the CPU kernel does not support it."""
     return attention(*args, **kwargs)
 
 
 def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
-    """Replace parameters and buffers by tensors of the current fake mode, except for those of `left_out`."""
+    """Replace parameters and buffers with tensors of the current fake mode, except in the blocks of `left_out`."""
     skipped = {id(module) for block in left_out for module in block.modules()}
     made: dict[Tensor, Any] = {}  # a tied parameter is replaced once
     for module in (module for module in model.modules() if id(module) not in skipped):
@@ -214,13 +226,13 @@ class _Tracker(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.live = 0
-        self.forward_end = 0  # live when the forward ended, autocast's copies of weights among it
-        # Chain -> gradients made when the backward came to what is left out of it.
+        self.forward_end = 0  # live bytes at the end of the forward, including autocast's copies of weights
+        # chain -> value of `_made` when the backward reaches the chain's left-out blocks
         self.boundaries: dict[int, tuple[int, int]] = {}
-        self._made = (0, 0)  # bytes of gradients of parameters so far, of those in blocks and of all
-        self._known: set[int] = set()  # storages that are counted, by id
+        self._made = (0, 0)  # gradient bytes so far: of parameters in blocks, of all parameters
+        self._known: set[int] = set()  # IDs of the counted storages
         self._ignored: list[Any] = []
-        self._in_head: int | None = None  # what was alive when the head began
+        self._in_head: int | None = None  # live bytes when the head began
         self._backward = False
 
     def ignore(self, tensors: list[Tensor]) -> None:
@@ -233,14 +245,14 @@ class _Tracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return out
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # whose slice is counted
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # the local tensor is counted instead
                 self._count(tensor)
         if formula := _FLOPS.get(func._overloadpacket):
             self.trace.flops += formula(*args, **kwargs, out_val=out)
         elif (call := call_of(func, args, out)) is not None:
             self.trace.exchanged += call.sent
         if self._backward:
-            # Gradients that meet are summed in place, but not where tensors have no memory: a sum's moment is the next.
+            # Real gradients accumulate in place, fake ones do not: skip the sum, and measure at the next operation.
             if func is not torch.ops.aten.add.Tensor:
                 self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
         else:
@@ -260,7 +272,7 @@ class _Tracker(TorchDispatchMode):
         self._known.discard(key)
         self.live -= size
 
-    # ---- what tells the phases apart
+    # ---- phases
 
     def ends_forward(self) -> None:
         self.trace.kept, self._backward = self.live, True
@@ -288,7 +300,7 @@ class _Tracker(TorchDispatchMode):
 
 
 class _WatchedHead(Head):
-    """A head whose memory a tracker watches."""
+    """A head that reports to a tracker, to measure its memory."""
 
     def __init__(self, head: Head, tracker: _Tracker) -> None:
         self.add, self.watches = head.add, partial(tracker.watches, head)  # type: ignore[method-assign]

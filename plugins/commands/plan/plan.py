@@ -1,4 +1,4 @@
-"""A plan: the costs of a project under its runner, other runners and modes of checkpointing, as text and JSON."""
+"""A plan: costs of a project under its runner, other runners and checkpointing modes, as text and JSON."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _DAY = 86400.0
 
 @dataclass
 class Budget:
-    """The user's figures about devices and length; None: not given."""
+    """Device memory, speed and length of the run, as given by the user; None: not given."""
 
     device_memory: int | None = None  # bytes
-    throughput: float | None = None  # FLOP/s of one device, recomputation included
-    tokens_per_second: float | None = None  # of all ranks
-    tokens: float | None = None  # of the whole training; None: what the configuration's steps see
+    throughput: float | None = None  # FLOP/s of one device, including recomputation
+    tokens_per_second: float | None = None  # all ranks together
+    tokens: float | None = None  # length of the run; None: run.max_iters sets it
 
 
 @dataclass(repr=False)
 class Plan:
-    """Estimates of one project, and what follows from them and a budget."""
+    """Estimates of one project, and advice for a budget."""
 
     project: Project
     budget: Budget
-    steps: int | None  # of the configuration, or for the budget's tokens
+    steps: int | None  # run.max_iters, or enough for the budget's tokens
     chosen: Estimate
-    modes: dict[str, Estimate | str]  # the chosen runner under each mode of checkpointing, or why not
-    presets: dict[str, Estimate | str]  # the others, or why not
+    modes: dict[str, Estimate | str]  # checkpointing mode -> estimate, or why it is impossible
+    presets: dict[str, Estimate | str]  # other runner -> estimate, or why it is impossible
     advice: Advice | None = None
 
     def fits(self, estimate: Estimate) -> bool | None:
-        """True where a tenth of the device stays free; None where no limit is known."""
+        """Return whether a tenth of the device's memory stays free; None if the budget has no limit."""
         limit = self.budget.device_memory
         return None if limit is None else needs(estimate, self.project.device) <= USABLE * limit
 
@@ -53,7 +53,7 @@ class Plan:
         return None if each is None else each * self.chosen.batch.global_batch
 
     def days(self) -> float | None:
-        """Days of the whole training at the given or measured speed."""
+        """Return the duration of the whole run in days; None if its length or the speed is unknown."""
         if self.steps is None:
             return None
         if self.budget.tokens_per_second and self.tokens_per_step:
@@ -64,7 +64,7 @@ class Plan:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """Bytes, counts and days; null where something is not known."""
+        """Return the plan as JSON values: bytes, counts and days; unknown values are null."""
         sizes, chosen = self.project.sizes, self.chosen
         return {
             "runner": self.project.config.run.runner.name,
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def unpadded(self) -> int:
-        """Elements of all parameters in their logical shapes."""
+        """Number of elements of all parameters in their logical shapes."""
         model = self.project.model
         return sum(model.weights.logical_shape(n, p.shape).numel() for n, p in model.weights.parameters().items())
 
@@ -116,7 +116,7 @@ class Plan:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The plan as lines of text."""
+        """Return the plan as lines of text."""
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
         idle = project.model.structure.idle_parameters
         batch, memory, tokens, run = chosen.batch, chosen.memory, self.tokens_per_step, project.config.run
@@ -170,7 +170,10 @@ class Plan:
         return out
 
     def parameters(self) -> list[str]:
-        """Lines with the patterns of the model's parameters, as checkpoints name them, for freezing and for plans."""
+        """Return the model's parameters grouped by name pattern, one line for each group.
+
+        The same patterns can be used to freeze parameters and in parallelization plans.
+        """
         groups = Counter[tuple[str, tuple[int, ...], bool]]()
         for name, parameter in self.project.model.weights.parameters().items():
             shape = self.project.model.weights.logical_shape(name, parameter.shape)
@@ -202,7 +205,7 @@ class Plan:
 
 
 def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
-    """Estimate the project under its own runner and others. Raises UserError where its own runner cannot train it."""
+    """Estimate the project under its own runner and others. Raises UserError if its own runner cannot train it."""
 
     def attempt(config: Config) -> Estimate | str:
         try:
@@ -215,10 +218,13 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: Alterna
     runners = others.runners.items()
     same = {n: c if isinstance(c, str) else with_same_samples(c, chosen.batch, world_size) for n, c in runners}
     plan = Plan(
-        project, budget, config.run.max_iters, chosen,
+        project,
+        budget,
+        config.run.max_iters,
+        chosen,
         modes={mode: attempt(with_options(config, mode=mode)) for mode in MODES},
         presets={name: other if isinstance(other, str) else attempt(other) for name, other in same.items()},
-    )  # fmt: skip
+    )
     if budget.tokens and plan.tokens_per_step:
         plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)
     if budget.device_memory and not plan.fits(chosen):

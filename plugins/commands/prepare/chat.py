@@ -1,9 +1,9 @@
-"""Render and tokenize conversations once, into a folder of the cache.
+"""Render and tokenize conversations once, into a cache folder.
 
-tokens.bin, tokens.idx  Megatron's format, a document per conversation, int32; a target is stored as ~id
-places.txt              file and line of each
-answers.bin             a byte for each: 1 where the answer is good, and 2 more where it is no half of a pair
-report.json             how many were kept and dropped, and why; keys that nothing reads
+tokens.bin, tokens.idx  Megatron's format, one document per conversation, int32; a target token is stored as ~id
+places.txt              file and line of each conversation
+answers.bin             one byte per conversation: 1 if the answer is good, plus 2 if it is not part of a pair
+report.json             counts of kept and dropped rows, with reasons, and unread keys
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from typing import Any
 
 from crosstrain import DataError
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
-from crosstrain.data.indexed_dataset import TokenWriter
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import first_line
 from crosstrain.utils.files import cache_folder, write_json
 from crosstrain.utils.limited_process import LimitedProcess
 
+from ...datasets.indexed_dataset import TokenWriter
+from ...datasets.row_audit import RowAudit
 from . import io
 from .conversation_files import Row, rows
 from .conversations import Conversation, conversations
@@ -32,32 +32,32 @@ from .download import download
 from .pool import CorpusStage, WorkerPool, cores
 from .prepare import new_folder, output_lock
 
-_FORMAT = 4  # of the folder; another number makes it anew
-_AT_ONCE = 256  # rows of a worker's item
-_WORTH_WORKERS = 1 << 22  # bytes of conversations that take longer than it takes workers to start
+_FORMAT = 4  # version of the folder's files; changing it rebuilds all folders
+_AT_ONCE = 256  # rows per work item
+_WORTH_WORKERS = 1 << 22  # bytes of conversations; with fewer, starting workers takes longer than the work
 
 
 @dataclass(frozen=True)
 class ChatSource:
-    """Conversations and how to render them."""
+    """Conversations and the options for rendering them."""
 
     paths: tuple[str, ...]  # files and folders
     tokenizer: Path  # a folder with a chat template
     train_on: TrainOn
-    max_tokens: int  # of a conversation that a model may read
-    drop_unusable: bool  # rows that cannot be used; False: the first is an error
-    preferences: bool = False  # rows have answers that are good or bad; those of a pair follow each other
+    max_tokens: int  # maximum length of a usable conversation
+    drop_unusable: bool  # drop rows that cannot be used; False: the first one is an error
+    preferences: bool = False  # rows have good and bad answers; the two answers of a pair are adjacent
 
 
-_Tokens = tuple[list[int], bool]  # of a conversation, targets as ~id, and whether its answer is good
+_Tokens = tuple[list[int], bool]  # tokens of a conversation, targets as ~id, and whether its answer is good
 _Result = tuple[
     list[_Tokens] | str, set[str]
-]  # of a row: its conversations or a reason, and its keys that nothing reads
+]  # (conversations of a row, or the reason why the row is unusable; unread keys of the row)
 
 
 @dataclass(frozen=True)
 class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Result]]]):
-    """Render and tokenize rows: their places, with conversations or a reason."""
+    """Render and tokenize rows; return the place of each row with its result."""
 
     source: ChatSource
 
@@ -98,21 +98,21 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Re
         return [~token if is_target else token for token, is_target in zip(encoded.ids, encoded.is_target, strict=True)]
 
 
-_template: ChatTemplate  # of a worker
-_process: LimitedProcess  # that renders by it
+_template: ChatTemplate  # one per worker process
+_process: LimitedProcess  # renders with the template
 
 
 def check_inputs(paths: Iterable[str]) -> None:
-    """Raise DataError where a file or folder of conversations is missing; what is in a bucket is not looked for."""
+    """Raise DataError if a local file or folder of conversations is missing; URLs are not checked."""
     for path in paths:
         if path != "docstrings" and not storage.is_url(path):
             io.existing(path)
 
 
 def prepare_chat(source: ChatSource) -> Path:
-    """Make the folder of a source unless it is in the cache; returns it.
+    """Return the prepared folder of a source; create it if it is not in the cache.
 
-    Raises DataError where no conversation can be used, or the first that cannot if none is to be dropped.
+    Raises DataError if no conversation can be used, or for the first unusable one unless unusable ones are dropped.
     """
     state = [
         _FORMAT, source.tokenizer.name, source.train_on, source.max_tokens, source.drop_unusable, source.preferences,
@@ -157,14 +157,14 @@ def _write(folder: Path, source: ChatSource) -> None:
 
 
 def row_audit(folder: Path, ignore_columns: Sequence[str]) -> RowAudit:
-    """Return the account of the rows of a prepared folder."""
+    """Return the row counts of a prepared folder."""
     audit = RowAudit(ignore_columns)
     audit.add(json.loads((folder / "report.json").read_text(encoding="utf-8")))
     return audit
 
 
 def _state(path: str) -> list[list[Any]]:
-    """Names, sizes and times of the files at a path; of `docstrings`, Python's version."""
+    """Return names, sizes and modification times of the files at a path; for `docstrings`, the Python version."""
     if path == "docstrings":
         return [[sys.version, 0, 0]]
     if storage.is_url(path):
@@ -182,7 +182,7 @@ def _objects(url: str) -> list[str]:
 
 
 def _near(path: str, folder: Path) -> str:
-    """Copy what a URL names to a folder; returns its path there, or any other path as it is."""
+    """Copy the objects of a URL to a folder, and return the path there; return a local path unchanged."""
     if not storage.is_url(path):
         return path
     for url in _objects(path):

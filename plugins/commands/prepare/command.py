@@ -22,7 +22,7 @@ _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separa
 
 @dataclass(kw_only=True)
 class Recipe(PrepareOptions):
-    """Options of a recipe: how to prepare, and the output folder."""
+    """Options of a recipe: those of `PrepareOptions`, and the output folder."""
 
     output: FilePath  # the folder to make
 
@@ -32,12 +32,17 @@ class PrepareCommand(Command):
     """Turn text into tokens, or make a dataset's files."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("dataset", nargs="?", metavar="WHAT", type=_what,
-                            help="inspect or merge; or a dataset that makes files")  # fmt: skip
+        parser.add_argument(
+            "dataset", nargs="?", metavar="WHAT", type=_what, help="inspect or merge; or a dataset that makes files"
+        )
         parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect and merge: prepared folders")
         parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
-        parser.add_argument("--input", nargs="+", metavar="PATH",
-                            help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`")  # fmt: skip
+        parser.add_argument(
+            "--input",
+            nargs="+",
+            metavar="PATH",
+            help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`",
+        )
         parser.add_argument("--output", metavar="DIR")
         parser.add_argument(
             "--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder"
@@ -63,7 +68,7 @@ class PrepareCommand(Command):
         parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Prepare, inspect or merge; returns the exit code."""
+        """Prepare, inspect or merge; return the exit code."""
         if arguments.dataset in ("inspect", "merge"):
             return _existing(arguments)
         if arguments.paths:
@@ -82,7 +87,7 @@ class PrepareCommand(Command):
 
 
 def _read_recipe(arguments: argparse.Namespace) -> Recipe:
-    """Read the recipe file, if one is named, under the flags and `--options`."""
+    """Read the recipe file, if one is given; the flags and `--options` override it."""
     given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
     if len(given.get("input", ())) == 1:
         given["input"] = given["input"][0]
@@ -126,7 +131,7 @@ def _existing(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
-    """Let a registered dataset make its files in `output`, as a project file with these options would."""
+    """Make a registered dataset create its files in `output`, as for a project file with these options."""
     dataset = registry.get("dataset", name)
     cls = options_class("dataset", dataset)
     if not {"path", "prepare"} & {f.name for f in fields(cls)}:

@@ -1,4 +1,4 @@
-"""Rows of conversations from JSON files, Parquet files and folders of `datasets.save_to_disk`."""
+"""Rows of conversations from JSON files, Parquet files and folders written by `datasets.save_to_disk`."""
 
 import ast
 import re
@@ -13,15 +13,16 @@ from . import io
 from .json_rows import Row, entries, parsed
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # as the hub's files begin
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # start of file names on the Hub
 
 
 def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
-    """Yield the rows of files and folders, and of `docstrings` (ranked: with a rejected answer), with their places.
+    """Yield (row, place) for the rows of files, folders and `docstrings` (with a rejected answer if `ranked`).
 
-    For a line that is no JSON object, the reason takes its place. Objects in the same place of a row have their keys in
-    one order, by first appearance: a table has no other, so a file of lines and a table of the same rows agree. Raises
-    DataError for a file that is missing or damaged as a whole, or of another kind.
+    For a line that is not a JSON object, a reason is yielded instead of a row. Objects in the same place of different
+    rows have their keys in the same order, by first appearance. Tables have a fixed order, so this makes a file of
+    lines and a table with the same rows agree. Raises DataError if a file is missing, damaged as a whole, or of an
+    unknown kind.
     """
     order: dict[str, Any] = {}
     for row, place in chain.from_iterable(rows_as_given(path, ranked) for path in paths):
@@ -33,7 +34,7 @@ def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str
 
 
 def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
-    """Yield what `rows` does of one file or folder, with the keys in the order of each row."""
+    """Yield the rows of one file or folder as `rows` does, but keep each row's own order of keys."""
     if item == "docstrings":
         return _docstrings(ranked)
     path = io.existing(item)
@@ -50,7 +51,7 @@ def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, 
 
 
 def _in_order(value: Any, order: dict[str, Any]) -> Any:
-    """Return a JSON value with the keys of objects by first appearance; `order` holds them, with those below each."""
+    """Return a JSON value with keys sorted by first appearance; `order`: key -> (position, order of the keys below)."""
     if isinstance(value, list):
         return [_in_order(inner, order) for inner in value]
     if not isinstance(value, dict):
@@ -85,9 +86,9 @@ def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
 
 
 def _docstrings(ranked: bool) -> Iterator[tuple[Row, str]]:
-    """Questions about the functions and classes of Python's standard library, answered by their docstrings.
+    """Yield questions about functions and classes of Python's standard library, with their docstrings as answers.
 
-    The rejected answer is another one's. Nothing is imported.
+    The rejected answer is the docstring of a different function or class. Nothing is imported.
     """
     found: list[tuple[str, str, str]] = []
     for file in sorted(Path(ast.__file__).parent.glob("[!_]*.py")):

@@ -1,4 +1,4 @@
-"""Conversations in one normal form, into which every published layout is brought."""
+"""Convert conversations from every published layout to one canonical form."""
 
 import json
 import re
@@ -20,9 +20,9 @@ _ROLES = ", ".join(sorted(set(KEYS["roles"].values())))
 
 
 class Turn(BaseModel):
-    """A turn in OpenAI's form. Its text is null beside calls only; with weight 0 it is not learned.
+    """A turn in OpenAI's format. `content` may be null only beside tool calls; training ignores a turn of weight 0.
 
-    Keys of no layout stay as they are, for templates that read them.
+    Keys that belong to no known layout stay unchanged, for templates that read them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -35,12 +35,12 @@ class Turn(BaseModel):
     weight: Literal[0, 1] | None = None
 
 
-_OF_TOOLS = set(Turn.model_fields)  # keys of a turn that are read
+_OF_TOOLS = set(Turn.model_fields)  # keys that are read in a turn of role "tool"
 _OF_OTHERS = _OF_TOOLS - {"name", "tool_call_id"}
 
 
 class Conversation(BaseModel):
-    """Turns, the tools that they may call, and if the last answer is a good one."""
+    """Turns, the tools that they may call, and whether the last answer is good."""
 
     messages: list[Turn]
     tools: list[dict[str, Any]]
@@ -50,11 +50,11 @@ class Conversation(BaseModel):
 def conversations(
     row: Row, ranked: bool = False, images: list[Row] | None = None
 ) -> tuple[list[Conversation], set[str]]:
-    """Bring a row into the normal form; returns its conversations, and the paths of its keys that nothing reads.
+    """Convert a row to the canonical form, and return its conversations and the paths of its unread keys.
 
-    ranked: the last answers have a rank: a chosen and a rejected one, or one with a label. images: receives the parts
-    of turns that are images, where the text then has a placeholder; a row may then have no conversation. Raises
-    ChatError for a row that has none of the layouts, contradicts itself, or needs more than text and such images.
+    ranked: the row has a chosen and a rejected last answer, or a last answer with a label. images: the image parts of
+    turns are appended to this list, and the text has a placeholder for each; a row without a conversation is then
+    allowed. Raises ChatError if the layout of the row is unknown or contradictory, or if it has other media.
     """
     reader = _RowReader(row, images)
     if images is not None and not reader.has_turns:
@@ -75,24 +75,24 @@ def conversations(
 
 
 class _RowReader:
-    """Takes a row apart. `rest` holds its columns not yet read, `unread` paths of other keys that nothing reads."""
+    """Takes a row apart. `rest` holds the columns not yet read, and `unread` the paths of other unread keys."""
 
     def __init__(self, row: Row, images: list[Row] | None) -> None:
         self.unread, self.images = set[str](), images
         columns = self._decoded(row, "")
-        if "preferred_output" in columns:  # OpenAI's, which has the turns and tools in its input
+        if "preferred_output" in columns:  # OpenAI's preference format: messages and tools are under `input`
             columns |= columns.pop("input", {})
         self.rest = _renamed(columns, KEYS["columns"])
         self._refuse_media(self.rest)
-        self.tools = [self.rest.pop("tools", [])]  # the column's, and those of turns
+        self.tools = [self.rest.pop("tools", [])]  # tools of the row's column, then those of each turn
 
     @property
     def has_turns(self) -> bool:
-        """True if the row has a conversation, and not only texts of other purposes."""
+        """True if the row contains a conversation, and not only text for other purposes."""
         return "messages" in self.rest or any(self.rest.keys() >= set(pair) for pair in KEYS["pairs"])
 
     def answers(self) -> dict[bool, Any]:
-        """Take the answers by whether they are good; null for one that the turns have."""
+        """Remove and return the answers: True (good) or False (bad) -> answer; None: it is the last of the turns."""
         for _, column in KEYS["pairs"]:
             match self.rest.get(column):
                 case [str(good), str(bad)]:
@@ -108,7 +108,7 @@ class _RowReader:
         return {KEYS["labels"][label]: None}
 
     def turns(self, before_answers: bool) -> list[Row]:
-        """Take the turns; those before ranked answers may be none."""
+        """Remove and return the turns; with `before_answers`, those before a separate answer, possibly none."""
         asked = [pair for pair in KEYS["pairs"] if self.rest.get(pair[0])]
         pairs = asked if before_answers else [pair for pair in KEYS["pairs"] if self.rest.keys() >= set(pair)]
         if "messages" in self.rest and not (before_answers and pairs):
@@ -137,7 +137,7 @@ class _RowReader:
         return turns if before_answers else turns + self.side(self.rest.pop(answer), "assistant")
 
     def answered(self, asked: list[Row], answer: list[Row]) -> list[Row]:
-        """Put an answer behind the turns before it, which it repeats if it is a whole conversation."""
+        """Append an answer to the turns before it; an answer that is a whole conversation already has them."""
         refuse_if(
             not answer or answer[-1]["role"] != "assistant",
             "the last turn of chosen or rejected is not the assistant's",
@@ -151,7 +151,7 @@ class _RowReader:
         return _with_system(answer, [turn for turn in asked if turn["role"] in _SYSTEM])
 
     def side(self, given: Any, role: str) -> list[Row]:
-        """Bring turns, one turn, or the text of one into the normal form."""
+        """Convert a list of turns, a single turn, or a text said by `role` to the canonical form."""
         if not isinstance(given, (list, Mapping)):
             given = {"role": role, "content": given}
         return [self._turn(turn) for turn in _listed(given)]
@@ -206,7 +206,7 @@ class _RowReader:
         return str(part.get("text", ""))
 
     def _call(self, call: Any) -> Row:
-        """Return a call in OpenAI's form, of one in this form or of its function only."""
+        """Return a tool call in OpenAI's format; `call` is in this format, or only its `function` part."""
         function = _renamed(call.get("function", call), {"parameters": "arguments"})
         name, arguments = function.get("name"), function.get("arguments", {})
         refuse_if(
@@ -219,15 +219,15 @@ class _RowReader:
         return made | {key: call[key] for key in ("id",) if key in call}
 
     def one_list_of_tools(self) -> list[Any]:
-        """Return the tools of all places, in OpenAI's form. Raises ChatError where places have different ones."""
+        """Return the row's tools in OpenAI's format. Raises ChatError if the row has two different lists of tools."""
         lists = [[_tool(tool) for tool in _listed(tools)] for tools in self.tools if tools]
         refuse_if(any(tools != lists[0] for tools in lists), "it names its tools twice, in different ways")
         return lists[0] if lists else []
 
     def _decoded(self, value: Any, key: str, is_json: bool = False, inside: bool = False) -> Any:
-        """Decode texts of JSON, and leave out keys that are null, as in a table where other rows have them.
+        """Decode JSON strings, and leave out keys with null values: in a table, these are keys of other rows.
 
-        is_json: a text is JSON. inside: the keys are no layout's, as in arguments.
+        is_json: a string is JSON. inside: the keys are data, as in the arguments of a call, and not part of a layout.
         """
         if isinstance(value, str) and not is_json:
             return value
@@ -249,7 +249,7 @@ class _RowReader:
 
 
 def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
-    """Begin with a system turn of elsewhere. Raises ChatError where it contradicts one of the turns."""
+    """Prepend the system turn of a separate column. Raises ChatError if it contradicts a system turn in `turns`."""
     said = [turn["content"] for turn in turns if turn["role"] in _SYSTEM]
     refuse_if(
         said and any(turn["content"] not in said for turn in system),
@@ -259,7 +259,7 @@ def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
 
 
 def _weight(turn: Row) -> Row:
-    """Take the keys that tell if a turn is learned; returns it as a weight. Raises ChatError if they contradict."""
+    """Pop the keys that say whether to train on a turn, and return its weight. Raises ChatError if they disagree."""
     said = {key: turn.pop(key) for key in KEYS["learned"] if key in turn}
     if not said:
         return {}
@@ -270,7 +270,7 @@ def _weight(turn: Row) -> Row:
 
 
 def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
-    """Give keys the names of the normal form, unless it has them already."""
+    """Rename keys to those of the canonical form, unless the row already has the new key."""
     made = dict(given)
     for old, new in names.items():
         if old in made and new not in made:
@@ -279,7 +279,7 @@ def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
 
 
 def _tool(tool: Row) -> Row:
-    """Return a tool in OpenAI's form, in which a function is one kind of tool."""
+    """Return a tool in OpenAI's format, which wraps a function as one type of tool."""
     if "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

@@ -1,4 +1,4 @@
-"""Find the documents to drop because an earlier one, which stays, is equal or nearly so."""
+"""Find the documents to drop because they are equal or similar to an earlier document that stays."""
 
 import hashlib
 import secrets
@@ -19,13 +19,13 @@ from .pool import CorpusStage, WorkerPool
 from .shards import CorpusShard, DocumentStore, key_of
 from .stats import Counts
 
-_PAIRS = 2048  # that a worker compares at once
-SORTED_BYTES = 64 << 20  # of rows that are sorted at once in memory
+_PAIRS = 2048  # pairs in one work item
+SORTED_BYTES = 64 << 20  # bytes of rows that are sorted in memory at once
 
 
 @dataclass
 class Duplicates:
-    """A byte per document, 1 for those to drop (None: all stay), and a report: counts by kind, with examples."""
+    """Marks of one byte per document, 1 to drop it (None: all stay), and a report with counts and examples per kind."""
 
     marks: np.ndarray | None
     report: dict[str, Any]
@@ -36,7 +36,7 @@ class Duplicates:
         return "" if self.marks is None else hashlib.blake2b(self.marks.data, digest_size=16).hexdigest()
 
     def left(self, shards: list[CorpusShard]) -> Iterator[tuple[CorpusShard, np.ndarray | None]]:
-        """Yield each shard with a mask of its documents that stay."""
+        """Yield each shard with a mask of the documents to keep; None: keep all of them."""
         start = 0
         for shard in shards:
             stop = start if self.marks is None else start + len(shard.rows())
@@ -47,9 +47,9 @@ class Duplicates:
 def find_duplicates(
     options: DedupOptions, shards: list[CorpusShard], folder: Path, pool: WorkerPool, advance: Callable[[int], Any]
 ) -> Duplicates:
-    """Compare all documents of all shards; the first of equal or similar ones stays.
+    """Compare all documents of all shards; the first of equal or similar documents stays.
 
-    Only the names of the shards, one per 8 MB of input, are in memory; the rest is on disk, in `folder`.
+    Memory holds only the names of the shards, one per 8 MB of input. The rest is on disk, in `folder`.
     """
     starts = np.concatenate(([0], np.cumsum([len(shard.rows()) for shard in shards]))).astype(np.int64)
     total = int(starts[-1])
@@ -70,26 +70,26 @@ class _Search:
         self.counts = Counts()
 
     def mark_equal(self) -> None:
-        """Mark equal documents, by 128 bits of hash: no two different documents are known to share them."""
+        """Mark documents with equal 128-bit hashes; no collision of these hashes is known."""
         with ExternalSort(self.folder / "equal", 3, len(self.marks)) as sorter:
             for start, shard in zip(self.starts, self.shards, strict=False):
                 hashes = shard.rows()["hash"]
                 sorter.add(hashes[:, 0], hashes[:, 1], start + np.arange(len(hashes)))
-            for rows in sorter.sorted():  # equal hashes in the order of the documents' numbers
+            for rows in sorter.sorted():  # documents with equal hashes keep their order
                 new = np.concatenate(([True], (rows[1:, :2] != rows[:-1, :2]).any(axis=1)))
                 first = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
                 for place in np.flatnonzero(~new):
                     self._mark("exact", int(rows[place, 2]), int(rows[first[place], 2]), "equal to")
 
     def mark_near(self, options: NearOptions, pool: WorkerPool, advance: Callable[[int], Any]) -> None:
-        """Mark the later document of each similar pair whose earlier one stays."""
+        """Mark the later document of each similar pair if the earlier one stays."""
         folder = self.folder / f"near-{key_of(to_plain(options))}"
         folder.mkdir(exist_ok=True)
         for signed in pool.run(minhash.SignatureStage(folder, options), self.shards):
             advance(signed)
         total = len(self.marks)
         similarity = minhash.SimilarityStage(self.shards, self.starts, options)
-        self.marks.flush()  # those of equal documents, for the stage
+        self.marks.flush()  # the stage reads the marks of equal documents
         bands = BandStage(folder, self.shards, self.starts, Path(str(self.marks.filename)))
         with ExternalSort(self.folder / "pairs", 2, 4 * total, highest=total) as candidates:
             for path in pool.run(bands, range(minhash.banding(options)[0])):
@@ -117,9 +117,9 @@ class _Search:
 
 @dataclass
 class BandStage(CorpusStage[int, Path]):
-    """Write the pairs of documents, of those not marked, that share a band's key: int64 [pairs, 2], a file per band."""
+    """Write the pairs of unmarked documents that share a band's key: int64 [pairs, 2], one file per band."""
 
-    folder: Path  # with the keys
+    folder: Path  # holds the files of band keys
     shards: list[CorpusShard]
     starts: np.ndarray
     marks: Path
@@ -128,7 +128,7 @@ class BandStage(CorpusStage[int, Path]):
         self.marked = np.memmap(self.marks, np.uint8, "r")
 
     def __call__(self, band: int) -> Path:
-        place = self.folder / f"band-{band}-{secrets.token_hex(4)}"  # another worker may do the same one
+        place = self.folder / f"band-{band}-{secrets.token_hex(4)}"  # two workers may process the same band
         with ExternalSort(place, 2, len(self.marked)) as sorter:
             for number, shard in enumerate(self.shards):
                 keys = np.load(self.folder / f"{shard.key}.bands.npy", mmap_mode="r")[band]
@@ -142,14 +142,14 @@ class BandStage(CorpusStage[int, Path]):
 
 
 class ExternalSort:
-    """A sorter of rows of two or three uint64 on disk; the first number is the key.
+    """Sorts rows of two or three uint64 on disk; the first column is the key.
 
-    The rows are spread over files by their keys, each file small enough to be sorted in memory. A context manager:
-    the files are removed when its block ends.
+    Rows are assigned to files by key, and each file is small enough to sort in memory. As a context manager, it removes
+    the files at the end of the block.
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, highest: int = 1 << 64) -> None:
-        """Make the folder. rows: expected number. highest: bound of the keys, which are spread evenly below it."""
+        """Create the folder. rows: expected number of rows. highest: upper bound on the keys (assumed uniform)."""
         self.folder, self.columns, self.highest = folder, columns, highest
         self.parts = max(1, -(-rows * columns * 8 // SORTED_BYTES))
         shutil.rmtree(folder, ignore_errors=True)
@@ -173,7 +173,7 @@ class ExternalSort:
                 file.write(rows[order[bounds[number] : bounds[number + 1]]].tobytes())
 
     def sorted(self) -> Iterator[np.ndarray]:
-        """Yield all rows, uint64 [rows, columns], in ascending order, a file at a time; no key is in two files."""
+        """Yield all rows, uint64 [rows, columns], in ascending order, one file at a time; no key is in two files."""
         for number in range(self.parts):
             path = self.folder / str(number)
             if path.exists():

@@ -1,6 +1,6 @@
 """Download files from the web and resume interrupted transfers.
 
-fsspec can do neither: after an error its HTTP files start again from the first byte, without retries.
+fsspec neither resumes nor retries: after an error, its HTTP files start again from the first byte.
 """
 
 import logging
@@ -21,17 +21,17 @@ from crosstrain.utils.files import replacing
 
 AGENT = f"crosstrain/{__version__}"
 _BLOCK = 1 << 20
-_TRIES = 8  # in a row without a new byte
+_TRIES = 8  # consecutive tries without a new byte
 _log = logging.getLogger(__name__)
 
 
 def download(url: str, folder: Path, progress: bool, patience: float = 1.0, timeout: float = 60.0) -> Path:
-    """Download a file into `folder`, under the last part of the URL's path, unless it is there; return its path.
+    """Download a file into `folder`, unless it exists, and return its path.
 
-    An object of a bucket keeps the names of its folders, too.
-    An interrupted download is kept beside it. The next one asks for the rest, provided that the file on the server is
-    still the same. patience: seconds before the second try, doubled before each further one. Raises DataError if the
-    server refuses, or nothing more arrives in several tries.
+    The file is named after the last part of the URL's path; an object in a bucket keeps its folders. An interrupted
+    download stays next to the target. The next download requests only the rest, if the file on the server is unchanged.
+    patience: seconds before the second try, doubled before each further one. Raises DataError if the server refuses, or
+    if several tries receive nothing more.
     """
     if not url.startswith(("http://", "https://")):
         target = folder / url.partition("://")[2]
@@ -74,7 +74,7 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
 
 
 def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: float) -> None:
-    notes = target.with_name(target.name + ".version")  # tells a later download whether the file is still the same
+    notes = target.with_name(target.name + ".version")  # an HTTP validator: shows whether the file has changed
     start = partial.stat().st_size if partial.exists() else 0
     headers = {"User-Agent": AGENT}
     if start and notes.exists() and (validator := notes.read_text()):
@@ -82,12 +82,12 @@ def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: fl
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # the whole file is here, or a part of another file
+        if error.code != 416:  # the partial file is already complete, or of a different file
             raise
         partial.unlink(missing_ok=True)
         raise EOFError("the part that is here does not fit the file") from None
     with answer:
-        if answer.status != 206:  # from the beginning
+        if answer.status != 206:  # the server sends the whole file
             start, etag = 0, answer.headers.get("ETag")
             strong = etag if etag and not etag.startswith("W/") else None
             notes.write_text(strong or answer.headers.get("Last-Modified", ""))

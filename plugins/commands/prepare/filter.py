@@ -1,4 +1,4 @@
-"""The interface of a filter plugin, which keeps, changes or drops documents."""
+"""The interface of filter plugins: a filter keeps, changes or drops documents."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from crosstrain.config.schema import Checker
 
 @dataclass(frozen=True)
 class Dropped:
-    """A filter's answer for a document that it drops, with the reason in a few words, such as `14 tokens`."""
+    """A filter's result for a document that it drops, with a short reason, such as `14 tokens`."""
 
     reason: str
 
@@ -17,24 +17,24 @@ class Dropped:
 class Filter:
     """A filter of documents, one at a time. Override `text`, `tokens` or both.
 
-    Filters are registered as processors. They run in worker processes, in the order in which a recipe names them. The
-    result depends on the options and the document alone, so a restart or another number of workers changes nothing.
+    Filters are registered as processors. They run in worker processes, in the order of the recipe. A result must depend
+    only on the options and the document, so that neither a restart nor the number of workers can change it.
     """
 
     def __init__(self, options: Any) -> None:
         self.options = options
 
     def text(self, text: str) -> str | Dropped:
-        """Return the text, changed or as it was; or `Dropped`."""
+        """Return the text, changed or unchanged, or `Dropped`."""
         return text
 
     def tokens(self, count: int) -> Dropped | None:
-        """Return `Dropped` for a document of `count` tokens, without its end-of-text token; None to keep it."""
+        """Return `Dropped` to drop a document of `count` tokens (excluding the end-of-text token), else None."""
         return None
 
 
 class TokenLimits(Filter):
-    """Keep documents of `least` to `most` tokens."""
+    """Keep documents with `least` to `most` tokens; if `most` is None, there is no upper limit."""
 
     def __init__(self, options: Any, least: int = 0, most: int | None = None) -> None:
         super().__init__(options)
@@ -47,7 +47,7 @@ class TokenLimits(Filter):
 
 
 def make_filters(given: list[dict[str, Any]]) -> list[tuple[str, Filter]]:
-    """Make (name, filter) from components as plain data. ConfigError for a processor that is no filter."""
+    """Create (name, filter) pairs from components as plain data. Raises ConfigError if a processor is not a filter."""
     made = []
     for item in given:
         component = Checker(lambda key: "clean." + ".".join(key)).component("processor", item, ())

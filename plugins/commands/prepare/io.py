@@ -1,4 +1,4 @@
-"""Open files, compressed or not, and tables, with one clear error where one cannot be read."""
+"""Open files (compressed or not) and tables, with a clear error if one cannot be read."""
 
 import bz2
 import gzip
@@ -22,37 +22,37 @@ from crosstrain.utils.files import open_regular
 from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
 
-_MAX_RATIO, _SMALL = 250, 64 << 20  # decompressed bytes per byte of the file, and of any file
-MOST = 1 << 28  # bytes of a line, of a separated document, and of a compressed file that is held as a whole
-_MEMORY, _SECONDS = 3 << 28, 15  # of a step of reading: some rows of a table, or a JSON document
-_HELD = 128  # rows of a table in memory
-_VALUE = 16  # bytes that a value of a table counts at least
-_WINDOW = 31  # log2 of the bytes that zstd may look back: the most that its format has, `zstd --long=31`
-HEAD = 4096  # bytes of a file's content that show its kind
+_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: per byte of the file, and its minimum
+MOST = 1 << 28  # limit in bytes on a line, a separated document, and a compressed file that is read as a whole
+_MEMORY, _SECONDS = 3 << 28, 15  # limits on one step of reading: some rows of a table, or a JSON document
+_HELD = 128  # rows of a table held in memory at once
+_VALUE = 16  # bytes of overhead counted for each value of a table
+_WINDOW = 31  # log2 of zstd's window in bytes: the format's maximum, as in `zstd --long=31`
+HEAD = 4096  # bytes of a file's content that are enough to recognize its kind
 _PACKED = {
     ".gz": rb"\x1f\x8b", ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", ".xz": rb"\xfd7zXZ\0|\]\0\0[\0-\x80]",
     ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     ".utf-16": rb"\xff\xfe|\xfe\xff", ".utf-16-le": rb"[\[{]\0[^\0]\0", ".utf-16-be": rb"\0[\[{]\0[^\0]",
 }  # fmt: skip
-# Endings of a compression and of parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
+# Suffixes of compressed files and parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
 _PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
 
 
 def is_compressed(path: Path) -> bool:
-    """Tell whether a file is compressed or in UTF-16 or UTF-32, so that it can be read from its beginning only."""
+    """Return whether a file can only be read from its beginning, because it is compressed, UTF-16 or UTF-32."""
     with os_errors_as(DataError, f"{path} cannot be read"):
         return _packing(path) in _OPENERS
 
 
 def _packing(path: Path) -> str:
-    """Return the suffix of the compression or encoding that a file's first bytes show, or else its name's suffix."""
+    """Return the suffix for the compression or encoding that a file's first bytes show, else the file's suffix."""
     with open_regular(path) as file:
         head = file.read(16)
     return next((suffix for suffix, sign in _PACKED.items() if re.match(sign, head, re.DOTALL)), path.suffix.lower())
 
 
 def _open_wide(path: Path, _: str) -> BytesIO:
-    """Open a file of UTF-16 or UTF-32 as UTF-8."""
+    """Open a UTF-16 or UTF-32 file as UTF-8."""
     return BytesIO(path.read_bytes().decode(_packing(path)[1:]).encode())
 
 
@@ -63,15 +63,15 @@ _OPENERS: dict[str, Any] = {
 
 
 def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Tell whether a file's name ends with one of `suffixes`, before endings of a compression and of parts."""
+    """Return whether a file's name ends with one of `suffixes`, ignoring suffixes of compression and parts."""
     return bool(suffixes) and _PART.sub("", path.name.lower()).endswith(suffixes)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading: decompressed, and in UTF-8 where its byte order mark tells UTF-16 or UTF-32.
+    """Open a file for reading, decompressed, and converted from UTF-16 or UTF-32 to UTF-8.
 
-    DataError if it is missing, truncated or damaged.
+    Raises DataError if it is missing, truncated or damaged.
     """
     damage = cast("type[Exception]", ValueError)
     try:
@@ -95,7 +95,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Decompressed:
-    """Decompressed content of bounded size. ValueError where the file is damaged, or its content too large."""
+    """Decompressed content with a size limit. Raises ValueError if the file is damaged or its content too large."""
 
     def __init__(self, stream: Any, path: Path, damage: type[Exception]) -> None:
         self._stream, self._damage = stream, damage
@@ -117,9 +117,9 @@ class _Decompressed:
 
 
 def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[bytes]:
-    """Yield the content in pieces of at least `least` bytes that end with a separator; the last may not.
+    """Yield the content in pieces that end with a separator and have at least `least` bytes, except perhaps the last.
 
-    Reads little ahead. ValueError for a piece that is too long to be held.
+    Only a little is read ahead. Raises ValueError if there is no separator for more than `MOST` bytes.
     """
     held, start = bytearray(), least
     while block := stream.read(max(least, 1 << 20)):
@@ -128,7 +128,7 @@ def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[byte
             yield bytes(memoryview(held)[:stop])
             del held[:stop]
             start = least
-        start = max(least, len(held) + 1)  # the rest is searched already
+        start = max(least, len(held) + 1)  # everything before this has already been searched
         if len(held) > MOST:
             raise ValueError(f"it has no {separator!r} for more than {MOST >> 20} MiB; separate its documents")
     if held:
@@ -138,7 +138,7 @@ def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[byte
 def _boundary(data: bytearray, separator: bytes, least: int) -> int:
     """Return the end of the first separator that ends at `least` or later; -1 if there is none.
 
-    A separator that another one overlaps from the left is passed over: splitting from the beginning may not see it.
+    A separator that overlaps an earlier match is skipped, because splitting from the beginning may not find it.
     """
     length = len(separator)
     found = data.find(separator, max(0, least - length))
@@ -149,9 +149,9 @@ def _boundary(data: bytearray, separator: bytes, least: int) -> int:
 
 @contextmanager
 def bounded(path: Path, more: int = 0) -> Iterator[None]:
-    """Limit the memory and the computing time of a step of reading. `more`: bytes beyond those that any step may take.
+    """Limit the memory and CPU time of one step of reading. `more`: bytes to add to the usual memory limit.
 
-    DataError where a limit is reached.
+    Raises DataError if a limit is reached.
     """
     try:
         with at_most(_MEMORY + more, _SECONDS):
@@ -163,16 +163,16 @@ def bounded(path: Path, more: int = 0) -> Iterator[None]:
 
 
 def _allowed(size: int) -> int:
-    """Return the bytes that a file of `size` bytes may become."""
+    """Return the limit on decompressed bytes for a file of `size` bytes."""
     return max(_SMALL, _MAX_RATIO * size)
 
 
 def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
-    """Yield the rows of batches. DataError where they have more than `left` bytes together."""
+    """Yield the rows of batches. Raises DataError if they have more than `left` bytes in total."""
     while left >= 0:
         with bounded(path):
             batch = next(batches, None)
-            left -= len(pickle.dumps(batch))  # a value that stands there once may be in many rows
+            left -= len(pickle.dumps(batch))  # a value that is stored once may occur in many rows
         if batch is None:
             return
         yield from batch if left >= 0 else ()
@@ -181,15 +181,15 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
 
 @contextmanager
 def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file with pyarrow: its metadata, the names of its columns, and `rows` with iter_batches' options.
+    """Open a Parquet file with pyarrow; yield its metadata, column names, and `rows`, a function like iter_batches.
 
-    A few bytes of it can stand for gigabytes. DataError if it, or a row read from it in the block, is damaged or too
-    large.
+    A few bytes of the file can expand to gigabytes. Raises DataError if the file, or a row read from it in the block,
+    is damaged or too large.
     """
     pyarrow, parquet = require("pyarrow", f"reading {file}"), require("pyarrow.parquet", f"reading {file}")
     try:
         with bounded(file):
-            # Names need not be UTF-8. With a buffer a row group is not held as a whole.
+            # File names need not be UTF-8. With a buffer, a row group is not held in memory as a whole.
             table = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(file)), buffer_size=1 << 20)
         groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
         parts = [group.column(number) for group in groups for number in range(table.metadata.num_columns)]
@@ -208,7 +208,7 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
 
 
 def saved_dataset(folder: Path) -> Any:
-    """Open a folder that `datasets.save_to_disk` wrote. DataError if it is damaged, or more than its files hold."""
+    """Open a folder written by `datasets.save_to_disk`. Raises DataError if it is damaged or compressed."""
     library, size = require("datasets", f"reading {folder}"), _arrow_bytes(folder)
     with explained(f"{folder} cannot be read as a Hugging Face dataset", DataError), bounded(folder, size):
         dataset = library.load_from_disk(str(folder))
@@ -218,7 +218,7 @@ def saved_dataset(folder: Path) -> Any:
 
 
 def saved_rows(folder: Path, dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a dataset from a folder. DataError where they are no text or too large."""
+    """Yield the rows of a saved dataset. Raises DataError if they are not UTF-8 text, or too large."""
     tables = dataset.with_format("arrow").iter(_HELD)
     try:
         yield from _rows(folder, _allowed(_arrow_bytes(folder)), (table.to_pylist() for table in tables))
@@ -231,7 +231,7 @@ def _arrow_bytes(folder: Path) -> int:
 
 
 def existing(item: str) -> Path:
-    """Return the path of the file or folder that an option names. DataError if there is none."""
+    """Return the path of an input file or folder. Raises DataError if it does not exist."""
     path = Path(item).expanduser()
     if not path.exists():
         hint = near(path) or ("" if path.suffix or item[:1] in "/.~" else "data of a hub are downloaded first")
@@ -242,10 +242,10 @@ def existing(item: str) -> Path:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """List the files at any depth below a folder, sorted by path, without hidden ones.
+    """List the files at any depth below a folder, sorted by path, excluding hidden ones.
 
-    DataError for an entry that may hold text and cannot be read: a folder without permission, a link to nothing or to
-    another folder, a pipe, a socket, a device.
+    Raises DataError for an entry that may hold text but cannot be read: a folder without permission, a broken link, a
+    link to a folder, a pipe, a socket or a device.
     """
 
     def fail(error: OSError) -> None:
@@ -263,7 +263,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def nothing_in(folder: Path, wanted: str) -> DataError:
-    """Return the error for a folder without a readable file; it says which files are there instead."""
+    """Return the error for a folder without a readable file; it lists the kinds of files found instead."""
     kinds = Counter(file.suffix or "no suffix" for file in files_below(folder)).most_common(3)
     found = ", ".join(f"{count} with {kind}" for kind, count in kinds) or "nothing"
     return DataError(f"{folder} holds no {wanted} file (found: {found})")

@@ -1,4 +1,4 @@
-"""Rows of JSON files: an object per line, those of a list, or those of a list under a key of one object."""
+"""Read rows from JSON files: one object per line, a list of objects, or a list under a key of one object."""
 
 import json
 import re
@@ -12,13 +12,13 @@ from crosstrain.utils.files import unique_keys
 from . import io
 
 Row = dict[str, Any]
-# A list of objects, an object over several lines, or perhaps one around a list of objects.
+# A list of objects, an object over several lines, or perhaps an object that contains a list of objects.
 _DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*((?P<list>\[\s*[{\]])|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
-_EXPANSION = 4  # bytes of memory that each byte of a document may take
+_EXPANSION = 4  # bytes of memory allowed per byte of a document
 
 
 def parsed(text: bytes) -> Any:
-    """Return a JSON value. Raises ValueError for any other text, and for an object with the same key twice."""
+    """Return a JSON value. Raises ValueError for any other text, and for an object with a repeated key."""
     try:
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except RecursionError as error:
@@ -28,8 +28,9 @@ def parsed(text: bytes) -> Any:
 def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
     """Return the entries of a file that is one JSON value; None for a file of lines.
 
-    The value is a list of rows, an object with such a list under `data` or its only one, or a row. The columns beside a
-    list belong to each row. Raises DataError for a damaged list, and for a value or rows that take too much memory.
+    The value is a row, a list of rows, or an object with a list of rows (under `data`, or its only list). The object's
+    other columns are added to each row. Raises DataError for a damaged list, or if the value or rows need too much
+    memory.
     """
     with io.opened(file) as stream:
         data = stream.read(io.HEAD)

@@ -1,4 +1,4 @@
-"""Tell the kind of a file by the first bytes of its content."""
+"""Recognize the kind of a file by the first bytes of its content."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from . import io
 
 _UNPACK = "unpack it, and name the files inside"
 _CONVERT = "extract its text into .txt, .jsonl or .parquet files first"
-# Name: (regular expression at the beginning, advice for a reader that does not take it). The first that fits counts.
+# Name -> (regular expression for the beginning, advice if the reader does not accept this kind). First match wins.
 _KINDS = {
     "Git LFS pointer": (rb"version https://git-lfs", "fetch the content with `git lfs pull`"),
     "PDF": (rb"%PDF-", _CONVERT),
@@ -49,9 +49,9 @@ _KINDS = {
 
 
 def kind_of(file: Path) -> tuple[str, str]:
-    """Return (name, advice) of the kind that a file's content shows, `("", "")` for plain text and unknown ones.
+    """Return (name, advice) for the kind of a file's content; `("", "")` for plain text and unknown kinds.
 
-    DataError if the file cannot be read.
+    Raises DataError if the file cannot be read.
     """
     with io.opened(file) as stream:
         head = stream.read(io.HEAD).removeprefix(b"\xef\xbb\xbf")

@@ -1,6 +1,6 @@
-"""Near-duplicates: MinHash signatures in bands propose pairs, and the true similarity of a pair decides.
+"""Find near-duplicates: banded MinHash signatures propose pairs, and the exact similarity of a pair decides.
 
-Broder 1997 for the signatures, Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3, for the bands.
+Signatures: Broder 1997. Bands: Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from .pool import CorpusStage
 from .shards import CorpusShard, DocumentStore, batches
 
 _SEED = 42
-_FOUND = 0.99  # of the pairs at the threshold; those above are found more surely
-_PARTNERS = 8  # of a document in one bucket: the first ones there, and those just before it
-_CACHED = 64 << 20  # bytes of shingle sets that are kept for the next comparisons
+_FOUND = 0.99  # probability of finding a pair at the threshold; it is higher for more similar pairs
+_PARTNERS = 8  # a document is compared with this many at the start of its bucket, and with this many just before it
+_CACHED = 64 << 20  # bytes of shingle sets kept for later comparisons
 _ODD = np.uint64(0x9FB21C651E98DF25)
 _STEP = 0xA0761D6478BD642F
 
 
 def banding(options: NearOptions) -> tuple[int, int]:
-    """Return (bands, rows) of the longest bands that still find 99 % of the pairs at the threshold.
+    """Return (bands, rows) with the longest bands that still find 99% of the pairs at the threshold.
 
-    A pair of similarity s shares all of a band's r minima with probability s^r, and at least one of b bands with
-    1 - (1 - s^r)^b.
+    A pair of similarity s shares all r minima of a band with probability s^r, and at least one of b bands with
+    probability 1 - (1 - s^r)^b.
     """
     for rows in range(options.permutations, 1, -1):
         bands = options.permutations // rows
@@ -41,7 +41,7 @@ def banding(options: NearOptions) -> tuple[int, int]:
 
 @dataclass
 class SignatureStage(CorpusStage[CorpusShard, int]):
-    """Write the band keys of a shard's documents: NAME.bands.npy, uint64 [bands, documents]. Finished files stay."""
+    """Write the band keys of a shard's documents: NAME.bands.npy, uint64 [bands, documents]. Reuse finished files."""
 
     folder: Path
     options: NearOptions
@@ -75,7 +75,8 @@ class SignatureStage(CorpusStage[CorpusShard, int]):
 def pairs(rows: np.ndarray) -> np.ndarray:
     """Return documents to compare, int64 [pairs, 2] (earlier, later), from rows (key, document) in ascending order.
 
-    Each is compared with the first few of its bucket, of which a cluster keeps one, and with the few before it.
+    Each document is compared with the first few documents of its bucket, because a cluster keeps one of those, and with
+    the few just before it.
     """
     keys, documents = rows[:, 0], rows[:, 1].astype(np.int64)
     places = np.arange(len(rows))
@@ -91,7 +92,7 @@ def pairs(rows: np.ndarray) -> np.ndarray:
 
 @dataclass
 class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
-    """Compute the Jaccard similarity of pairs of documents, given by their numbers, float64 [pairs]."""
+    """Compute the Jaccard similarity, float64 [pairs], of pairs of document indices."""
 
     shards: list[CorpusShard]
     starts: np.ndarray
@@ -99,8 +100,8 @@ class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
 
     def open(self) -> None:
         self.documents = DocumentStore(self.shards, self.starts)
-        self.sets: dict[int, np.ndarray] = {}  # of shingles, those used last at the end
-        self.held = 0  # bytes of them
+        self.sets: dict[int, np.ndarray] = {}  # document -> set of shingles, least recently used first
+        self.held = 0  # total bytes of the sets
 
     def __call__(self, given: np.ndarray) -> np.ndarray:
         return np.array([jaccard(self._set(int(a)), self._set(int(b))) for a, b in given])
@@ -117,10 +118,10 @@ class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
 
 
 def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (uint64 hashes of all shingles, int64 [texts + 1] where each document's begin), with repetitions.
+    """Return (uint64 hashes of all shingles with repetitions, int64 [texts + 1] offsets of the documents).
 
-    A shingle is `length` consecutive units in lower case. A unit is a run of characters other than white space
-    ("words"), or one such character ("characters"). A document of fewer units is filled up to one shingle.
+    A shingle is `length` consecutive units in lower case. A unit is a run of characters other than whitespace
+    ("words"), or one such character ("characters"). A shorter document is padded to one shingle.
     """
     hashes, owner = _words(texts, length) if unit == "words" else _characters(texts, length)
     count = len(hashes)
@@ -135,16 +136,16 @@ def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.n
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
-    """Return |A and B| / |A or B| of two sets, each sorted and without repetitions; 1 for two empty sets."""
+    """Return |A and B| / |A or B| for two sorted arrays without repetitions; 1 if both are empty."""
     common = len(np.intersect1d(first, second, assume_unique=True))
     union = len(first) + len(second) - common
     return common / union if union else 1.0
 
 
 def _words(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hash of each word, number of its document). Words end at any white space of Unicode.
+    """Return (hash of each word, index of its document). Any Unicode whitespace separates words.
 
-    A document of fewer than `least` words, but not of none, is filled up with empty ones.
+    A document of fewer than `least` words, unless it is empty, is padded with empty words.
     """
     parts = [words and words + [""] * (least - len(words)) for words in (text.lower().split() for text in texts)]
     owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
@@ -153,7 +154,7 @@ def _words(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _characters(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hash of each character but white space, number of its document), filled up as words are."""
+    """Return (hash of each character, index of its document), without whitespace, padded as in `_words`."""
     lines = ["".join(text.lower().split()) for text in texts]
     parts = [np.frombuffer((line and line.ljust(least, "\0")).encode("utf-32-le"), np.uint32) for line in lines]
     owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])

@@ -11,44 +11,44 @@ from crosstrain.config.schema import to_plain
 
 @dataclass
 class NearOptions:
-    """Options of finding near-duplicates, by MinHash and banding and then by their true similarity."""
+    """Options for finding near-duplicates: MinHash signatures propose pairs, and their Jaccard similarity decides."""
 
-    # least Jaccard similarity of two documents' sets of shingles for which the later one is dropped
+    # minimum Jaccard similarity of two documents' shingles at which the later document is dropped
     threshold: Annotated[float, Interval(gt=0, le=1)] = 0.8
-    shingle: Annotated[int, Interval(ge=1, le=1000)] = 5  # consecutive units
-    unit: Literal["words", "characters"] = "words"  # characters for scripts that write no spaces
-    # numbers in a signature: more find more pairs, and take longer
+    shingle: Annotated[int, Interval(ge=1, le=1000)] = 5  # consecutive units in a shingle
+    unit: Literal["words", "characters"] = "words"  # use characters for scripts without spaces between words
+    # hash values in a signature; more values find more pairs and take longer
     permutations: Annotated[int, Interval(ge=1, le=4096)] = 128
 
 
 @dataclass
 class DedupOptions:
-    """Options of dropping documents that repeat an earlier one, of any input."""
+    """Options for dropping documents that repeat an earlier document of any input."""
 
-    exact: bool = True  # equal to the byte, after filtering
-    near: NearOptions | None = None  # almost equal; null: only equal ones
+    exact: bool = True  # drop documents that are byte-identical after filtering
+    near: NearOptions | None = None  # drop near-duplicates, too; None: keep them
 
 
 @dataclass
 class PrepareOptions:
-    """Options of `crosstrain prepare`: the input, and the way to its tokens."""
+    """Options of `crosstrain prepare`: the input, its filters and the tokenizer."""
 
     # "stdlib", files and folders, or readers with their options
     input: Text | list[Text | Annotated[Component, "reader"]]
-    text_key: Text = "text"  # where a JSON line or a Parquet row keeps its text
-    separator: Text | None = None  # cuts a .txt file into documents; None: a file is a document
-    # records without usable text: drop (or skip) counts and leaves them out, error stops at the first
+    text_key: Text = "text"  # key of the text in a JSON line, or its column in a table
+    separator: Text | None = None  # splits a .txt file into documents; None: a file is one document
+    # records without usable text: drop (or skip) leaves them out and counts them, error stops at the first one
     unusable: Literal["error", "drop", "skip"] = "error"
-    max_dropped: Fraction = 0.1  # largest share of an input's records that may be dropped as unusable
-    ignore_columns: list[Text] = field(default_factory=list)  # columns beside the text whose loss is intended
-    clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # filters in this order
-    dedup: DedupOptions | None = None  # drop repeated documents
-    tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json
-    # size of a byte-level BPE vocabulary to train on the input, instead of `tokenizer`
+    max_dropped: Fraction = 0.1  # largest fraction of an input's records that may be dropped as unusable
+    ignore_columns: list[Text] = field(default_factory=list)  # columns that may stay unread without a warning
+    clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # filters, applied in this order
+    dedup: DedupOptions | None = None  # drop repeated documents; None: keep them
+    tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json; None: train_tokenizer
+    # vocabulary size of a byte-level BPE to train on the input; None: use `tokenizer`
     train_tokenizer: Annotated[int, Interval(ge=257, le=2**20)] | None = None
-    min_tokens: NonNegativeInt = 0  # shorter documents are dropped
-    downloads: FilePath | None = None  # a folder that keeps downloads; null: they are removed at the end
-    # processes; None: one per core, or none but this for little input
+    min_tokens: NonNegativeInt = 0  # drop documents with fewer tokens
+    downloads: FilePath | None = None  # a folder that keeps downloads; None: remove them at the end
+    # number of processes; None: one per core, or only the main process for a small input
     workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
 
     def __post_init__(self) -> None:
@@ -57,13 +57,13 @@ class PrepareOptions:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The options that decide the result, as JSON: all but where the work is done, and the folder of downloads."""
+        """The options that affect the result, as JSON: all except `workers` and `downloads`."""
         decides = {f.name for f in fields(PrepareOptions)} - {"workers", "downloads"}
         return {name: value for name, value in to_plain(self).items() if name in decides}
 
     def changed_from(self, then: dict[str, Any]) -> tuple[str, Any, Any] | None:
-        """Return (key, value then, value now) of the first option in `plain` that differs from `then`; None if none."""
-        unset = PrepareOptions(input="", tokenizer="").plain  # for options that an older version did not have
+        """Return (key, old value, new value) of the first option in `plain` that differs from `then`, or None."""
+        unset = PrepareOptions(input="", tokenizer="").plain  # values of options that an older version did not have
         for key, now in self.plain.items():
             if (before := then.get(key, unset[key])) != now:
                 return key, before, now

@@ -1,7 +1,7 @@
 """The stages from input to tokens: read and filter, find duplicates, train a tokenizer, tokenize, write.
 
-Each stage works on shards in a folder that outlives the process. The name of a shard depends on its content and its
-options, so a later run finds finished work by name, however the earlier one ended.
+Each stage works on shards in a folder that outlives the process. The name of a shard depends on its input and its
+options, so a later run finds finished work by name even if the earlier run was killed.
 """
 
 import logging
@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from crosstrain import DataError
 from crosstrain.config.schema import to_plain
-from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
-from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
 from crosstrain.utils.errors import printable
 
+from ...datasets.indexed_dataset import TokenWriter, best_dtype
+from ...datasets.prepared import FORMAT_VERSION, Summary, hash_of
 from .dedup import Duplicates, find_duplicates
 from .filter import make_filters
 from .options import PrepareOptions
@@ -33,12 +33,12 @@ from .sources import sources
 from .stages import FilterStage, TokenizeStage
 from .stats import BINS, Counts, histogram, write_report
 
-_SMALL = 16 << 20  # bytes of input for which starting processes takes longer than working
+_SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
 _log = logging.getLogger(__name__)
 
 
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
-    """Make the dataset in `folder`/out from the input and from the finished work of earlier calls in `folder`."""
+    """Make the dataset in `folder`/out, and reuse the finished work of earlier calls in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with WorkerPool(options.workers) as pool:
         return _Pipeline(options, folder, progress, pool).run()
@@ -48,11 +48,11 @@ class _Pipeline:
     def __init__(self, options: PrepareOptions, folder: Path, progress: bool, pool: WorkerPool) -> None:
         self.options, self.folder, self.progress, self.pool = options, folder, progress, pool
         self.filters = [to_plain(component) for component in options.clean]
-        make_filters(self.filters)  # so that a mistake shows before any work
+        make_filters(self.filters)  # report mistakes before any work is done
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
         warn_if_rebuilt(options.tokenizer or "")
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
-        self.shards: list[CorpusShard] = []  # of filtered documents, in the order of the input
+        self.shards: list[CorpusShard] = []  # filtered documents, in input order
 
     def run(self) -> Summary:
         inputs = self._filter()
@@ -97,14 +97,17 @@ class _Pipeline:
         return summary
 
     def _filter(self) -> dict[str, dict[str, Any]]:
-        """Fill `shards`, and return the counts of each input by its label."""
+        """Fill `shards`, and return a dict from the label of each input to its counts."""
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
-        # The workers need no lists of files, which may be long.
+        # The workers do not need the lists of files, and these may be long.
         stage = FilterStage(
-            folder, [replace(source, files=None) for source in self.sources], self.filters,
-            self.options.unusable != "error", self.options.ignore_columns,
-        )  # fmt: skip
+            folder,
+            [replace(source, files=None) for source in self.sources],
+            self.filters,
+            self.options.unusable != "error",
+            self.options.ignore_columns,
+        )
         readers = [source.open() for source in self.sources]
         for reader in readers:
             reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)
@@ -142,7 +145,7 @@ class _Pipeline:
         return inputs
 
     def _tokenizer(self, duplicates: Duplicates) -> Path:
-        """Return the folder of the given tokenizer, or of one trained on the documents that are left."""
+        """Return the folder of the given tokenizer, or of a tokenizer trained on the remaining documents."""
         if self.given is not None:
             key = key_of(self.given.backend.to_str())
         else:

@@ -1,4 +1,4 @@
-"""Run a function over many items in worker processes: ordered results, bounded memory, one error if a worker dies."""
+"""Run a function on many items in worker processes: ordered results, bounded memory, one error if a worker dies."""
 
 import multiprocessing
 import os
@@ -22,34 +22,34 @@ Result = TypeVar("Result")
 
 
 class CorpusStage(ABC, Generic[Item, Result]):
-    """A function of one item. It is pickled to the workers; `open` makes in each process what cannot be."""
+    """A function of one item. Workers receive it pickled; `open` creates the objects that cannot be pickled."""
 
     def open(self) -> None:
-        """Prepare this process; called once in each, before the first item."""
+        """Prepare this process; called once per process, before the first item."""
 
     @abstractmethod
     def __call__(self, item: Item) -> Result:
-        """Return the result for an item, and leave nothing in memory."""
+        """Return the result for an item, and keep no part of the item in memory."""
 
 
 def cores() -> int:
-    """Return the number of processors that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerPool:
-    """Processes that run one stage after another. With one worker everything runs in this process.
+    """Processes that run stages one after the other. With one worker, everything runs in this process.
 
-    A context manager: the processes start when there is work for them, and end with the block.
+    The processes start with the first work. As a context manager, the pool ends them with the block.
     """
 
     def __init__(self, workers: int | None) -> None:
-        """workers: their number; None: `size_for` chooses it, and until then it is 1."""
+        """`workers`: number of processes; None: 1 until `size_for` chooses a number."""
         self.given, self.workers = workers, workers or 1
         self._executor: ProcessPoolExecutor | None = None
 
     def size_for(self, little: bool) -> None:
-        """Choose the number of workers, where none was given, for little work or for more."""
+        """Choose the number of workers if none was given: 1 for little work, else one per core."""
         self.workers = self.given or (1 if little else cores())
 
     def __enter__(self) -> Self:
@@ -62,7 +62,7 @@ class WorkerPool:
     def run(self, stage: CorpusStage[Item, Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yield results in the order of the items; at most three items per worker are in memory.
 
-        An exception of the stage is raised here once the running items are finished; DataError if a worker dies.
+        An exception of the stage is raised here after the running items finish. Raises DataError if a worker dies.
         """
         if self.workers <= 1:
             stage.open()
@@ -89,7 +89,7 @@ class WorkerPool:
                 ) from None
 
     def results(self, submit: Callable[[Item], Future[Result]], items: Iterable[Item]) -> Iterator[Result]:
-        """Submit the items, some ahead, and yield the results in order. An error cancels those that have not begun."""
+        """Submit items, a few ahead, and yield results in order. An error cancels the items that have not started."""
         running: deque[Future[Result]] = deque()
         try:
             for item in items:
@@ -105,7 +105,7 @@ class WorkerPool:
 
 
 def _begin(folders: list[tuple[str, Path]], _bond: Bond) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leading process decides when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
     for label, folder in folders:
         registry.add_folder(folder, label)
 

@@ -1,4 +1,4 @@
-"""Turn documents into tokens: a folder that datasets of type `text` open at once.
+"""Turn documents into tokens: a folder that datasets of type `text` open without further work.
 
 tokens.bin, tokens.idx   Megatron's format; every document ends with the tokenizer's end-of-text token
 tokenizer/               a Hugging Face tokenizer folder
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from crosstrain import DataError
-from crosstrain.data.prepared import Summary, locate, locate_remote
 from crosstrain.utils import storage
 from crosstrain.utils.files import cache_folder, locked
 
+from ...datasets.prepared import Summary, locate, locate_remote
 from .options import PrepareOptions
 from .shards import key_of
 
@@ -25,14 +25,14 @@ from .shards import key_of
 def prepare(
     options: PrepareOptions, output: str | Path, progress: bool = True, *, overwrite: bool = False, wait: bool = False
 ) -> Summary:
-    """Make folder `output`, complete or not at all, and return its summary. A URL's is made here and copied there.
+    """Create folder `output` completely or not at all, and return its summary. For a URL, create it locally and upload.
 
-    If the process is killed or fails, finished shards stay in `<output>.partial`. The next call goes on from there,
-    with the same result as one uninterrupted call.
+    If the process is killed or fails, finished shards stay in `<output>.partial`. The next call continues from there,
+    with the same result as an uninterrupted call.
 
-    Raises DataError when `output` exists (a dataset in it is replaced with `overwrite`, anything else never), when
-    another process is making it (with `wait`: waits and returns what that process made), when an input is missing,
-    damaged or gives no document, or when a disk is full.
+    Raises DataError if `output` exists (`overwrite` replaces a dataset, but nothing else), if another process is
+    making it (with `wait`: wait, and return the summary of that dataset), if an input is missing, damaged or has no
+    document, or if a disk is full.
     """
     from .pipeline import build
 
@@ -55,7 +55,7 @@ def prepare(
             ) from None
         finally:
             if partial.exists() and not (partial / "out").exists() and not any(partial.rglob("*.json")):
-                shutil.rmtree(partial, ignore_errors=True)  # no finished shard is in it
+                shutil.rmtree(partial, ignore_errors=True)  # it has no finished shard
         _replace(partial / "out", output)
         shutil.rmtree(partial, ignore_errors=True)
         return summary
@@ -76,14 +76,14 @@ def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite
 def put(folder: Path, url: str) -> None:
     """Copy a prepared folder to a bucket."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # which makes it a prepared folder
+    for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # last: this file marks a prepared folder
         storage.upload(path, storage.join(url, path.relative_to(folder).as_posix()))
     locate_remote.cache_clear()
 
 
 @contextmanager
 def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes from making folder `output`. DataError if one is making it, or it cannot be made."""
+    """Keep other processes from making folder `output`. Raises DataError if one is making it, or it cannot be made."""
     if output.name in ("", ".."):
         raise DataError(f"{output} cannot be replaced as a whole: choose another output")
     try:
@@ -98,7 +98,7 @@ def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def check_output(output: str | Path, overwrite: bool) -> None:
-    """Raise DataError unless `output` is free, or a prepared dataset that may be overwritten."""
+    """Raise DataError unless `output` is free, or is a prepared dataset and `overwrite` is true."""
     if isinstance(output, str):
         if storage.listing(output) and not overwrite:
             raise DataError(f"{output} is not empty: overwrite it explicitly or choose another output")
@@ -113,9 +113,9 @@ def check_output(output: str | Path, overwrite: bool) -> None:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Give an empty folder that takes the place of `output` when the block ends; after an error it is removed."""
+    """Yield an empty folder that replaces `output` at the end of the block, or is removed after an error."""
     made = output.with_name(f".{output.name}.new")
-    shutil.rmtree(made, ignore_errors=True)  # what was left by a process that was killed
+    shutil.rmtree(made, ignore_errors=True)  # left by a killed process
     made.mkdir(parents=True)
     try:
         yield made
@@ -125,7 +125,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def _replace(made: Path, output: Path) -> None:
-    """Rename the finished folder `made` to `output`, and remove the folder that was there."""
+    """Rename the finished folder `made` to `output`, and remove the old folder."""
     old = output.with_name(f".{output.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if output.exists():

@@ -1,6 +1,6 @@
-"""The interface of a reader plugin: it cuts its input into tasks, and reads the documents of each task.
+"""The interface of reader plugins: a reader cuts its input into tasks, and reads the documents of each task.
 
-`split_file` cuts large files between two records: lines, pages, or any units that a byte string separates.
+`split_file` cuts large files between records: lines, pages, or other units separated by a byte string.
 """
 
 import hashlib
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from crosstrain import DataError, Text
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.storage import is_url
 
+from ...datasets.row_audit import RowAudit
 from . import io
 from .download import download
 from .kinds import kind_of
 
-TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held
+TASK_BYTES = 8 << 20  # input bytes per task: enough to be worth a separate file, and few enough to fit in memory
 
 
 @dataclass(frozen=True)
 class Document:
     """A text and its source, such as `dump/part-3.jsonl:17`.
 
-    unread: names of columns, templates or other parts of its record that the reader left out.
+    unread: names of columns, templates or other parts of the record that the reader left out.
     """
 
     text: str
@@ -37,9 +37,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [start, stop) of the content of a file; `data` holds them where they cannot be sought.
+    """Bytes [start, stop) of the content of a file; `data` holds them if the file is not seekable.
 
-    A chunk of a compressed file without `data` is the whole content; start and stop then count bytes of the file.
+    A chunk of a compressed file without `data` is the whole content; start and stop then count compressed bytes.
     """
 
     file: Path
@@ -48,7 +48,7 @@ class Chunk:
     data: bytes | None = field(default=None, repr=False)
 
     def read(self) -> bytes:
-        """Return the bytes. DataError if the file cannot be read."""
+        """Return the bytes. Raises DataError if the file cannot be read."""
         if self.data is not None:
             return self.data
         with io.opened(self.file) as stream:
@@ -58,16 +58,16 @@ class Chunk:
             return stream.read(self.stop - self.start)
 
     def text(self) -> str:
-        """Decode it from UTF-8, without the byte order mark of a file. `Reader.usable` refuses other bytes."""
+        """Decode the bytes from UTF-8, without a file's byte order mark. `Reader.usable` finds invalid bytes."""
         return self.read().decode(errors="surrogateescape").lstrip("" if self.start else "\ufeff")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A part of the input that one worker reads in one go, and that is done again if it was interrupted.
+    """A part of the input for one worker. An interrupted task starts again from its beginning.
 
-    key: changes with everything that would change the documents, except the reader's options.
-    size: bytes of input, for the progress bar. payload: pickled argument of `Reader.read`.
+    key: changes with everything that affects the documents, except the reader's options.
+    size: bytes of input, for the progress bar. payload: data for `Reader.read`; it is pickled.
     """
 
     key: str
@@ -76,7 +76,7 @@ class Task:
 
 
 def check_column(table: object, names: list[str], column: str) -> None:
-    """Raise DataError unless `column` is among the names of a table's columns, once."""
+    """Raise DataError unless `column` occurs exactly once among the column names of a table."""
     if names.count(column) > 1:
         raise DataError(f"{table} has {names.count(column)} columns {column!r}: rename all but one")
     if column not in names:
@@ -84,39 +84,39 @@ def check_column(table: object, names: list[str], column: str) -> None:
 
 
 def row_document(value: Any, source: str, names: Iterable[str], key: str) -> Document:
-    """Return the document of a row with a text under a key among `names`; null is an empty text."""
+    """Return the document of a row with its text under `key`, one of `names`; null becomes an empty text."""
     return Document("" if value is None else value, source, tuple(name for name in names if name != key))
 
 
 def flaw(text: object) -> str:
-    """Return why a value is no text that can be tokenized; nothing if it is."""
+    """Return the reason why a tokenizer cannot encode a value; an empty string if it can."""
     if not isinstance(text, str):
         return f"holds {type(text).__name__}, not text"
     if (place := text.find("\0")) >= 0:
         return f"holds a NUL character, as no text does, behind {text[max(0, place - 20) : place]!r}"
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # a byte that was no UTF-8, or half of a surrogate pair
+    except UnicodeEncodeError as error:  # a byte of invalid UTF-8, or half of a surrogate pair
         valid = len(text[: error.start].encode())
         return f"is not UTF-8 text: invalid at byte {valid}, as {text[error.start]!r}"
     return ""
 
 
 class Reader(ABC):
-    """A reader of one kind of input. Every process that reads makes its own from the options.
+    """A reader of one kind of input. Every process that reads creates its own instance from the options.
 
-    `tasks` runs once, in the leading process. It may hand out raw records themselves where workers could not find
-    them, as in a compressed file. `read` runs in the workers and does the slow part.
+    `tasks` runs once, in the main process. Its tasks may carry raw records if workers cannot seek to them, as in a
+    compressed file. `read` runs in the workers and does the slow part.
     """
 
-    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files that it reads where no reader is named
+    suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
     shared_options: ClassVar[tuple[str, ...]] = ()  # options that a recipe sets for all its readers
-    contents: ClassVar[tuple[str, ...] | None] = None  # kinds of `kinds.py` that it reads; None: any
+    contents: ClassVar[tuple[str, ...] | None] = None  # kinds from `kinds.py` that it reads; None: any kind
 
-    fetch_counts: dict[str, int]  # numbers that `fetch` has for the report, by name
-    fetched: dict[str, Path]  # downloads by URL
-    drops: RowAudit | None = None  # counts unusable records; None: the first is an error
-    chosen_by_ending = False  # the recipe does not name the reader: `contents` are checked
+    fetch_counts: dict[str, int]  # name -> count; `fetch` adds these to the report
+    fetched: dict[str, Path]  # URL -> downloaded file
+    drops: RowAudit | None = None  # counts unusable records; None: the first one is an error
+    chosen_by_ending = False  # True: chosen by file suffix, so files are checked for `contents`
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -124,26 +124,26 @@ class Reader(ABC):
 
     @classmethod
     def claims(cls, path: Path) -> bool:
-        """Tell whether this reader reads a file or folder for which no reader is named."""
+        """Return whether this reader is the default for a file or folder."""
         return path.is_file() and io.has_suffix(path, cls.suffixes)
 
     def fetch(self, folder: Path, progress: bool) -> None:  # noqa: B027 - most have nothing to fetch
-        """Bring missing input into `folder`, which outlives the process; called before `tasks`."""
+        """Download missing input into `folder` before `tasks` is called; the folder outlives the process."""
 
     def size(self) -> int | None:
-        """Return the bytes of all tasks; None if they are not known before reading."""
+        """Return the total size of all tasks in bytes; None if it is unknown before reading."""
         return None
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """Yield all input in an order that never varies. DataError if it is missing or empty."""
+        """Yield all input, always in the same order. Raises DataError if it is missing or empty."""
 
     @abstractmethod
     def read(self, task: Task) -> Iterator[Document]:
-        """Yield the documents of a task in order. DataError, with the place, for damaged input."""
+        """Yield the documents of a task in order. Raises DataError, with the location, if the input is damaged."""
 
     def usable(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents that are text."""
+        """Yield the documents that are text, and pass the others to `unusable`."""
         for document in documents:
             if reason := flaw(document.text):
                 self.unusable(document.source, reason)
@@ -151,7 +151,7 @@ class Reader(ABC):
                 yield document
 
     def unusable(self, source: str, reason: str) -> None:
-        """Count a record that cannot be used. DataError instead, unless the recipe drops such records."""
+        """Count an unusable record if the recipe drops such records; otherwise raise DataError."""
         if self.drops is None:
             if place := re.fullmatch(r"(.+) at byte (\d+)", source, re.DOTALL):
                 source = f"{place[1]}:{line_number(Path(place[1]), int(place[2]))}"
@@ -166,9 +166,9 @@ class FileReader(Reader):
     class Options:
         """Files to read."""
 
-        path: Text | list[Text]  # files, folders that are searched for such files, and URLs of files
+        path: Text | list[Text]  # files, URLs of files, and folders to search for files
 
-    known_files: list[Path] | None = None  # set where a search has found the files already
+    known_files: list[Path] | None = None  # the files, if a search has already found them
 
     @property
     def _paths(self) -> list[str]:
@@ -191,7 +191,7 @@ class FileReader(Reader):
         return found
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        """Cut a file; by default it stays whole."""
+        """Cut a file into chunks; by default, the whole file is one chunk."""
         yield Chunk(file, 0, file.stat().st_size)
 
     @abstractmethod
@@ -203,7 +203,7 @@ class FileReader(Reader):
         return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
     def tasks(self) -> Iterator[Task]:
-        """Yield tasks of chunks, about `TASK_BYTES` each; small files share a task."""
+        """Yield tasks with about `TASK_BYTES` of chunks each; small files share a task."""
         batch: list[Chunk] = []
         size = 0
         for file in self.files():
@@ -241,7 +241,7 @@ class ColumnReader(FileReader):
     class Options(FileReader.Options):
         """Files to read, and the key of the text."""
 
-        text_key: Text = "text"  # the key or the column of the text
+        text_key: Text = "text"  # key or column of the text
 
     options: Options
 
@@ -255,10 +255,10 @@ def _task(chunks: list[Chunk], size: int) -> Task:
 
 
 def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:
-    """Yield chunks of at least `size` bytes (default: a task's; the last may be shorter) that end with a separator.
+    """Yield chunks that end with a separator and have at least `size` bytes (default: `TASK_BYTES`), except the last.
 
-    A chunk of a compressed file carries its bytes, because such a file can only be read from the beginning. One chunk
-    is held at a time.
+    A chunk of a compressed file has its bytes in `data`, because such a file can only be read from the beginning. Only
+    one chunk is held at a time.
     """
     sought, start = not io.is_compressed(file), 0
     with io.opened(file) as stream:
@@ -268,7 +268,7 @@ def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterato
 
 
 def line_number(file: Path, offset: int) -> int:
-    """Return the number, from 1, of the line at a byte of a file's content; reads the file up to there."""
+    """Read a file up to a byte offset of its content, and return the line number there (counted from 1)."""
     starts = range(0, offset, 1 << 22)
     with io.opened(file) as stream:
         return 1 + sum(stream.read(min(starts.step, offset - start)).count(b"\n") for start in starts)

@@ -1,10 +1,10 @@
-"""Shards of documents on disk, one per task, each complete or absent, also where several workers write the same one.
+"""Shards of documents on disk, one per task; each is complete or absent, even if several workers write the same one.
 
-NAME.text     the documents' UTF-8, end to end     NAME.npy  a row per document: its length in bytes, its hash
+NAME.text     the documents in UTF-8, concatenated    NAME.npy  a row per document: its length in bytes, its hash
 NAME.sources  source of each document, as a JSON list
-NAME.json     counts of documents read, kept and dropped; written last, so a shard that has it is finished
+NAME.json     counts of documents read, kept and dropped; written last, so a shard with this file is finished
 
-Tokenized, the documents are in NAME.bin, and the rows are their lengths in tokens.
+A shard of tokens has its documents in NAME.bin, and its rows are their lengths in tokens.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ import numpy as np
 from crosstrain import DataError
 from crosstrain.utils.files import replacing, write_atomically, write_json
 
-_MAX_INDEXES = 64  # of shards, in memory
-ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # bytes of UTF-8; BLAKE2b of them, 128 bits
+_MAX_INDEXES = 64  # maximum number of shard indexes held in memory
+ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # number of UTF-8 bytes; their 128-bit BLAKE2b hash
 
 
 def key_of(*parts: Any) -> str:
-    """Return a name that depends on every part; JSON must be able to hold them."""
+    """Return a name that depends on every part; the parts must be valid JSON values."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class CorpusShard:
-    """A shard by its name, finished or still to be written."""
+    """A shard with a given name; its files may not exist yet."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
@@ -39,7 +39,7 @@ class CorpusShard:
         return self.folder / f"{self.key}.{ending}"
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the report of a finished shard; None if a file is missing or has another size."""
+        """Return the report of a finished shard; None if a file is missing or has the wrong size."""
         try:
             report = json.loads(self.path("json").read_text())
             whole = all(self.path(ending).stat().st_size == size for ending, size in report["sizes"].items())
@@ -48,7 +48,7 @@ class CorpusShard:
         return report if whole else None
 
     def write(self, documents: Iterable[tuple[bytes, str]], report: dict[str, Any]) -> dict[str, Any]:
-        """Write each (text, source), then `report`, which may fill meanwhile; returns it as `finished` does."""
+        """Write each (text, source), then `report`, which the iteration may fill; return what `finished` returns."""
         rows, sources = [], []
         with replacing(self.path("text")) as file:
             for text, source in documents:
@@ -62,20 +62,20 @@ class CorpusShard:
         return self.finish(report, "text", "npy", "sources")
 
     def finish(self, report: dict[str, Any], *endings: str) -> dict[str, Any]:
-        """Write the report, last of all, with the sizes of the files of these endings; returns it."""
+        """Add the sizes of the files with these endings to the report, write it last, and return it."""
         report = report | {"sizes": {ending: self.path(ending).stat().st_size for ending in endings}}
         write_json(self.path("json"), report, indent=None)
         return report
 
     def rows(self) -> np.ndarray:
-        """Return a `ROW` for each document; of a shard of tokens, its length with the end-of-text token, int32."""
+        """Return a `ROW` for each document; in a shard of tokens, its int32 length with the end-of-text token."""
         return np.load(self.path("npy"), allow_pickle=False)
 
     def sources(self) -> list[str]:
         return json.loads(self.path("sources").read_text())
 
     def texts(self, keep: np.ndarray | None = None) -> Iterator[str]:
-        """Yield the documents, or those for which the mask `keep` is true."""
+        """Yield the documents, or only those selected by the mask `keep`."""
         with open(self.path("text"), "rb") as file:
             for place, length in enumerate(self.rows()["length"].tolist()):
                 if keep is not None and not keep[place]:
@@ -88,7 +88,7 @@ class CorpusShard:
 
 
 def batches(texts: Iterator[str], characters: int = 1 << 20) -> Iterator[list[str]]:
-    """Yield lists of documents of about `characters` characters, reading no further ahead."""
+    """Yield lists of documents of about `characters` characters, without reading further ahead."""
     batch: list[str] = []
     held = 0
     for text in texts:
@@ -102,7 +102,7 @@ def batches(texts: Iterator[str], characters: int = 1 << 20) -> Iterator[list[st
 
 
 class DocumentStore:
-    """All documents of some shards by number. `starts` [shards + 1] holds the number of each shard's first document."""
+    """Documents of several shards, by index. `starts`: index of each shard's first document, then the total number."""
 
     def __init__(self, shards: list[CorpusShard], starts: np.ndarray) -> None:
         self.shards, self.starts = shards, starts
@@ -111,7 +111,7 @@ class DocumentStore:
         )
 
     def get(self, document: int) -> bytes:
-        """Return a document in UTF-8."""
+        """Return a document as UTF-8 bytes."""
         number, place = self._find(document)
         start, stop = self._offsets(number)[place : place + 2].tolist()
         with open(self.shards[number].path("text"), "rb") as file:
@@ -123,6 +123,6 @@ class DocumentStore:
         return self.shards[number].sources()[place]
 
     def _find(self, document: int) -> tuple[int, int]:
-        """Return (number of the shard, place in it)."""
+        """Return (index of the shard, index of the document in the shard)."""
         number = int(np.searchsorted(self.starts, document, side="right")) - 1
         return number, document - int(self.starts[number])

@@ -1,4 +1,4 @@
-"""Resolve the `input` of a recipe into readers and the files for each."""
+"""Resolve the `input` of a recipe into readers and their files."""
 
 import logging
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InputSource:
-    """A reader's name, its options as plain data, and the recipe's name for it. It can be pickled."""
+    """A reader's name, its options as plain data, and its label in the report. It can be pickled."""
 
     reader: str
     options: dict[str, Any]
     label: str
-    files: tuple[Path, ...] | None = None  # set where a search has found them already
+    files: tuple[Path, ...] | None = None  # the files, if a search has already found them
     chosen_by_ending: bool = True  # False: the recipe names the reader
 
     def open(self) -> Reader:
@@ -45,8 +45,8 @@ class InputSource:
 def sources(given: Input, settings: dict[str, Any]) -> list[InputSource]:
     """Return the readers for an input, in order.
 
-    settings: options that a recipe sets for all its readers, such as text_key. DataError if an input is missing or
-    empty.
+    settings: options that a recipe sets for all its readers, such as text_key. Raises DataError if an input is missing
+    or empty.
     """
     items = given if isinstance(given, list) else [given]
     if not items:
@@ -103,7 +103,7 @@ def _takes_path(reader: type[Reader]) -> bool:
 
 
 def _name_others(folder: str, names: list[str]) -> None:
-    """Log the files in a folder that no reader reads by their ending."""
+    """Log the files in a folder with suffixes that no reader reads."""
     if names:
         first = printable(names[0])  # a name need not be UTF-8
         _log.warning("%s: %d files are not read, such as %s: no reader has that ending", folder, len(names), first)
@@ -114,7 +114,7 @@ def _by_suffix(name: Path) -> str | None:
 
 
 def _claiming(path: Path) -> str | None:
-    """Return the reader of a file or folder. ConfigError if several claim it."""
+    """Return the default reader of a file or folder, or None. Raises ConfigError if there are several."""
     names = [name for name, cls in _readers().items() if cls.claims(path)]
     if len(names) > 1:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _claiming(path: Path) -> str | None:
 
 
 def _readers() -> dict[str, type[Reader]]:
-    """Return the readers that can be imported; a broken one is an error only when it is named."""
+    """Return the readers that can be imported; a broken reader is an error only if the recipe names it."""
     found = {}
     for name in registry.names("reader"):
         try:

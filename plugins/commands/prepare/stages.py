@@ -1,4 +1,4 @@
-"""The stages that worker processes run: read and filter documents into shards, and turn their text into tokens."""
+"""The stages that worker processes run: read and filter documents into shards, and tokenize them."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from .stats import Counts, size_of
 
 @dataclass
 class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
-    """Read a task of the source of a number, filter its documents, and write those that are left to a shard."""
+    """Read a task of the source with a given index, filter its documents, and write those that stay to a shard."""
 
     folder: Path
     sources: list[InputSource]
@@ -36,7 +36,7 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
         self.filters = make_filters(self.clean)
 
     def shard(self, source: int, task: Task) -> CorpusShard:
-        """Return the shard of a task. Its name changes with everything that decides its content."""
+        """Return the shard of a task. Its name depends on everything that affects its content."""
         options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
         rules = [self.clean, self.drop_unusable, self.ignore_columns]
         return CorpusShard(self.folder, key_of(3, self.sources[source].reader, options, rules, task.key))
@@ -75,18 +75,18 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
 
 @dataclass
 class TokenizeStage(CorpusStage[tuple[CorpusShard, np.ndarray | None], dict[str, Any]]):
-    """Tokenize the documents of a shard that a mask keeps (None: all), and apply the filters on lengths."""
+    """Tokenize the documents of a shard that a mask keeps (None: all), and filter them by their token counts."""
 
     folder: Path
     tokenizer: Path
     dtype: np.dtype
     clean: list[dict[str, Any]]  # the filters as plain data
     min_tokens: int
-    alone: bool  # no other process works, so all cores may be used
+    alone: bool  # this is the only working process, so it may use all cores
 
     def open(self) -> None:
         if not self.alone:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have their own process
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the other cores has its own process
         tokenizer = load_tokenizer(self.tokenizer)
         self.encoder, self.end = FastEncoder(tokenizer), tokenizer.end_id
         self.filters = make_filters(self.clean)

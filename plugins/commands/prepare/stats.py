@@ -1,4 +1,4 @@
-"""Count the documents that each step reads, drops and changes, with examples, and the lengths of documents."""
+"""Count the documents that each step reads, drops and changes, with examples, and measure their lengths."""
 
 import logging
 from collections.abc import Sequence
@@ -8,25 +8,26 @@ from typing import Any
 import numpy as np
 
 from crosstrain import UserError
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.files import write_json
 
-EXAMPLES = 3  # kept of each kind, the first ones in the order of the input
-_SNIPPET = 200  # characters of an example
-BINS = 40  # lengths are counted by powers of two: bin k holds lengths of k binary digits
+from ...datasets.row_audit import RowAudit
+
+EXAMPLES = 3  # number of examples kept of each kind: the first ones in input order
+_SNIPPET = 200  # maximum number of characters of an example
+BINS = 40  # number of bins for lengths; bin k holds lengths with k binary digits
 _log = logging.getLogger(__name__)
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of a text in UTF-8."""
+    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 class Counts:
-    """Counts of one shard, or of several added up. `plain` is their JSON form; blank documents are skipped.
+    """Counts of one shard, or sums over several shards. `plain` is the JSON form; "documents" excludes blank ones.
 
-    `rows` counts records: those that a reader cannot use, and their parts that it does not read.
+    `rows` counts records that a reader cannot use, and parts of records that it does not read.
     """
 
     def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
@@ -46,7 +47,7 @@ class Counts:
         self._add("dropped", step, {"documents": 1, "bytes": size, "examples": [example]})
 
     def wants_example(self, step: str) -> bool:
-        """Tell whether another example of a document dropped by `step` would be kept."""
+        """Return whether one more example of a document dropped by `step` would be kept."""
         return len(self.plain["dropped"].get(step, {"examples": []})["examples"]) < EXAMPLES
 
     def change(self, step: str, source: str, before: str, after: str) -> None:
@@ -58,7 +59,7 @@ class Counts:
         self._add("changed", step, {"documents": 1, "examples": [example]})
 
     def add(self, other: dict[str, Any]) -> None:
-        """Add the `plain` of other counts; call it in the order of the input."""
+        """Merge `plain` from another instance. Call this in input order."""
         self.rows.add(other["rows"])
         for name in ("blank", "documents", "bytes"):
             self.plain[name] += other[name]
@@ -73,7 +74,7 @@ class Counts:
 
     @property
     def kept(self) -> int:
-        """Documents that were not dropped."""
+        """Number of documents that were not dropped."""
         return self.plain["documents"] - sum(found["documents"] for found in self.plain["dropped"].values())
 
     def all_dropped(self) -> str:
@@ -85,8 +86,8 @@ class Counts:
 
 
 def histogram(lengths: np.ndarray) -> np.ndarray:
-    """Count the lengths of k binary digits for k = 0, 1, ..., int64 [BINS]."""
-    digits = np.frexp(np.asarray(lengths, np.float64))[1]  # the exponents of 0.5 to 1
+    """Count the lengths with k binary digits for k = 0, 1, ..., int64 [BINS]."""
+    digits = np.frexp(np.asarray(lengths, np.float64))[1]  # the exponent, with mantissas from 0.5 to 1
     return np.bincount(np.minimum(digits, BINS - 1), minlength=BINS)
 
 
@@ -100,9 +101,9 @@ def bins(counts: np.ndarray) -> list[dict[str, int]]:
 def write_report(
     folder: Path, inputs: dict[str, Any], repeated: dict[str, Any], tokenized: dict[str, Any], **lengths: np.ndarray
 ) -> None:
-    """Write `report.json` and `lengths.svg`: counts of each input, of duplicates and of the tokenizer's, and lengths.
+    """Write `report.json` and `lengths.svg`: counts for each input, for duplicates and for tokenization, and lengths.
 
-    lengths: histograms by unit, `tokens` of what was kept and `bytes` after filtering.
+    lengths: unit -> histogram: `tokens` for the kept documents, `bytes` for the documents after filtering.
     """
     rows = {unit: bins(counts) for unit, counts in lengths.items()}
     content = {"inputs": inputs, "repeated": repeated, "tokenized": tokenized, "lengths": rows}
@@ -112,5 +113,5 @@ def write_report(
             for axis, (unit, found) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
                 axis.bar([f"{row['from']:,}" for row in found], [row["documents"] for row in found])
                 axis.set(title=f"documents by length in {unit}", xlabel="from this length on", ylabel="documents")
-    except UserError as error:  # matplotlib is missing; the numbers are there
+    except UserError as error:  # matplotlib is missing; report.json has the numbers
         _log.warning("%s", error)

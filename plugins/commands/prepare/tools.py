@@ -9,22 +9,22 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from crosstrain import DataError
-from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
-from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.files import cache_folder
 
+from ...datasets.indexed_dataset import TokenFile, TokenWriter
+from ...datasets.prepared import Summary, locate
 from .prepare import check_output, new_folder, output_lock, put
 from .stats import BINS, bins, histogram
 
-_SHOWN = 200  # tokens of a document
+_SHOWN = 200  # number of tokens shown of a document
 _CHUNK = 1 << 20
 
 
 def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
     """Describe a prepared folder, or a pair of Megatron files, and show the beginning of one document as text.
 
-    Every entry of the index is checked. DataError if one is wrong, or there is no such document.
+    Every entry of the index is checked. Raises DataError if one is wrong, or if the document does not exist.
     """
     prefix, folder = locate(path)
     file = TokenFile(prefix)
@@ -62,7 +62,7 @@ def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
 
 
 def merge(given: list[str], output: str | Path, *, overwrite: bool = False) -> Summary:
-    """Write the documents of several prepared folders, one after another, into a new one, complete or not at all.
+    """Concatenate the documents of several prepared folders into a new folder, completely or not at all.
 
     Raises DataError if they have different tokenizers, or `output` cannot be made.
     """

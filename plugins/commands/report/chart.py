@@ -1,6 +1,6 @@
-"""Charts for plotly.js: the curves of several runs over the steps, downsampled so that they look the same.
+"""Charts for plotly.js: the curves of several runs, downsampled without a visible difference.
 
-A page with 5 curves of 1,000,000 steps takes 5 MB, nearly all of it plotly.js, instead of 126 MB.
+A page with 5 curves of 1,000,000 steps takes 5 MB (nearly all of it plotly.js) instead of 126 MB.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,17 +13,17 @@ from crosstrain.utils.units import finite
 
 from .read_run import ReadRun
 
-COLOURS = ("#3b82c4", "#e07b39", "#3fa66b", "#c65b9b", "#8b72d8", "#b8962e", "#3fa9b5", "#d1605e")  # of runs
-_BUCKETS = 240  # of a curve: about one for two of the picture's columns
-_DOTS = 40  # curves of fewer points show each
+COLOURS = ("#3b82c4", "#e07b39", "#3fa66b", "#c65b9b", "#8b72d8", "#b8962e", "#3fa9b5", "#d1605e")  # one per run
+_BUCKETS = 240  # ranges of steps in a curve: about one per two columns of pixels
+_DOTS = 40  # curves with up to this number of points show each point
 
 Chart = dict[str, Any]  # title, remarks on the unit and the axis, and the figure: plotly's `data` and `layout`
 
 
 def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothed: bool = False) -> Chart:
-    """Draw the curves named `key` of all runs that have one; at least one has.
+    """Draw the curves named `key` of all runs that have one; at least one run must.
 
-    `smoothed`: a moving average in front, the values faintly behind it.
+    `smoothed`: draw a moving average over the faint values.
     """
     traces: list[dict[str, Any]] = []
     heights: list[float] = []
@@ -36,7 +36,7 @@ def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothe
         line = {"color": COLOURS[number % len(COLOURS)], "width": 1 if average else 1.6}
         line |= {"dash": "dash"} if number // len(COLOURS) % 2 else {}
         mode = "lines+markers" if len(points) <= _DOTS else "lines"
-        name = escape(printable(run.name), quote=False)  # plotly reads some HTML in names
+        name = escape(printable(run.name), quote=False)  # plotly interprets some HTML in names
         traces.append({"name": name, "mode": mode, "line": line, "opacity": 0.3 if average else 1, **_xy(points)})
         if average:
             mean = _xy(downsample(curve.steps, smooth(curve.values, len(curve.values) // 100 + 1)))
@@ -53,7 +53,7 @@ def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
 
 
 def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
-    """Return an axis and a remark on it: logarithmic for values over decades; a few outliers at the end are cut off."""
+    """Return an axis and a remark on it: logarithmic for values that span decades, else without high outliers."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
@@ -70,7 +70,7 @@ def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int = _BUCKETS) -> list[tuple[int, float]]:
     """Return (step, value) of the lowest and the highest value in each of `buckets` ranges of steps, and of both ends.
 
-    So spikes stay, however short they are. Steps, or whatever places values, must ascend.
+    This keeps even the shortest spikes. `steps` must ascend, but need not be training steps.
     """
     if len(steps) <= 2 * buckets:
         return list(zip(steps, values, strict=True))
@@ -83,7 +83,7 @@ def downsample(steps: Sequence[int], values: Sequence[float], buckets: int = _BU
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """Return the mean of each value and up to `reach` values on either side of it, so that it does not lag."""
+    """Return the mean of each value and up to `reach` values on either side; a centered mean does not lag."""
     sums = [0.0, *accumulate(values)]
     windows = ((max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values)))
     return [(sums[high] - sums[low]) / (high - low) for low, high in windows]

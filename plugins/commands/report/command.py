@@ -1,4 +1,4 @@
-"""`crosstrain report`: one HTML page about one or several runs."""
+"""`crosstrain report`: write one HTML page about one or several runs."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ class ReportCommand(Command):
         parser.add_argument("--output", default="report.html", metavar="FILE", help="the page (default: report.html)")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the page; returns the exit code. Raises UserError for no run, and for an output that fails."""
+        """Write the page; return the exit code. Raises UserError if there is no run, or the page cannot be written."""
         from .report import report
 
         path = Path(arguments.output)

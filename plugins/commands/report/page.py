@@ -15,8 +15,8 @@ from crosstrain.utils.errors import printable
 from .chart import COLOURS, Chart, chart
 from .read_run import ReadRun
 
-_NATS = "nats per target token"  # of language models
-# Key of metrics.jsonl: title, unit, and whether a moving average is drawn over the values.
+_NATS = "nats per target token"  # for language models
+# Key of metrics.jsonl -> title, unit, and whether to draw a moving average over the values.
 _CURVES = {
     "loss": ("Training loss", _NATS, True),
     "val_loss": ("Validation loss", _NATS, False),
@@ -37,13 +37,13 @@ _CURVES = {
 }
 _NO_CURVE = {"samples"}
 _ONLY_IF_THEY_CHANGE = {"loss_scale", "skipped_steps"}
-_EVALUATIONS = 12  # whose generated texts are shown
+_EVALUATIONS = 12  # evaluations with generated texts on the page
 _EVENTS = 200
 _NONE = "–"  # noqa: RUF001 - a dash where there is no value
 
 _last = itemgetter(-1)
-_Table = dict[str, list[str]]  # by title, a cell for each run
-_Texts = tuple[int, list[tuple[str, str]]]  # step, prompts with what was generated
+_Table = dict[str, list[str]]  # title -> one cell for each run
+_Texts = tuple[int, list[tuple[str, str]]]  # step, (prompt, generated text) pairs
 
 
 def page(runs: Sequence[ReadRun]) -> str:
@@ -54,34 +54,46 @@ def page(runs: Sequence[ReadRun]) -> str:
     style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     markup = jinja2.utils.markupsafe.Markup
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # Markup is not touched
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(here),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # Markup stays unchanged
+    )
     return environment.get_template("page.html.j2").render(
-        version=__version__, runs=runs, colours=COLOURS,
-        style=markup(style), scripts=[markup(library), markup(script)],
-        # Whatever the runs' files hold, a browser runs these two scripts and fetches nothing.
+        version=__version__,
+        runs=runs,
+        colours=COLOURS,
+        style=markup(style),
+        scripts=[markup(library), markup(script)],
+        # A browser runs only these two scripts and fetches nothing, regardless of the runs' files.
         hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)],
-        summary=_summary(runs), curves=_curves(runs), phases=_phases(runs),
-        differences=_differences(runs), generated=[_spread(run.generated) for run in runs],
-        events=sorted((step, i, what) for i, run in enumerate(runs) for step, what in run.events), most_events=_EVENTS,
-    )  # fmt: skip
+        summary=_summary(runs),
+        curves=_curves(runs),
+        phases=_phases(runs),
+        differences=_differences(runs),
+        generated=[_spread(run.generated) for run in runs],
+        events=sorted((step, i, what) for i, run in enumerate(runs) for step, what in run.events),
+        most_events=_EVENTS,
+    )
 
 
 def _summary(runs: Sequence[ReadRun]) -> _Table:
-    return _used({
-        "steps": [f"{run.last_step:,}" for run in runs],
-        "samples": _column(runs, "samples", _last, "{:,.0f}"),
-        "last loss": _column(runs, "loss", _last, "{:.4f}"),
-        "best validation loss": [_best_validation(run) for run in runs],
-        "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
-        "median samples/s": _column(runs, "samples_per_second", median, "{:,.1f}"),
-        "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
-        "median MFU": _column(runs, "mfu", median, "{:.1%}"),
-        "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
-        "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
-    })  # fmt: skip
+    return _used(
+        {
+            "steps": [f"{run.last_step:,}" for run in runs],
+            "samples": _column(runs, "samples", _last, "{:,.0f}"),
+            "last loss": _column(runs, "loss", _last, "{:.4f}"),
+            "best validation loss": [_best_validation(run) for run in runs],
+            "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
+            "median samples/s": _column(runs, "samples_per_second", median, "{:,.1f}"),
+            "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
+            "median MFU": _column(runs, "mfu", median, "{:.1%}"),
+            "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
+            "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
+        }
+    )
 
 
 def _column(runs: Sequence[ReadRun], key: str, pick: Callable[[Sequence[float]], float], form: str) -> list[str]:
@@ -100,11 +112,12 @@ def _used(table: _Table) -> _Table:
 
 
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
-    """Chart the known numbers in the order of `_CURVES`, then all others in the order of the rows."""
+    """Chart the known metrics in the order of `_CURVES`, then all others in the order of the rows."""
     hidden = _NO_CURVE | {
-        key for key in _ONLY_IF_THEY_CHANGE
+        key
+        for key in _ONLY_IF_THEY_CHANGE
         if len({value for run in runs if key in run.curves for value in run.curves[key].values}) < 2
-    }  # fmt: skip
+    }
     keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
     of_tokens = any("tokens_per_second" in run.curves for run in runs)
     named = {key: _CURVES.get(key, (key, "", False)) for key in [*_CURVES, *keys] if key in keys}
@@ -115,7 +128,7 @@ def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
 
 
 def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]]]]:
-    """Return for each timed phase a chart and, for each run, the median as text and as percent of the longest one."""
+    """Return, for each timed phase, a chart and each run's median as text and as a percentage of the longest median."""
     phases = [key for key in _keys(runs) if key.startswith("timers/")]
     medians = {key: [median(run.curves[key].values) if key in run.curves else None for run in runs] for key in phases}
     longest = max((ms for found in medians.values() for ms in found if ms is not None), default=0) or 1
@@ -128,10 +141,12 @@ def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]
         return f"{ms:.2f} ms{share}", max(0.0, 100 * (ms / longest))
 
     return [
-        (chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True),
-         [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)])
+        (
+            chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True),
+            [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)],
+        )
         for key, found in medians.items()
-    ]  # fmt: skip
+    ]
 
 
 def _keys(runs: Sequence[ReadRun]) -> list[str]:
@@ -145,6 +160,6 @@ def _differences(runs: Sequence[ReadRun]) -> _Table:
 
 
 def _spread(generated: list[_Texts]) -> list[_Texts]:
-    """Choose a few evaluations at even distances, the last one among them."""
+    """Choose a few evaluations at even distances, including the last one."""
     every = -(-len(generated) // _EVALUATIONS) or 1
     return generated[::-every][::-1]

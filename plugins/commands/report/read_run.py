@@ -1,4 +1,4 @@
-"""Reading of run folders for a report. They may be hostile, half written or damaged: whatever can be read is used."""
+"""Read run folders for a report. Files may be hostile, incomplete or damaged: all readable parts are used."""
 
 import json
 import os
@@ -19,17 +19,17 @@ from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_end
 from crosstrain.utils.units import is_number
 
-_MOST_BYTES = 1 << 27  # of metrics.jsonl
-_LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are skipped
+_MOST_BYTES = 1 << 27  # maximum number of bytes read from metrics.jsonl
+_LONGEST_LINE = 1 << 20  # bytes of a row; longer rows are skipped
 _MOST_CURVES = 200
 _MOST_EVENTS = 500
-_MOST_SAMPLES = 200  # evaluations whose generated text is kept
-_LOG_LINES, _LOG_BYTES = 200, 1 << 16  # of the end of log.txt
+_MOST_SAMPLES = 200  # maximum number of evaluations with generated text
+_LOG_LINES, _LOG_BYTES = 200, 1 << 16  # limits on the part read from the end of log.txt
 
 
 @dataclass
 class Curve:
-    """Values by step, each step once and in order after `put_in_order`."""
+    """Steps and their values; after `put_in_order`, each step occurs once, in ascending order."""
 
     steps: array = field(default_factory=lambda: array("q"))
     values: array = field(default_factory=lambda: array("d"))
@@ -39,7 +39,7 @@ class Curve:
         self.values.append(value)
 
     def put_in_order(self) -> bool:
-        """Sort by step, keeping the later of two values; returns True if that was necessary."""
+        """Sort by step, keep only the last value of a repeated step, and return True if anything changed."""
         if all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False)):
             return False
         ordered = sorted(dict(zip(self.steps, self.values, strict=True)).items())
@@ -53,10 +53,10 @@ class ReadRun:
 
     folder: Path
     name: str = ""
-    curves: dict[str, Curve] = field(default_factory=dict)  # by key of metrics.jsonl; timers as timers/<phase>, in ms
+    curves: dict[str, Curve] = field(default_factory=dict)  # key -> curve; keys of timers are timers/<phase>, in ms
     events: list[tuple[int, str]] = field(default_factory=list)  # (step, what happened)
     generated: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)  # (step, [(prompt, text)])
-    config: dict[str, str] = field(default_factory=dict)  # run.seed: 1234
+    config: dict[str, str] = field(default_factory=dict)  # such as {"run.seed": "1234"}
     config_text: str = ""
     log_end: str = ""
     last_step: int = 0
@@ -64,10 +64,10 @@ class ReadRun:
 
 
 def read_runs(folders: list[str]) -> list[ReadRun]:
-    """Read runs, each with a name of its own, with which its problems begin.
+    """Read runs, and give them distinct names; the problems of a run begin with its name.
 
-    `problems` of the first also says which of several cannot be read. Raises UserError where none can, such as for a
-    folder without metrics.jsonl.
+    `problems` of the first run also lists the runs that cannot be read. Raises UserError if no run can be read, for
+    example for a folder without metrics.jsonl.
     """
     runs, left_out = list[ReadRun](), list[UserError]()
     for folder in folders:
@@ -88,7 +88,7 @@ def _read_anywhere(folder: str) -> ReadRun:
     if not storage.is_url(folder):
         return _read(Path(folder).expanduser())
     with tempfile.TemporaryDirectory() as place:
-        copy = Path(place, *storage.local(folder).parts[1:])  # whose end gives the run its name
+        copy = Path(place, *storage.local(folder).parts[1:])  # the last part is the run's name
         paths = RunFolder(copy)
         copy.mkdir(parents=True)
         limits = {paths.metrics: _MOST_BYTES + _LONGEST_LINE, paths.config: _LONGEST_LINE + 1, paths.log: _LOG_BYTES}
@@ -99,13 +99,13 @@ def _read_anywhere(folder: str) -> ReadRun:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Return the shortest ends of the paths that are distinct."""
+    """Return the shortest ends of the paths that are all distinct."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]) for p in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{p[-1]} ({number})" for number, p in enumerate(parts, 1)]  # the same folder, named twice
+    return [f"{p[-1]} ({number})" for number, p in enumerate(parts, 1)]  # the same folder was named twice
 
 
 def _read(folder: Path) -> ReadRun:
@@ -153,7 +153,7 @@ def _read_rows(run: ReadRun, file: Any) -> None:
 
 
 def _lines(file: Any) -> Iterator[bytes]:
-    """Yield lines, empty in place of one that is too long."""
+    """Yield lines; a line that is too long becomes an empty one."""
     while file.tell() < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
         too_long = len(line) == _LONGEST_LINE and not line.endswith(b"\n")
         while too_long and not line.endswith(b"\n") and line:

@@ -1,4 +1,4 @@
-"""One HTML page about runs."""
+"""Write one HTML page about runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +16,8 @@ from .read_run import ReadRun, read_runs
 def report(runs: Sequence[str | Path], output: str | Path = "report.html") -> list[ReadRun]:
     """Write one HTML page about runs, given by their folders or URLs, or by folders that hold runs.
 
-    Returns the runs as they were read, with the `problems` found in their files. Raises UserError where there is no
-    run, and where `output` cannot be written.
+    Returns the runs as read, with the `problems` found in their files. Raises UserError if there is no run, or if
+    `output` cannot be written.
     """
     places: list[str] = []
     for place in map(str, runs):

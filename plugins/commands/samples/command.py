@@ -1,4 +1,4 @@
-"""`crosstrain samples`: the samples of a project, as training is given them."""
+"""`crosstrain samples`: show the samples of a project as training receives them."""
 
 import argparse
 import sys
@@ -8,12 +8,12 @@ from crosstrain.cli.flags import add_config, new_file, positive
 from crosstrain.utils.drawing import contact_sheet
 from crosstrain.utils.errors import printable
 
-_ASKED = 40  # letters below a picture: the question's, which ends what is not learned
+_ASKED = 40  # characters shown below a picture from the end of a text that is not trained on: the question
 
 
 @registry.register_command("samples")
 class SamplesCommand(Command):
-    """Show the samples of a project, with the learned tokens marked."""
+    """Show the samples of a project, with the trained tokens marked."""
 
     function = "samples:samples"
 
@@ -35,7 +35,7 @@ class SamplesCommand(Command):
         parser.add_argument("--sheet", type=new_file, metavar="FILE", help="draw the pictures in the samples")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the samples, and draw their pictures; returns the exit code."""
+        """Print the samples, and draw their pictures; return the exit code."""
         from .samples import samples
 
         a = arguments

@@ -1,4 +1,4 @@
-"""Samples of a project as training is given them."""
+"""Samples of a project as training receives them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,13 +14,19 @@ from crosstrain.utils.rng import sample_rng
 
 
 def samples(
-    project: ProjectLike, split: Split = "train", numbers: Iterable[int] = (0,), options: Overrides = (), *,
-    step: int | None = None, rank: int = 0, nproc_per_node: int = 1,
-) -> list[SampleView]:  # fmt: skip
-    """Return samples of a split by their numbers: in the order of training, or of `val` and `test` in file order.
+    project: ProjectLike,
+    split: Split = "train",
+    numbers: Iterable[int] = (0,),
+    options: Overrides = (),
+    *,
+    step: int | None = None,
+    rank: int = 0,
+    nproc_per_node: int = 1,
+) -> list[SampleView]:
+    """Return samples of a split; `numbers` are positions in training order (`train`) or file order (`val`, `test`).
 
-    With `step` (1, 2, ...) instead those that data-parallel rank `rank` of `nproc_per_node` workers is given at that
-    step of the training, in the order of its micro batches. Missing data is prepared. Raises UserError for mistakes.
+    With `step` (1, 2, ...), return instead the samples of data-parallel rank `rank` of `nproc_per_node` workers at that
+    step, in the order of its micro batches. Missing data is prepared. Raises UserError for invalid arguments.
     """
     if split not in SPLITS:
         raise UserError(f"split: there is no split {split!r}; the splits are {', '.join(SPLITS)}")
@@ -55,7 +61,7 @@ def samples(
 def _of_step(
     config: Config, dataset: Dataset, step: int, rank: int, world_size: int
 ) -> tuple[int | None, ReadContext, list[tuple[str, int]]]:
-    """Return the tokens to which samples are shortened, who reads, and the samples: (place in the step, number)."""
+    """Return the length of shortened samples (None: keep it), the context, and (place, number) of each sample."""
     run, plan = config.run, batch_plan(config, world_size)
     if not 0 <= rank < plan.dp_size:
         raise UserError(f"--rank: {rank} is none of the {plan.dp_size} data-parallel ranks, from 0 on")

@@ -1,4 +1,4 @@
-"""`crosstrain schema`: a JSON Schema of project files, with which editors complete, explain and check them."""
+"""`crosstrain schema`: print a JSON Schema of project files, for completion, help and checks in editors."""
 
 import argparse
 import json
@@ -11,10 +11,10 @@ class SchemaCommand(Command):
     """Print a JSON Schema of project files, for editors."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add none: CROSSTRAIN_PLUGINS names further plugins."""
+        """Add no arguments: CROSSTRAIN_PLUGINS names further plugins."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the schema; returns the exit code."""
+        """Print the schema; return the exit code."""
         from .json_schema import project_schema
 
         print(json.dumps(project_schema(), indent=1))

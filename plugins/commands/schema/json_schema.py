@@ -1,6 +1,6 @@
-"""JSON Schema of project files, for editors. It accepts what the checker accepts, as far as draft 7 can say it.
+"""JSON Schema of project files, for editors. It accepts the same values as the checker, as far as draft 7 allows.
 
-It cannot compare options with each other or follow an interpolation, and takes 1.0 for a whole number.
+It cannot compare options with each other or follow an interpolation, and it accepts 1.0 as an integer.
 """
 
 import json
@@ -33,7 +33,7 @@ _KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "
 
 
 def project_schema() -> Schema:
-    """Return the schema of a project file with every component that the registry knows; imports all of them."""
+    """Import every registered component, and return the schema of project files with these components."""
     found = _Definitions()
     sections = {
         "model": found.choice("model", "arch"),
@@ -48,16 +48,16 @@ def project_schema() -> Schema:
 
 
 class _Definitions(dict[str, Schema]):
-    """Schemas of components of each kind and of their options, by name; each is made when first referred to."""
+    """Schemas of components and their options, by kind and name; each is made at its first reference."""
 
     def _refer(self, name: str, make: Callable[[], Schema]) -> Schema:
         if name not in self:
-            self[name] = {}  # which may refer to itself
+            self[name] = {}  # the schema may refer to itself
             self[name] = make()
         return {"$ref": f"#/definitions/{name}"}
 
     def component(self, kind: str, default: str | None = None) -> Schema:
-        """Refer to a component: its name, or a mapping with its name and options. Only a `default` needs no name."""
+        """Refer to a component: its name, or a mapping of name and options. With a `default`, the name is optional."""
 
         def make() -> Schema:
             mapping = self.choice(kind, "name", default)
@@ -88,7 +88,7 @@ class _Definitions(dict[str, Schema]):
             schema["properties"]["sample_ratio"] = self.value(bounds.PositiveFloat | None) | {
                 "description": "share of the samples, where datasets stand side by side"
             }
-        if kind == "model":  # of the section: there its name is under another key
+        if kind == "model":  # the section has the name under `arch`
             schema["properties"] |= {
                 "arch": True,
                 "model_type": self.value(Literal[(None, *model_types(name))]),
@@ -97,7 +97,7 @@ class _Definitions(dict[str, Schema]):
         return schema | {"description": summary(component)}
 
     def options(self, cls: Any) -> Schema:
-        """Return the schema of a mapping that becomes a `cls`."""
+        """Return the schema of a mapping that becomes an instance of `cls`."""
         properties, known = {}, list(options(cls))
         for option in known:
             about, schema = f"{option.meaning}\n\n{option.type}", self.value(option.hint, option.default)
@@ -108,7 +108,7 @@ class _Definitions(dict[str, Schema]):
         return _mapping(properties, [option.name for option in known if option.required])
 
     def value(self, hint: Any, default: Any = None) -> Schema:
-        """Return the schema of a value of the type `hint`, or of an interpolation in its place."""
+        """Return the schema of a value of the type `hint`; it also accepts an interpolation."""
         alternatives = self._alternatives(hint, default)
         return {} if {} in alternatives else {"anyOf": [*alternatives, _INTERPOLATION]}
 
@@ -142,7 +142,7 @@ class _Definitions(dict[str, Schema]):
 
 
 def _names(kind: str) -> dict[str, str]:
-    """Return the names of components and presets, each with its first line."""
+    """Return the names of components and presets, each with its summary line."""
     presets = {name: first_comment(file) for name, file in preset_files(kind).items()}
     return {entry.name: entry.summary for entry in registry.entries(kind)} | presets
 

@@ -6,7 +6,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An HTTP status, a sentence, the wrong parameter, OpenAI's code, and the seconds to wait before another try."""
+    """An HTTP status, a message, the wrong parameter, OpenAI's code, and the seconds to wait before a retry."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry: int | None = None
@@ -26,5 +26,5 @@ class ApiError(Exception):
 
 
 def wrong(param: str, problem: str, code: str | None = "invalid_value") -> ApiError:
-    """The error 400 of a parameter."""
+    """Return an ApiError 400 about a parameter."""
     return ApiError(400, f"{param}: {problem}", param, code)

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, authorization, limits, and streams that end when their reader leaves."""
+"""The HTTP application: routes, authorization, limits, and streams that end when the client disconnects."""
 
 import asyncio
 import hmac
@@ -31,10 +31,10 @@ from .service import RequestPlan, Service
 
 Events = asyncio.Queue[Event | ClientDisconnect]
 
-_BODIES = 8  # of the largest size that are held at once
+_BODIES = 8  # limit on the request bytes held at once, as a multiple of the largest body
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
-    # The page needs nothing but itself, and shows nothing but text and images that its user chose.
+    # The page loads nothing else, and shows only text and the images that its user chose.
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -43,7 +43,7 @@ _PAGE_HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """True for a host's name or address that only programs on this machine can reach."""
+    """True for a host name or address that only programs on this machine can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -54,17 +54,17 @@ class Web:
     """The HTTP application in front of a scheduler."""
 
     def __init__(self, service: Service, scheduler: Scheduler, tokenizer: Any, key: str | None, host: str) -> None:
-        """`host`: the address that it listens on. If it is a loopback address, requests to other names are refused."""
+        """`host`: the address to listen on. With a loopback address, requests to other host names are refused."""
         self._service, self._scheduler, self._tokenizer = service, scheduler, tokenizer
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
         self._since = int(time.time())
-        # Chats that hang delay no completions. Images take memory, so few requests with images are read at once.
+        # Separate threads, so that slow chats do not delay completions. Only 2 read images, because images need memory.
         threads = dict.fromkeys((CompletionRequest, MegatronRequest, ChatRequest), service.limits.encoders)
         if service.chat_format.takes_images:
             threads[ChatRequest] = 2
         self._encoding: dict[Any, Any] = {kind: ThreadPoolExecutor(n, "encoding") for kind, n in threads.items()}
-        self._requests, self._bytes = 0, 0  # now being answered, and being received
+        self._requests, self._bytes = 0, 0  # requests being answered, and bytes being received
         completions = partial(self._answer, CompletionRequest, service.completion, CompletionResponse)
         megatron = partial(self._answer, MegatronRequest, service.completion, MegatronResponse)
         chats = partial(self._answer, ChatRequest, service.chat, ChatResponse)
@@ -105,14 +105,18 @@ class Web:
 
     def _description(self) -> dict[str, Any]:
         return {
-            "id": self._service.name, "object": "model", "created": self._since, "owned_by": "crosstrain",
-            "max_model_len": self._service.model.max_length, "images": self._service.chat_format.takes_images,
-        }  # fmt: skip
+            "id": self._service.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "crosstrain",
+            "max_model_len": self._service.model.max_length,
+            "images": self._service.chat_format.takes_images,
+        }
 
     # ---- authorization
 
     def _check_host(self, request: Request) -> None:
-        """Refuse a page of another site whose name leads here: a browser still sends that name."""
+        """Refuse foreign host names. This prevents DNS rebinding: a browser sends the host name of the page's site."""
         try:
             host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         except ValueError:
@@ -139,7 +143,7 @@ class Web:
         loop, events = asyncio.get_running_loop(), Events()
 
         def deliver(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended before the computation
+            with suppress(RuntimeError):  # the event loop may end before the computation
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         with ExitStack() as end:
@@ -161,11 +165,11 @@ class Web:
                 return JSONResponse(response.whole())
             with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
             stream = _stream(response, await _next(events), events, with_usage)
-            leaving.cancel()  # the stream watches for it itself
+            leaving.cancel()  # the stream detects a disconnect itself
             return _Stream(stream, self._service.limits.seconds + 60, end.pop_all().close)
 
     def close(self) -> None:
-        """Encode nothing more."""
+        """Stop encoding."""
         for executor in self._encoding.values():
             executor.shutdown(wait=False, cancel_futures=True)
         self._service.encoders.close()
@@ -176,7 +180,7 @@ class Web:
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body, whose bytes count until the end of the block. Raises ApiError 415, 413, 408 or 503."""
+        """Yield the body; it counts as held until the end of the block. Raises ApiError 415, 413, 408 or 503."""
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
@@ -204,7 +208,7 @@ class Web:
 
 
 class _Stream(StreamingResponse):
-    """A stream of events that ends if it is read too slowly; `at_end` is called in any case."""
+    """A stream of events that ends if the client reads too slowly; `at_end` is called in any case."""
 
     def __init__(self, content: AsyncIterator[str], seconds: float, at_end: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -221,7 +225,7 @@ class _Stream(StreamingResponse):
 
 
 async def _leaving(request: Request, events: Events) -> None:
-    """Put an event into the queue when the client leaves."""
+    """Put an event into the queue when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     events.put_nowait(ClientDisconnect())
@@ -245,7 +249,7 @@ async def _stream(response: ResponseBuilder, piece: Piece, events: Events, with_
             if not response.unfinished:
                 break
             piece = await _next(events)
-    except ApiError as error:  # too late for a status
+    except ApiError as error:  # too late for an HTTP status
         yield _event(error.document)
         return
     except ClientDisconnect:
@@ -276,7 +280,7 @@ def _http(request: Request, error: Exception) -> Response:
 
 
 def _gone(_: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # which nobody reads
+    return Response(status_code=499)  # the client is gone
 
 
 def _broken(request: Request, error: Exception) -> Response:

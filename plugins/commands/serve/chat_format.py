@@ -1,4 +1,4 @@
-"""Prompts: a request's text or conversation in the format that the model knows, as token ids."""
+"""Prompts: format a request's text or conversation for the model, as token IDs."""
 
 import base64
 from collections.abc import Callable, Collection
@@ -14,18 +14,18 @@ from .api_error import wrong
 from .limits import Limits
 from .requests import ChatMessage, ImagePart, TextPart
 
-_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of plain turns
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of images
+_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}  # names in plain turns
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # accepted image formats
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample without labels, and the end of the text that follows it."""
+    """A sample without labels, and the conditions that end its completion."""
 
     sample: Sample
-    ends: Collection[int]  # tokens
-    stops: tuple[str, ...] = ()
-    strip: bool = False  # blanks at the beginning of the text do not count
+    ends: Collection[int]  # tokens that end the completion
+    stops: tuple[str, ...] = ()  # strings that end the completion
+    strip: bool = False  # strip blanks at the beginning of the completion
 
     @property
     def ids(self) -> list[int]:
@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The form of a conversation, and of its images (PIL), as a prompt. `make` raises UserError where it has none."""
+    """Formats a conversation and its images (PIL) as a prompt. `make` raises UserError if that is impossible."""
 
     name: str
     takes_images: bool
@@ -42,7 +42,7 @@ class ChatFormat:
 
 
 def chat_format(tokenizer: Any, session: ChatSession | None, encoders: Encoders) -> ChatFormat:
-    """The training format of a model trained on conversations, else the tokenizer's template, else plain turns."""
+    """Return the format that the model was trained on, else the tokenizer's template, else plain turns."""
     end = tokenizer.eos_token_id
 
     def plain_turns(messages: Conversation, _: list[Any]) -> Prompt:
@@ -64,7 +64,7 @@ def _prompts_of(session: ChatSession, strip: bool = False) -> Callable[[Conversa
 
 
 def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -> tuple[Conversation, list[Any]]:
-    """A request's messages, with placeholders among the words, and their images. ApiError 400 for wrong images."""
+    """Return a request's messages, with placeholders for images, and the images. Raises ApiError 400 for bad images."""
     count = sum(isinstance(part, ImagePart) for message in given for part in message.parts)
     if count and not takes_images:
         raise wrong("messages", "this model takes no images")
@@ -75,7 +75,7 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
         words = []
         for j, part in enumerate(message.parts):
             if isinstance(part, TextPart):
-                # A placeholder that a client writes is only text.
+                # Remove placeholders in the client's text, because only images may have them.
                 words.append(part.text.replace(IMAGE, "") if takes_images else part.text)
             else:
                 where = f"messages[{i}].content[{j}].image_url.url"
@@ -86,7 +86,7 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
 
 
 def picture(url: str, most_pixels: int, param: str) -> Any:
-    """The RGB PIL image of a `data:` URL in base64. Nothing is fetched: ApiError 400 for anything else."""
+    """Return the RGB PIL image of a `data:` URL in base64. Nothing is fetched. Raises ApiError 400 for other URLs."""
     from crosstrain import open_image
     from crosstrain.data.vision.image import ImageTooLarge
 
@@ -98,7 +98,7 @@ def picture(url: str, most_pixels: int, param: str) -> Any:
         raise wrong(param, "a data: URL has to be in base64", "invalid_base64_image")
     try:
         content = base64.b64decode(data, validate=True)
-    except ValueError:  # also for characters beyond ASCII
+    except ValueError:  # also raised for characters beyond ASCII
         raise wrong(param, "this is not base64", "invalid_base64_image") from None
     try:
         return open_image(content, "this", formats=_FORMATS, most_pixels=most_pixels)

@@ -1,4 +1,4 @@
-"""`crosstrain serve`: a checkpoint behind OpenAI's interface."""
+"""`crosstrain serve`: serve a checkpoint through an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class ServeCommand(Command):
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Serve a checkpoint until a signal comes; returns the exit code."""
-        print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # libraries alone take seconds
+        """Serve a checkpoint until a signal arrives; return the exit code."""
+        print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # the imports take seconds
         from crosstrain.inference.encoding import check_stored
         from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 
@@ -80,10 +80,10 @@ class ServeCommand(Command):
         server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust, arguments.weights)
         check_stored(checkpoint)
         code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
-        return 0 if code > 128 else code  # a signal is how a server ends
+        return 0 if code > 128 else code  # a signal is the normal end of a server
 
 
 def _name(checkpoint: Path) -> str:
-    """A run's folder's name for one of its checkpoints, else its own."""
+    """Return the run folder's name for a checkpoint in a run, else the checkpoint's own name."""
     folder = checkpoint.resolve()
     return (folder.parents[1] if folder.parent.name == "checkpoints" else folder).name or "model"

@@ -1,4 +1,4 @@
-"""Connections of uvicorn (seen with 0.54) that end in time, and whose errors are OpenAI's documents too."""
+"""uvicorn connections (tested with 0.54) with time limits, and with errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from .api_error import ApiError
 from .limits import Limits
 
-_FAIR = 1.0  # seconds that a request may take to arrive even where too many do
+_FAIR = 1.0  # seconds that a request may take to arrive even if too many are arriving
 _Phase = Literal["idle", "headers", "body"]
 
 
-# Forms in which two programs may disagree where a request ends, one behind the other.
+# Requests for which a proxy and this server may disagree about the end of the request.
 _AMBIGUOUS = {
     "a line does not end in CR LF": re.compile(rb"(?<!\r)\n|\r(?!\n)"),
     "a header goes on in the next line": re.compile(rb"\n[ \t]"),
@@ -32,10 +32,10 @@ _CHUNK = re.compile(rb"[0-9A-Fa-f]{1,16}")
 
 
 class StrictHttp(h11.Connection):
-    """HTTP (seen with h11 0.16) that refuses requests which a proxy may read otherwise."""
+    """An h11 connection (tested with 0.16) that refuses requests if a proxy may interpret them differently."""
 
     def next_event(self) -> Any:
-        """Return the next event. Raises RemoteProtocolError for a request that is not HTTP, or ambiguous."""
+        """Return the next event. Raises RemoteProtocolError if the request is not HTTP, or is ambiguous."""
         given, reader = self.trailing_data[0], cast(Any, self._reader)
         headers = self.their_state is h11.IDLE or getattr(reader, "_reading_trailer", False)
         if not headers and getattr(reader, "_bytes_in_chunk", 1) == 0:
@@ -54,12 +54,12 @@ class StrictHttp(h11.Connection):
 class Connection(H11Protocol):
     """A connection that is closed if its request does not arrive in time.
 
-    While requests are arriving they count against a limit of their own, beyond which the oldest is closed: clients that
-    send nothing keep nobody out.
+    Connections with incomplete requests have a separate limit. Beyond it, the oldest one is closed, so that clients
+    that send nothing cannot keep others out.
     """
 
     def __init__(self, limits: Limits, arriving: dict[Connection, None], **given: Any) -> None:
-        """`arriving`: connections of this server whose requests have not arrived, the oldest first."""
+        """`arriving`: connections of this server with incomplete requests, oldest first."""
         super().__init__(**given)
         self.conn = StrictHttp(h11.SERVER)
         self._limits, self._arriving = limits, arriving
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        error = sys.exc_info()[1]  # which uvicorn handles here
+        error = sys.exc_info()[1]  # the error that uvicorn handles here
         status = getattr(error, "error_status_hint", 400)
         self._refuse(ApiError(status, f"this is not HTTP: {error or msg}", code="invalid_http"))
 
@@ -107,7 +107,7 @@ class Connection(H11Protocol):
         self._phase, self._timer, self._since = phase, None, self.loop.time()
         if phase is not None:
             self._arriving[self] = None
-            # The application has its own limit for bodies, unless it answered without one; uvicorn has one for idling.
+            # The application limits the time for a body, unless it answers without reading one. uvicorn limits idling.
             seconds = {"headers": self._limits.header_seconds, "body": self._limits.body_seconds + 5}.get(phase)
             self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 
@@ -123,9 +123,10 @@ class Connection(H11Protocol):
             body = json.dumps(refusal.document).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
             answer = h11.Response(
-                status_code=refusal.status, reason=STATUS_PHRASES[refusal.status],
+                status_code=refusal.status,
+                reason=STATUS_PHRASES[refusal.status],
                 headers=list((headers | refusal.headers).items()),
-            )  # fmt: skip
+            )
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -1,4 +1,4 @@
-"""Jobs of the scheduler, and the pieces of text that it delivers."""
+"""Jobs of the scheduler, and the pieces of text that they deliver."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ _LEAST = -9999.0  # the lowest log-probability in a response: JSON has no infini
 
 @dataclass(frozen=True)
 class Score:
-    """A token, its log-probability (None for the first token of all), and the likeliest tokens in its place.
+    """A token, its log-probability (None for a prompt's first token), and the likeliest tokens at its position.
 
-    Probabilities are the model's own, before temperature, top_k and top_p.
+    Probabilities are those of the model, before temperature, top_k and top_p.
     """
 
     token: int
@@ -31,7 +31,7 @@ class Score:
 
 @dataclass
 class Piece:
-    """A part of a choice's text. The last one is empty and has a reason for the end and the number of tokens."""
+    """A part of a choice's text. The last piece is empty and carries the finish reason and number of tokens."""
 
     choice: int
     text: str = ""
@@ -45,18 +45,18 @@ Event = Piece | ApiError  # an error ends the request
 
 @dataclass(eq=False)
 class Job:
-    """Completions of one prompt that begin together. `deliver` is called in the thread that computes."""
+    """Completions of one prompt that begin together. `deliver` is called in the computing thread."""
 
     prompt: Prompt
     sampling: Sampling
-    max_new_tokens: int  # 0: the prompt alone is scored
+    max_new_tokens: int  # 0: only score the prompt
     stops: tuple[str, ...]
     logprobs: int | None  # number of likeliest tokens in the response; None: no log-probabilities
     score_prompt: bool
-    completions: dict[int, int]  # number of the completion, for its random numbers: index of its choice
+    completions: dict[int, int]  # index of the completion (selects its random numbers) -> index of its choice
     deliver: Callable[[Event], None]
-    deadline: float  # of time.monotonic
-    cancelled: bool = False  # nobody waits for it any more
+    deadline: float  # value of time.monotonic() at which the job fails
+    cancelled: bool = False  # the client no longer waits for it
 
     @property
     def slots(self) -> int:
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def sample(self) -> Sample:
-        """The prompt, or its first token if the others are scored one by one."""
+        """The prompt, or only its first token if the others are scored one by one."""
         return {"input_ids": self.prompt.sample["input_ids"][:1]} if self.score_prompt else self.prompt.sample
 
     def fail(self, error: ApiError) -> None:
@@ -73,18 +73,18 @@ class Job:
 
 
 class JobSequence(Sequence):
-    """One completion of a job, whose prompt's tokens are first scored one by one if the job asks for it."""
+    """One completion of a job. With `score_prompt`, it first scores the prompt's tokens one by one."""
 
     def __init__(self, job: Job, number: int, tokenizer: object) -> None:
         text = TextStream(tokenizer, job.stops, job.prompt.strip)
         super().__init__(job.sampling, number, job.prompt.ends, text)
         self.job, self.choice = job, job.completions[number]
-        self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # still to be scored, last to first
+        self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # tokens still to be scored, last to first
         if job.score_prompt:
             self._tell("", [Score(job.prompt.ids[0], None)])
 
     def advance(self, logits: Tensor) -> int | None:
-        """Choose the next token by its logits [vocabulary], and deliver its text; None at the end."""
+        """Choose the next token from its logits [vocabulary], and deliver its text; return None at the end."""
         if logits.isnan().any():
             raise ValueError("the model's logits are not numbers")
         if self._given:
@@ -100,7 +100,7 @@ class JobSequence(Sequence):
             if self.finish_reason is None:
                 return token
         self._tell(self.text.finish(), [])
-        # What was held back may have ended in a stop string that is no more than the end of it.
+        # The text that was held back until now may contain a stop string.
         reason = "stop" if self.text.stopped else self.finish_reason or "length"
         self.job.deliver(Piece(self.choice, reason=reason, tokens=self.tokens))
         return None

@@ -19,7 +19,7 @@ _Likeliest = Annotated[int, Field(ge=0, le=20)]
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    # Parameters that are not supported, with the values besides null that are taken because they change nothing.
+    # Unsupported parameters -> values that are accepted besides null, because they change nothing.
     neutral: ClassVar[dict[str, list[Any]]] = {}
 
     @model_validator(mode="before")
@@ -45,21 +45,21 @@ class StreamOptions(_Strict):
 
 
 class TextRequest(_Strict):
-    """Parameters of both kinds of request."""
+    """Parameters that completions and chats share."""
 
     neutral = {"frequency_penalty": [0], "presence_penalty": [0], "logit_bias": [{}]}
 
-    model: str | None = None  # of the one that is served
+    model: str | None = None  # name of the served model
     max_tokens: int | None = Field(None, ge=0, le=_FAR)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=_FAR)  # not OpenAI's
+    top_k: int | None = Field(None, ge=0, le=_FAR)  # not in OpenAI's API
     n: int | None = Field(None, ge=1, le=_FAR)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # nothing depends on it
+    user: str | None = None  # has no effect
 
     @property
     def stops(self) -> list[str]:
@@ -82,7 +82,7 @@ class CompletionRequest(TextRequest):
 
 
 class MegatronRequest(CompletionRequest):
-    """PUT /api, under the names of Megatron-LM's text_generation_cli."""
+    """PUT /api, with the parameter names of Megatron-LM's text_generation_cli."""
 
     prompt: Annotated[list[str], _Many] = Field(alias="prompts")
     max_tokens: int = Field(64, alias="tokens_to_generate", ge=0, le=_FAR)
@@ -125,19 +125,30 @@ class ChatRequest(TextRequest):
     """POST /v1/chat/completions"""
 
     neutral = TextRequest.neutral | {
-        "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
-        "parallel_tool_calls": [True, False], "functions": [[]], "function_call": ["none", "auto"],
-        "modalities": [["text"]], "audio": [], "prediction": [], "reasoning_effort": ["none"], "verbosity": ["medium"],
-        "web_search_options": [], "moderation": [], "service_tier": ["auto", "default"], "store": [False],
+        "response_format": [{"type": "text"}],
+        "tools": [[]],
+        "tool_choice": ["none", "auto"],
+        "parallel_tool_calls": [True, False],
+        "functions": [[]],
+        "function_call": ["none", "auto"],
+        "modalities": [["text"]],
+        "audio": [],
+        "prediction": [],
+        "reasoning_effort": ["none"],
+        "verbosity": ["medium"],
+        "web_search_options": [],
+        "moderation": [],
+        "service_tier": ["auto", "default"],
+        "store": [False],
         "metadata": [{}],
-    }  # fmt: skip
+    }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     max_tokens: int | None = Field(None, ge=1, le=_FAR)
     max_completion_tokens: int | None = Field(None, ge=1, le=_FAR)
     logprobs: bool | None = None
     top_logprobs: _Likeliest | None = None
-    # Labels of the client, which nothing depends on.
+    # Labels set by the client; they have no effect.
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -146,7 +157,7 @@ Request = TypeVar("Request", CompletionRequest, ChatRequest)
 
 
 def parse(body: bytearray, kind: type[Request]) -> Request:
-    """Check a request's body. Raises ApiError 400 that names the wrong parameter."""
+    """Parse and check a request's body. Raises ApiError 400 with the name of the wrong parameter."""
     try:
         document = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -163,7 +174,7 @@ def parse(body: bytearray, kind: type[Request]) -> Request:
 
 
 def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
-    # Of several alternatives, the value was meant for the one whose error is about more than its type, or lies deepest.
+    # A value may partly match several alternatives. Prefer an error other than a wrong type, then the deepest error.
     found = [(_steps(e["loc"], document), e) for e in error.errors(include_url=False, include_input=False)]
     steps, worst = max(found, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
     param = "".join(f"[{s}]" if isinstance(s, int) else f".{s[:64]}" for s in steps).removeprefix(".")
@@ -176,14 +187,14 @@ def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
 
 
 def _steps(where: Sequence[str | int], document: Any) -> list[str | int]:
-    """The keys and indices in pydantic's location, which also has names of alternatives."""
+    """Return the keys and indices in pydantic's location, without the names of alternatives in it."""
     steps: list[str | int] = []
     for number, part in enumerate(where):
         inside = isinstance(document, dict) and part in document
         inside = inside or (isinstance(document, list) and isinstance(part, int) and part < len(document))
         if inside:
             document = document[part]
-        elif not (isinstance(document, dict) and number == len(where) - 1):  # a key that is missing
+        elif not (isinstance(document, dict) and number == len(where) - 1):  # a missing key is kept
             continue
         steps.append(part)
     return steps

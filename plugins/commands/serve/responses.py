@@ -1,4 +1,4 @@
-"""OpenAI's response documents, of completions and of chats, whole or streamed."""
+"""OpenAI's response documents for completions and chats, whole or streamed."""
 
 import secrets
 import time
@@ -12,16 +12,16 @@ Document = dict[str, Any]
 
 
 class ResponseBuilder(ABC):
-    """Builds the documents that answer one request from the pieces of its choices, in order."""
+    """Builds the response documents of one request from the pieces of its choices, in order."""
 
-    prefix: str  # of the id
-    kind: str  # of the whole document
-    chunk_kind: str  # of a streamed one
+    prefix: str  # prefix of the ID
+    kind: str  # value of `object` in a whole document
+    chunk_kind: str  # value of `object` in a streamed document
 
     def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
         self._tokenizer, self._prompt_tokens = tokenizer, plan.prompt_tokens
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._choices = [Piece(i, echo) for i, echo in enumerate(plan.echoes)]  # so far
+        self._choices = [Piece(i, echo) for i, echo in enumerate(plan.echoes)]  # choices so far
         self.unfinished = len(self._choices)
 
     def add(self, piece: Piece) -> None:
@@ -32,12 +32,12 @@ class ResponseBuilder(ABC):
         self.unfinished -= piece.reason is not None
 
     def whole(self) -> Document:
-        """The response that is not streamed."""
+        """Return the whole response, for a request without streaming."""
         choices = [self.choice(choice) for choice in self._choices]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Document], **usage: Any) -> Document:
-        """A part of a streamed response; `usage` where the client asks for it, None before the last part."""
+        """Return a part of a streamed response; `usage`: only if the client wants it; None before the last part."""
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def usage(self) -> Document:
@@ -46,14 +46,14 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def openings(self) -> list[Document]:
-        """The choices that a stream begins with, each in a chunk of its own."""
+        """Return the choices at the beginning of a stream, one for each chunk."""
 
     @abstractmethod
     def choice(self, piece: Piece) -> Document:
-        """A finished choice."""
+        """Return the document of a finished choice."""
 
     def part(self, piece: Piece) -> Document:
-        """The choice of a piece's chunk."""
+        """Return the document of a piece in a stream."""
         return self.choice(piece)
 
     def _decode(self, token: int) -> str:
@@ -115,5 +115,5 @@ class ChatResponse(ResponseBuilder):
 
     def _entry(self, token: int, logprob: float | None) -> Document:
         word = self._decode(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in word  # else some of a character's bytes, which only others complete
+        whole = "\N{REPLACEMENT CHARACTER}" not in word  # otherwise the token is only a part of a character
         return {"token": word, "logprob": logprob, "bytes": list(word.encode()) if whole else None}

@@ -18,21 +18,21 @@ from .api_error import ApiError
 from .jobs import Job, JobSequence
 from .limits import Limits
 
-_BEAT = 1.0  # seconds between the heartbeats that idle followers wait for
+_BEAT = 1.0  # seconds between heartbeats to idle followers
 
 
 @dataclass
 class StepPlan:
-    """The next step of all ranks, in this order."""
+    """The next step of all ranks; they apply the fields in this order."""
 
     stop: bool = False
-    freed: list[int] = field(default_factory=list)  # slots
-    started: list[tuple[list[int], Sample]] = field(default_factory=list)  # slots, and the prompt that they begin with
-    tokens: dict[int, int] = field(default_factory=dict)  # slot: the token that is added
+    freed: list[int] = field(default_factory=list)  # slots to free
+    started: list[tuple[list[int], Sample]] = field(default_factory=list)  # slots, and the prompt to start in them
+    tokens: dict[int, int] = field(default_factory=dict)  # slot -> the token to add
 
 
 def run_follower(decoder: Decoder, group: Group) -> None:
-    """Compute what rank 0 plans, until it stops. Collective."""
+    """Compute the steps that rank 0 plans, until rank 0 stops. Collective."""
     while not (plan := group.broadcast(StepPlan())).stop:
         for slot in plan.freed:
             decoder.free(slot)
@@ -44,7 +44,7 @@ def run_follower(decoder: Decoder, group: Group) -> None:
 
 
 class Scheduler:
-    """Computes jobs, first come, first served. `submit` and `cancel` may be called from any thread."""
+    """Computes jobs in order of arrival. `submit` and `cancel` may be called from any thread."""
 
     def __init__(self, decoder: Decoder, group: Group, tokenizer: Any, limits: Limits) -> None:
         self._decoder, self._group, self._tokenizer, self._limits = decoder, group, tokenizer, limits
@@ -52,11 +52,11 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closed = False
         self._free = list(range(limits.batch))[::-1]
-        self._running: dict[int, JobSequence] = {}  # by slot
-        self._plan = StepPlan()  # of the next step, as far as it is known
+        self._running: dict[int, JobSequence] = {}  # slot -> sequence
+        self._plan = StepPlan()  # the next step, as far as it is known
 
     def submit(self, jobs: list[Job]) -> None:
-        """Take all of these jobs, or none: ApiError 429 if too many wait already, 503 if the server stops."""
+        """Accept all of these jobs or none. Raises ApiError 429 if too many wait, or 503 if the server is stopping."""
         with self._changed:
             if self._closed:
                 raise _stopping()
@@ -68,7 +68,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: list[Job]) -> None:
-        """Free the slots of jobs whose client has left."""
+        """Cancel the jobs of a client that has disconnected, and free their slots."""
         with self._changed:
             for job in jobs:
                 job.cancelled = True
@@ -76,13 +76,13 @@ class Scheduler:
 
     @property
     def busy(self) -> tuple[int, int]:
-        """Numbers of completions that run and that wait."""
+        """Number of running completions, and number of waiting ones."""
         return len(self._running), sum(job.slots for job in list(self._waiting))
 
     # ---- the computing thread
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until `stopping`; then refuse new jobs, and finish the others while the grace lasts."""
+        """Serve until `stopping` returns True; then refuse new jobs, and finish the others within `finish_seconds`."""
         while not stopping():
             self._step()
         with self._changed:
@@ -122,7 +122,7 @@ class Scheduler:
                 self._advance(slot, row)
 
     def _admit(self) -> list[tuple[list[int], Job]]:
-        """Slots and the waiting jobs that they suffice for, in order of arrival."""
+        """Return the waiting jobs that fit into the free slots, with their slots, in order of arrival."""
         started = []
         with self._changed:
             while self._waiting and self._waiting[0].slots <= len(self._free):
@@ -157,7 +157,10 @@ class Scheduler:
             self._plan.tokens[slot] = token
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
-        """Drop the jobs of a failed forward (out of memory, for example). Other ranks may not have failed: then end."""
+        """Drop the jobs of a failed forward (out of memory, for example); with several ranks, raise the error.
+
+        On the other ranks, the forward may have succeeded.
+        """
         if self._group.size > 1:
             raise error
         log.exception("a forward failed")
@@ -172,7 +175,7 @@ class Scheduler:
         self._plan.freed.append(slot)
 
     def _drop(self, jobs: list[Job], why: ApiError) -> None:
-        """Stop jobs, and tell those who still wait for them."""
+        """Stop jobs, and send the error to clients that still wait for them."""
         for slot in [slot for slot, sequence in self._running.items() if sequence.job in jobs]:
             self._release(slot)
         with self._changed:

@@ -35,8 +35,8 @@ class ServerOptions:
     host: str
     port: int
     key: str | None
-    trust: Trust = Trust.COMMANDS  # of the configuration
-    weights: str | None = None  # a callback's name for those that it kept; None: those that trained
+    trust: Trust = Trust.COMMANDS  # trust in the configuration
+    weights: str | None = None  # the callback that kept the weights to serve; None: the trained weights
 
 
 def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
@@ -62,7 +62,7 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
 def run_server(
     config: Config, runner: Runner, options: ServerOptions, limits: Limits, listener: socket.socket, stop: StopRequest
 ) -> None:
-    """Serve HTTP in another thread, and compute in this one, until a signal comes."""
+    """Serve HTTP in a second thread, and compute in this one, until a signal arrives."""
     import uvicorn
 
     from .app import Web, is_loopback
@@ -80,11 +80,18 @@ def run_server(
     allow_open_files(2 * limits.all_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Web` logs errors
     settings = uvicorn.Config(
-        web.app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        web.app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
         http=partial(Connection, limits, {}),  # type: ignore[arg-type]
-        proxy_headers=False, backlog=2048, timeout_keep_alive=30,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=int(limits.finish_seconds),
-    )  # fmt: skip
+    )
     server = uvicorn.Server(settings)
     with suppress(UserError):
         encoders.encode("text", "")  # start a process, so that the first client does not wait for it
@@ -93,10 +100,8 @@ def run_server(
     if not is_loopback(options.host) and options.key is None:
         log.warning("warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host)
     host = f"[{options.host}]" if ":" in options.host else options.host
-    log.info(
-        "serving %s (%s) on http://%s:%d; chats are %s; Ctrl-C ends",
-        options.name, options.checkpoint, host, listener.getsockname()[1], chats.name,
-    )  # fmt: skip
+    address, served = f"http://{host}:{listener.getsockname()[1]}", f"{options.name} ({options.checkpoint})"
+    log.info("serving %s on %s; chats are %s; Ctrl-C ends", served, address, chats.name)
 
     def stopping() -> bool:
         if stop and not server.should_exit:
@@ -113,20 +118,20 @@ def run_server(
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """A listening socket; UserError where the address cannot be used."""
+    """Return a listening socket. Raises UserError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
-    # Connections inherit this option, which asyncio does not set: without it, a text's beginning waits 40 ms.
+    # Connections inherit this option, and asyncio does not set it. Without it, the first token is delayed by 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def allow_open_files(wanted: int) -> None:
-    """Raise the limit of open files and connections to `wanted`, or as far as allowed."""
+    """Raise the limit on open files and connections to `wanted`, or as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)

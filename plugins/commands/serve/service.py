@@ -1,4 +1,4 @@
-"""From OpenAI's parameters to jobs, within the server's limits."""
+"""Convert requests with OpenAI's parameters to jobs, within the server's limits."""
 
 import secrets
 import time
@@ -21,32 +21,32 @@ from .requests import ChatRequest, CompletionRequest, TextPart, TextRequest
 
 _TOO_LONG = "context_length_exceeded"
 _LIMITS: dict[type, str] = {TooLate: "encoding_timeout", LimitError: "encoding_failed"}
-_USUAL_TOKENS = 16  # of a completion for which max_tokens is not given; OpenAI's number
+_USUAL_TOKENS = 16  # token limit of a completion without max_tokens; OpenAI's default
 
 Deliver = Callable[[Event], None]
 
 
 @dataclass
 class RequestPlan:
-    """The jobs of a request, and what its response needs besides."""
+    """The jobs of a request, and further data for its response."""
 
     jobs: list[Job] = field(default_factory=list)
     prompt_tokens: int = 0
-    echoes: list[str] = field(default_factory=list)  # by choice: the text that comes before its own
+    echoes: list[str] = field(default_factory=list)  # for each choice, the text before the completion
 
 
 class Service:
-    """A model under a name. Its methods may be called in several threads; they raise ApiError."""
+    """A model under a name. Its methods may be called from several threads; they raise ApiError."""
 
     def __init__(
         self, name: str, model: Model, tokenizer: Any, chat_format: ChatFormat, encoders: Encoders, limits: Limits
     ) -> None:
         self.name, self.model, self.limits, self.chat_format = name, model, limits, chat_format
         self._tokenizer, self.encoders = tokenizer, encoders
-        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token, at least
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound on the characters of a token
 
     def completion(self, request: CompletionRequest, deliver: Deliver) -> RequestPlan:
-        """The jobs of a completion request."""
+        """Return the jobs of a completion request."""
         self._check(request, len(request.prompts))
         wanted = request.max_tokens
         if wanted == 0 and not request.echo:
@@ -62,7 +62,7 @@ class Service:
         return plan
 
     def chat(self, request: ChatRequest, deliver: Deliver) -> RequestPlan:
-        """The jobs of a chat request."""
+        """Return the jobs of a chat request."""
         self._check(request, 1)
         if request.top_logprobs is not None and not request.logprobs:
             raise wrong("top_logprobs", "only with logprobs")
@@ -98,13 +98,13 @@ class Service:
         return Prompt(as_prompt(given, end), [end])
 
     def _check_length(self, param: str, characters: int) -> None:
-        """Refuse a text that has too many tokens in any case, without the time to count them."""
+        """Refuse a text that certainly has too many tokens, without encoding it."""
         limit = self.model.max_length
         if limit is not None and characters > limit * self._longest:
             raise wrong(param, f"{characters} characters are more than the model's {limit} tokens", _TOO_LONG)
 
     def _new_tokens(self, prompt: Prompt, param: str, wanted: int | None, wanted_param: str) -> int:
-        """Number of new tokens: `wanted`, or all that fit. ApiError where they do not fit after the prompt."""
+        """Return the number of new tokens: `wanted`, or all that fit after the prompt. Raises ApiError if none fit."""
         with _blamed_on(param, _TOO_LONG):
             room = room_after(self.model, prompt.sample, least=0 if wanted == 0 else 1)
         if self.model.max_length is None:
@@ -115,10 +115,17 @@ class Service:
         return room if wanted is None else wanted
 
     def _plan(
-        self, plan: RequestPlan, request: TextRequest, prompt: Prompt, new: int, logprobs: int | None,
-        deliver: Deliver, score: bool = False, echo: str = "",
-    ) -> None:  # fmt: skip
-        """Add a prompt's completions, in jobs that fit into the batch."""
+        self,
+        plan: RequestPlan,
+        request: TextRequest,
+        prompt: Prompt,
+        new: int,
+        logprobs: int | None,
+        deliver: Deliver,
+        score: bool = False,
+        echo: str = "",
+    ) -> None:
+        """Add a prompt's completions, split into jobs that fit into the batch."""
         sampling = Sampling(
             max(new, 1),
             1.0 if request.temperature is None else request.temperature,

@@ -1,4 +1,4 @@
-"""`crosstrain status`: a line for each run below some folders."""
+"""`crosstrain status`: print one line for each run below the given folders."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ class StatusCommand(Command):
         parser.add_argument("--json", action="store_true", help="print an object for each run, for scripts")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the table; returns the exit code. Raises UserError where there is no run."""
+        """Print the table; return the exit code. Raises UserError if there is no run."""
         if url := next(filter(is_url, arguments.folders), None):
             raise UserError(f"{url}: only local folders are searched; `crosstrain report` reads a run in a bucket")
         found = list[Status]()

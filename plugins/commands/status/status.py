@@ -1,4 +1,4 @@
-"""The state of runs in one line each, from their folders alone: which trains, which has ended, which has died."""
+"""Read the state of a run from the files in its folder: running, finished, stopped or died."""
 
 import json
 import os
@@ -14,10 +14,11 @@ from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils.files import last_checkpoint, read_end
 
-_END = 1 << 16  # bytes of the end of log.txt and of metrics.jsonl
+_END = 1 << 16  # bytes read from the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
-_PLAIN = ("iteration ", "time (ms) ", "memory (MB) ", "open next:")  # begin lines that say nothing new
-# How lines begin of which the last tells a run's state: those of ends, and one that only a start writes that may train.
+# Beginnings of lines that say nothing about a run's state: step metrics, and the list of commands at the end.
+_ADDS_NOTHING = re.compile(r"(step +\d+/\d+ |iteration +\d|time \(ms\) |memory \(MB\) |open next:)")
+# Beginning of a log line -> state of the run; the last such line counts. The third is logged when training starts.
 _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": "died"}
 
 
@@ -25,18 +26,18 @@ _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": 
 class Status:
     """State of a run, read from its files."""
 
-    run: str  # its folder
-    state: str  # running, finished, stopped by a signal, or died
-    step: int | None  # last logged
+    run: str  # folder of the run
+    state: str  # running, finished, stopped (by a signal), or died
+    step: int | None  # last logged step
     max_iters: int | None
-    loss: float | None  # of that step
-    checkpoint: int | None  # step of the last one, whose files have not been read
-    silent_seconds: float  # since the log had its last line
-    last_line: str  # of the log, other than the numbers of a step
+    loss: float | None  # loss of that step
+    checkpoint: int | None  # step of the last checkpoint; its files are not read
+    silent_seconds: float  # seconds since the last line of the log
+    last_line: str  # last line of the log other than step metrics
 
 
 def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
-    """Yield the run folders among and below `places`, in order of their names; links to folders are not followed."""
+    """Yield the run folders in and below `places`, sorted by name; links to folders are not followed."""
     for place in places:
         for path, below, files in os.walk(Path(place).expanduser()):
             below.sort()
@@ -46,24 +47,30 @@ def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def status(folder: Path) -> Status:
-    """Read a run's state. Raises OSError where its log cannot be read; what else is unreadable is None."""
+    """Read a run's state; unreadable values are None. Raises OSError if its log cannot be read."""
     run = RunFolder(folder)
     row, checkpoint = dict[str, Any](), None
     stamped = [found[1] for line in read_end(run.log, _END) if (found := _STAMPED.match(line))]
-    last = next((line for line in reversed(stamped) if not line.startswith(_PLAIN)), "")
+    last = next((line for line in reversed(stamped) if not _ADDS_NOTHING.match(line)), "")
     told = (state for line in reversed(stamped) for begins, state in _STATES.items() if line.startswith(begins))
     with suppress(OSError):
         row = next(filter(None, map(_row, reversed(read_end(run.metrics, _END)))), {})
     if (latest := last_checkpoint(folder)) != folder and latest.is_dir():
         checkpoint = int(latest.name.removeprefix("step_"))
     return Status(
-        str(folder), "running" if run.is_held() else next(told, "died"), row.get("step"), _max_iters(run),
-        row.get("loss"), checkpoint, round(time.time() - run.log.stat().st_mtime, 1), last,
-    )  # fmt: skip
+        str(folder),
+        "running" if run.is_held() else next(told, "died"),
+        row.get("step"),
+        _max_iters(run),
+        row.get("loss"),
+        checkpoint,
+        round(time.time() - run.log.stat().st_mtime, 1),
+        last,
+    )
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """Return the row of a logged step; None for any other line, such as one that is being written."""
+    """Return the row of a logged step; None for any other line, such as an incomplete one."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line)
         if isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("loss"), float | None):

@@ -1,4 +1,4 @@
-"""`crosstrain verify`: accept a runner, by holding it to plain torch in every part of a run."""
+"""`crosstrain verify`: accept a runner if it agrees with plain torch in every part of a run."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ class VerifyCommand(Command):
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the page, and JSON beside it")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Verify the runners; returns 0 if each passed every check, and raises UserError if one did not."""
+        """Verify the runners; return 0 if each passes every check. Raises UserError if one does not."""
         from .verify import Check, page, verify
 
         a, checks = arguments, dict[str, list[Check]]()

@@ -1,4 +1,4 @@
-"""Accept a runner: hold it to plain torch in every part of a run, and write a page of what was found."""
+"""Accept a runner: compare it with plain torch in every part of a run, and write a page with the results."""
 
 import json
 import tempfile
@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from crosstrain import Config, UserError, __version__, load_config
-from crosstrain.checkpoint.export import export
 from crosstrain.checkpoint.folders import find_checkpoint
-from crosstrain.checkpoint.weights import PretrainedWeights
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.config.load import ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.schema import to_plain
@@ -26,19 +25,26 @@ from crosstrain.utils.processes import main_hidden
 from ..compare.compare import APART, Race, make_contestants, refusal
 from ..compare.diagnosis import diagnose
 from ..compare.tolerance import Record, Tolerance, difference, number_difference
+from ..export.folder import export
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
+_REST = "the rest"  # name of the check that lists what was not tried
 
-Check = tuple[str, str, str]  # name; yes, no, measured or not tried; what was found, or the reason not to try
+Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the finding, or why it was not tried
 
 
 def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
-    """The checks of each runner in Markdown, and the command that made them."""
+    """Return the checks of each runner in Markdown, and the command that made them."""
     lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
+    untried = {row for rows in checks.values() for row in rows if row[0] == _REST}
+    if len(untried) == 1:  # the same for all runners, so say it once
+        lines += ["", f"Not tried: {next(iter(untried))[2]}."]
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
         lines += ["", f"## {label}: {verdict}", "", "| check | result | found |", "|---|---|---|"]
         for name, result, found in rows:
+            if name == _REST and len(untried) == 1:
+                continue
             lines.append(f"| {name} | {'**no**' if result == 'no' else result} | {found.replace('|', '&#124;')} |")
     return "\n".join(lines) + "\n"
 
@@ -46,10 +52,10 @@ def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
 def verify(
     project: ProjectLike, runners: Sequence[str], options: Overrides, nproc_per_node: int, steps: int
 ) -> Iterator[tuple[str, Check]]:
-    """Hold runners such as zero2@4 to plain torch in one process, in every part of a run; yields labels and findings.
+    """Compare runners such as zero2@4 with plain torch in one process; yield labels and findings.
 
-    A runner without a number of workers gets `nproc_per_node`; no runner is the project's own. Raises UserError for a
-    project that one process cannot train.
+    The checks cover every part of a run. A runner without a number of workers uses `nproc_per_node`. If `runners` is
+    empty, the project's own runner is verified. Raises UserError if one process cannot train the project.
     """
     own = load_config(project, options).run.runner
     given = {f.name: value for f in fields(own.options) if (value := getattr(own.options, f.name)) != f.default}
@@ -69,7 +75,7 @@ class _Acceptance:
     """The checks of a runner against the recorded reference."""
 
     race: Race
-    plain: Config  # the reference's
+    plain: Config  # configuration of the reference
     reference: Record
     tolerance: Tolerance
     label: str
@@ -77,7 +83,7 @@ class _Acceptance:
     config: Config
 
     def checks(self) -> Iterator[Check]:
-        """Yield the rows, in the order of a run; none behind a training that differs, which makes them moot."""
+        """Yield the rows in the order of a run. If training differs, skip the remaining checks."""
         other = next((n for n in (2 * self.size, self.size // 2) if not refusal(self.config, n)), 2 * self.size)
         rows: dict[str, Callable[[], tuple[str, str]]] = {
             "trains alike": self._train,
@@ -88,7 +94,7 @@ class _Acceptance:
             f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, self.config),
             f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, self.config),
             "exports right": self._export,
-            "the rest": self._rest,
+            _REST: self._rest,
         }
         for name, run in rows.items():
             try:
@@ -103,8 +109,7 @@ class _Acceptance:
         if not record["exact"]:
             return APART
         off = max(number_difference(record, self.reference, key) for key in ("loss", "grad_norm"))
-        within = f"losses and norms within {off:.0e} (up to {self.tolerance.numbers:.0e} is rounding)"
-        return f"{len(record['rows'])} steps, {within}"
+        return f"{len(record['rows'])} steps, losses and norms within {off:.0e}"
 
     def _train(self) -> tuple[str, str]:
         self.record = self.race.record(self.label, self.size, self.config, "contestant")
@@ -112,7 +117,8 @@ class _Acceptance:
         self.finding = diagnose(trained, self.reference, self.tolerance)
         if self.finding and self.finding.phase not in ("checkpoint", "export"):
             return "no", self.finding.sentence
-        return "yes", self._within(self.record)
+        rounding = f" (up to {self.tolerance.numbers:.0e} is rounding)" if self.record["exact"] else ""
+        return "yes", self._within(self.record) + rounding
 
     def _evaluate(self) -> tuple[str, str]:
         here, there = ([of["plain_loss"], of["later_loss"]] for of in (self.record, self.reference))
@@ -128,7 +134,7 @@ class _Acceptance:
         return "yes", "every tensor bit by bit, and the files beside them"
 
     def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
-        """Go on from an earlier run's checkpoint, held to the reference, which never stopped."""
+        """Resume from an earlier run's checkpoint, and compare with the uninterrupted reference."""
         if why := refusal(config, size):
             return "not tried", str(why)
         if not self.record["exact"] and (size != self.size or config is self.plain):
@@ -138,7 +144,7 @@ class _Acceptance:
         return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
 
     def _export(self) -> tuple[str, str]:
-        """Export the checkpoint, and have plain torch open it as any published model, in another process."""
+        """Export the checkpoint, and open it with plain torch like any published model, in a new process."""
         folder, model = tempfile.mkdtemp(dir=self.race.scratch), model_on_meta(self.config)
         checkpoint, sources = find_checkpoint(Path(self.config.run.output_dir)), PretrainedWeights.of(model)
         export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.export.merges())

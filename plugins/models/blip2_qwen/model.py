@@ -41,8 +41,8 @@ from crosstrain.utils.files import write_json
 from . import vision, weights
 from .options import Language, Part, Projector, QFormer, Vision
 
-# By part, which is also the name of its module, the prefix of its parameters' canonical names. These are the names of
-# transformers' Blip2ForConditionalGeneration, but inside the vision transformer they are timm's.
+# Part, equal to its module's name -> prefix of its parameters' canonical names. Canonical names are those of
+# transformers' Blip2ForConditionalGeneration, except inside the vision transformer: there they are timm's.
 _PREFIXES = {
     "vision": "vision_model.", "qformer": "qformer.", "projector": "language_projection.",
     "language_model": "language_model.",
@@ -52,13 +52,13 @@ _QUERIES = "query_tokens"
 
 @registry.register_model("blip2_qwen")
 class Blip2Qwen(Model):
-    """EVA-ViT-g, BLIP-2's Q-Former and a projection in front of Qwen; by default only the projection is trained."""
+    """EVA-ViT-g, BLIP-2's Q-Former and a projection in front of Qwen; by default only the projection trains."""
 
     @dataclass
     class Options:
-        """The four parts."""
+        """Options of the four parts."""
 
-        pretrained: Text | None = None  # an earlier run, a checkpoint or an exported folder: the weights that it has
+        pretrained: Text | None = None  # run, checkpoint or exported folder to load weights of all parts from
         vision: Vision = field(default_factory=Vision)
         qformer: QFormer = field(default_factory=QFormer)
         projector: Projector = field(default_factory=Projector)
@@ -79,7 +79,7 @@ class Blip2Qwen(Model):
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
         self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
         asked = self.qformer.config.hidden_size
-        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens, asked))
+        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens or 32, asked))
         self.projector = _projector(options.projector, asked, language.hidden_size)
         self.language_model, self.takes_positions = language, language.takes_positions
         self.structure, self.weights, self.export = _Structure(self), _Weights(self), _Export(self)
@@ -110,10 +110,10 @@ class Blip2Qwen(Model):
         cache: Any = None,
         mode: ForwardMode = PLAIN,
     ) -> Tensor:
-        """Implement `Model.forward`. input_ids [batch, length] has an `IMAGE_ID` for each embedding of an image.
+        """Implement `Model.forward`. input_ids [batch, length] has one placeholder `IMAGE_ID` per image embedding.
 
         pixel_values [images, 3, H, W]: the images of all samples, in the order of their placeholders. segments
-        [batch, length]: a token sees earlier tokens of its own segment and of segment `SHARED`. position_ids,
+        [batch, length]: a token attends to earlier tokens of its own segment and of segment `SHARED`. position_ids,
         attention_mask: see `LanguageModel.forward`. Raises DataError unless images and placeholders match.
         """
         with self._precision("language_model", input_ids.device):
@@ -124,7 +124,7 @@ class Blip2Qwen(Model):
                 images = torch.zeros((1, 3, *self.image_size), device=input_ids.device)
             features = self.encode_images(images).to(embeddings.dtype)
             if pixel_values is None:
-                # A rank whose batch has no image must still compute and reduce the same parameters as the others.
+                # Without images, a rank must still compute and reduce the same parameters as the other ranks.
                 embeddings = embeddings + 0.0 * features.sum()
             else:
                 embeddings = _insert(embeddings, input_ids == IMAGE_ID, features)
@@ -132,12 +132,16 @@ class Blip2Qwen(Model):
             attention_mask = _segment_mask(segments)
         with self._precision("language_model", input_ids.device):
             return self.language_model(
-                inputs_embeds=embeddings, labels=labels, cache=cache, attention_mask=attention_mask,
-                position_ids=position_ids, **mode.arguments(),
-            )  # fmt: skip
+                inputs_embeds=embeddings,
+                labels=labels,
+                cache=cache,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                **mode.arguments(),
+            )
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Embeddings [images, num_query_tokens, language model's width] of images [images, 3, H, W]."""
+        """Return embeddings [images, num_query_tokens, language model's width] of images [images, 3, H, W]."""
         with self._without_gradients("vision"), self._precision("vision", images.device):
             seen = self.vision(images).float()
         with self._without_gradients("vision", "qformer"), self._precision("qformer", images.device):
@@ -147,12 +151,12 @@ class Blip2Qwen(Model):
             return self.projector(answered)
 
     def _without_gradients(self, *parts: str) -> AbstractContextManager[Any]:
-        """torch.no_grad() if nothing in these parts, which come first, is trained."""
+        """Return torch.no_grad() if these parts, the first ones of the forward, are frozen."""
         return torch.no_grad() if all(getattr(self.options, part).freeze for part in parts) else nullcontext()
 
     @contextmanager
     def _precision(self, part: str, device: torch.device) -> Iterator[None]:
-        """Autocast to the part's own precision, if it has one."""
+        """Autocast to the part's own precision; None: keep the run's."""
         precision = getattr(self.options, part).precision
         if precision is None:
             yield
@@ -161,20 +165,20 @@ class Blip2Qwen(Model):
             yield
 
     def train(self, mode: bool = True) -> Blip2Qwen:
-        """Set the mode as torch does, but frozen parts stay in eval mode: no dropout, no stochastic depth."""
+        """Set the mode like torch, but keep frozen parts in eval mode: no dropout, no stochastic depth."""
         super().train(mode)
         for part in _PREFIXES:
             if getattr(self.options, part).freeze:
                 getattr(self, part).eval()
         for name, module in self.language_model.named_modules():
-            if ".lora_dropout" in name:  # adapters are trained
+            if ".lora_dropout" in name:  # adapters train even if the part is frozen
                 module.train(mode)
         return self
 
     # ---- structure
 
     def part(self, name: str) -> Part:
-        """Options of the part that has a parameter."""
+        """Return the options of the part that a parameter belongs to."""
         return getattr(self.options, "qformer" if name == _QUERIES else name.partition(".")[0])
 
     def block_lists(self) -> dict[str, list[nn.Module]]:
@@ -210,7 +214,7 @@ class _Structure(Structure):
         return [(blocks, getattr(options, part).gradient_checkpointing or mode) for part, blocks in lists.items()]
 
     def lighter(self, dtype: str) -> dict[str, str]:
-        """Frozen matrices in the precision that they are computed in."""
+        """Suggest frozen matrices in the precision they compute in."""
         found = {}
         for part in _PREFIXES:
             options = getattr(self.model.options, part)
@@ -225,7 +229,7 @@ class _Structure(Structure):
         return self.model.language_model
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """The language model's plan; the other parts are replicated."""
+        """Return the language model's plan; the other parts are replicated."""
         plan = self.model.language_model.structure.tensor_parallel_plan()
         return {_PREFIXES["language_model"] + key: style for key, style in plan.items()}
 
@@ -260,7 +264,7 @@ class _Weights(Weights):
         return shape if inner == name else self.model.language_model.weights.logical_shape(inner, shape)
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Initial values of timm, of transformers and of the language model for their parts."""
+        """Fill in the initial values of timm, transformers or the language model, by part."""
         prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
         inner = name.removeprefix(prefix)
         if name == _QUERIES:
@@ -287,7 +291,7 @@ class _Export(Export):
         return {part: (weights.owned(part, _PREFIXES), models.get(part)) for part in _PREFIXES}
 
     def merges(self) -> dict[str, Merge]:
-        """The language model's, of its adapters."""
+        """Return the merges of the language model's adapters."""
         prefix = _PREFIXES["language_model"]
         return {
             prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)
@@ -298,7 +302,7 @@ class _Export(Export):
         write_json(folder / "config.json", {"arch": "blip2_qwen", **to_plain(self.model.options)})
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
-        """The language model's, of its adapters."""
+        """Save the language model's adapters."""
         prefix = _PREFIXES["language_model"]
         own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         self.model.language_model.export.save_parts(folder, own, lambda name: read(prefix + name))
@@ -307,9 +311,12 @@ class _Export(Export):
 def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:
     given = {key: size for key in options.published if (size := getattr(options, key)) is not None}
     return Blip2QFormerConfig(
-        encoder_hidden_size=encoder_width, hidden_dropout_prob=options.dropout,
-        attention_probs_dropout_prob=options.dropout, attn_implementation=options.attention, **given,
-    )  # fmt: skip
+        encoder_hidden_size=encoder_width,
+        hidden_dropout_prob=options.dropout,
+        attention_probs_dropout_prob=options.dropout,
+        attn_implementation=options.attention,
+        **given,
+    )
 
 
 def _projector(options: Projector, width: int, out: int) -> nn.Module:
@@ -319,7 +326,7 @@ def _projector(options: Projector, width: int, out: int) -> nn.Module:
 
 
 def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Replace embeddings at `places` [batch, length] by features of images [images, queries, width], in order."""
+    """Replace embeddings at `places` [batch, length] by image features [images, queries, width], in order."""
     expected = features.shape[0] * features.shape[1]
     if has_values(places) and expected != (found := int(places.sum())):
         raise DataError(
@@ -330,7 +337,7 @@ def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
 
 
 def _segment_mask(segments: Tensor) -> Tensor:
-    """Boolean attention mask [batch, 1, length, length]: True where a token sees another."""
+    """Return a boolean attention mask [batch, 1, queries, keys]: True where the query attends to the key."""
     earlier = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
     own = segments[:, :, None] == segments[:, None, :]
     return ((own | (segments == SHARED)[:, None, :]) & earlier)[:, None]

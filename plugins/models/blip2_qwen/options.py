@@ -8,18 +8,19 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Interval, MinLen
 
 from crosstrain import Component, OptionError, PositiveFloat, Text
-from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size
+
+from ..hugging_face.base import DropRate, Layers, Size
 
 
 @dataclass(kw_only=True)
 class Part:
-    """Options of every part."""
+    """Options common to all parts."""
 
-    freeze: bool = True  # not trained: eval mode, no gradient, no optimizer state
-    precision: Literal["fp32", "bf16", "fp16"] | None = None  # of computation; None: as the run
-    weights: Literal["bf16", "fp16"] | None = None  # dtype of its frozen matrices; None: fp32
-    lr_scale: PositiveFloat = 1.0  # factor on run.init_lr
-    gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as the run
+    freeze: bool = True  # do not train the part: eval mode, no gradient, no optimizer state
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # type of computation; None: as run.amp
+    weights: Literal["bf16", "fp16"] | None = None  # type of stored frozen matrices; None: fp32
+    lr_scale: PositiveFloat = 1.0  # multiplies run.init_lr
+    gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as in run
 
     def __post_init__(self) -> None:
         if self.weights is not None and not self.freeze:
@@ -30,43 +31,43 @@ class Part:
 
 @dataclass(kw_only=True)
 class Vision(Part):
-    """A vision transformer of timm; sizes that are not given are the pretrained weights', or the encoder's own."""
+    """A vision transformer of timm. None for a size: as in the pretrained weights, or timm's default."""
 
     sizes: ClassVar = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
     published: ClassVar = ("encoder", "image_size", *sizes)
 
-    encoder: Text | None = None  # timm's name; eva_giant_patch14_224
-    pretrained: Text | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2, or a run
-    image_size: Annotated[int, Interval(ge=1, le=4096)] | None = None  # height and width in pixels
-    patch_size: Size | None = None  # height and width in pixels
-    embed_dim: Size | None = None  # width
-    depth: Layers | None = None  # blocks; BLIP-2 uses 39 of EVA-ViT-g's 40
-    num_heads: Size | None = None  # of attention
-    mlp_ratio: PositiveFloat | None = None  # width of the MLP / embed_dim
-    class_token: bool | None = None  # an embedding beside those of the patches
-    drop_path_rate: DropRate = 0.0  # stochastic depth
-    position_std: PositiveFloat = 0.02  # standard deviation of the position embedding's initial values
-    attention: Literal["sdpa", "eager"] = "sdpa"  # torch's fused operator, or plain products
+    encoder: Text | None = None  # timm's model name; None: eva_giant_patch14_224
+    pretrained: Text | None = None  # folder or name of timm or Hugging Face BLIP-2 weights, or a run
+    image_size: Annotated[int, Interval(ge=1, le=4096)] | None = None  # height and width of images in pixels
+    patch_size: Size | None = None  # height and width of patches in pixels
+    embed_dim: Size | None = None  # hidden size
+    depth: Layers | None = None  # number of blocks; BLIP-2 uses 39 of EVA-ViT-g's 40
+    num_heads: Size | None = None  # attention heads per block
+    mlp_ratio: PositiveFloat | None = None  # MLP width divided by embed_dim
+    class_token: bool | None = None  # add a class token to the patch tokens
+    drop_path_rate: DropRate = 0.0  # rate of stochastic depth
+    position_std: PositiveFloat = 0.02  # standard deviation of the initial position embedding
+    attention: Literal["sdpa", "eager"] = "sdpa"  # sdpa: torch's fused operator; eager: separate matrix products
 
 
 @dataclass(kw_only=True)
 class QFormer(Part):
-    """BLIP-2's querying transformer (Li et al., 2023); sizes default to the pretrained weights', or to BLIP-2's."""
+    """BLIP-2's querying transformer (Li et al., 2023). None for a size: as in the pretrained weights, or BLIP-2's."""
 
     sizes: ClassVar = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     published: ClassVar = (*sizes, "cross_attention_frequency", "layer_norm_eps")
 
-    pretrained: Text | None = None  # a folder or name of a Hugging Face BLIP-2, or a run
-    num_query_tokens: Size = 32  # embeddings that stand for an image
-    hidden_size: Size | None = None  # width; 768
-    num_hidden_layers: Layers | None = None  # blocks; 12
-    num_attention_heads: Size | None = None  # heads of each block; 12
-    intermediate_size: Size | None = None  # width of the MLP; 3072
-    cross_attention_frequency: Size | None = None  # each n-th layer, from the first one on, attends to the image; 2
-    dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
-    layer_norm_eps: PositiveFloat | None = None  # added to the variance; 1e-12
+    pretrained: Text | None = None  # folder or name of Hugging Face BLIP-2 weights, or a run
+    num_query_tokens: Size | None = None  # embeddings per image; None: as pretrained, else 32
+    hidden_size: Size | None = None  # hidden size; None: as pretrained, else 768
+    num_hidden_layers: Layers | None = None  # number of blocks; None: as pretrained, else 12
+    num_attention_heads: Size | None = None  # attention heads per block; None: as pretrained, else 12
+    intermediate_size: Size | None = None  # MLP width; None: as pretrained, else 3072
+    cross_attention_frequency: Size | None = None  # every n-th block, from the first, attends to the image; None: 2
+    dropout: DropRate = 0.1  # dropout rate of embeddings, residuals and attention
+    layer_norm_eps: PositiveFloat | None = None  # added to the variance; None: as pretrained, else 1e-12
     initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
-    query_std: PositiveFloat = 0.02  # standard deviation of the queries' initial values
+    query_std: PositiveFloat = 0.02  # standard deviation of the initial queries
     attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
 
     def __post_init__(self) -> None:
@@ -82,27 +83,27 @@ class Projector(Part):
     """The projection from the Q-Former's width to the language model's."""
 
     freeze: bool = False
-    pretrained: Text | None = None  # a run, a checkpoint or an exported folder that has it
-    kind: Literal["linear", "mlp"] = "linear"  # mlp: two linear maps with a GELU between them
+    pretrained: Text | None = None  # run, checkpoint or exported folder to start from
+    kind: Literal["linear", "mlp"] = "linear"  # mlp: two linear layers with a GELU between them
     initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
 
 
 @dataclass
 class Lora:
-    """Low-rank adapters (Hu et al., 2021) by peft; they are always trained."""
+    """Low-rank adapters (Hu et al., 2021) by peft. They always train, even if the part is frozen."""
 
     rank: Size = 8  # rows of A and columns of B
-    alpha: PositiveFloat = 16.0  # the adapters' output is scaled by alpha / rank
-    dropout: DropRate = 0.05  # of the adapters' input
-    targets: Annotated[list[Text], MinLen(1)] = field(  # names of linear maps
+    alpha: PositiveFloat = 16.0  # adapter outputs are scaled by alpha / rank
+    dropout: DropRate = 0.05  # dropout rate of the adapters' input
+    targets: Annotated[list[Text], MinLen(1)] = field(  # names of linear layers
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
 
 
 @dataclass(kw_only=True)
 class Language(Part):
-    """A causal language model of the registry, with its own `pretrained`."""
+    """A registered causal language model; it has its own option `pretrained`."""
 
-    # any language model of the registry
+    # any registered language model
     model: Annotated[Component, "model"] = field(default_factory=lambda: Component("qwen"))
-    lora: Lora | None = None
+    lora: Lora | None = None  # low-rank adapters on the language model; None: no adapters

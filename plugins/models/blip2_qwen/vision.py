@@ -1,4 +1,4 @@
-"""Vision transformers of timm: construction, initial values, and names in Hugging Face's BLIP-2."""
+"""Vision transformers of timm: construction, initial values, and parameter names in Hugging Face's BLIP-2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .options import Vision
 
 DEFAULT = "eva_giant_patch14_224"
 
-# timm's names and transformers', which are the same for ViT and EVA except for the biases of EVA's attention.
+# timm's names -> transformers' names, for ViT and EVA; the biases of EVA's attention are handled separately.
 _BLIP2 = {
     "cls_token": "embeddings.class_embedding",
     "pos_embed": "embeddings.position_embedding",
@@ -30,9 +30,9 @@ _BLIP2_BLOCK = {
 
 
 def make_encoder(options: Vision) -> nn.Module:
-    """The encoder, whose forward maps images [n, 3, H, W] to tokens [n, tokens, width], normalised.
+    """Make the encoder; its forward maps images [n, 3, H, W] to normalized tokens [n, tokens, width].
 
-    Raises ConfigError where timm has none of that name, or its sizes do not go together.
+    Raises ConfigError if timm has no model of that name, or if the sizes do not fit together.
     """
     name = options.encoder or DEFAULT
     if not timm.is_model(name):
@@ -45,7 +45,7 @@ def make_encoder(options: Vision) -> nn.Module:
     try:
         encoder = timm.create_model(
             name, pretrained=False, num_classes=0, global_pool="", drop_path_rate=options.drop_path_rate, **given
-        )  # fmt: skip
+        )
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"model.vision: timm cannot make {name} with {given}: {error}") from error
     finally:
@@ -56,15 +56,16 @@ def make_encoder(options: Vision) -> nn.Module:
 
 
 def image_size(encoder: nn.Module) -> tuple[int, int]:
-    """Height and width that the encoder takes, in pixels."""
+    """Return the height and width of the encoder's input images in pixels."""
     height, width = encoder.patch_embed.img_size  # type: ignore[union-attr]
     return int(height), int(width)
 
 
 def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) -> None:
-    """timm's initial values: N(0, 0.02) cut off, biases 0, norms 1, the patches' projection as torch's convolution.
+    """Fill in timm's initial values: truncated N(0, 0.02), biases 0, norms 1, patch projection as torch's convolution.
 
-    Positions have a standard deviation of their own. EVA's output projections are divided by sqrt(2 * depth so far).
+    Layer scales are 1e-5. The position embedding has its own standard deviation. EVA's output projections are divided
+    by sqrt(2 * block number), counted from 1.
     """
     block = re.match(r"blocks\.(\d+)\.(attn\.proj|mlp\.fc2)\.weight$", name)
     if name.endswith("bias"):
@@ -84,9 +85,9 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) 
 
 
 def blip2_place(name: str, width: int) -> str | Excerpt:
-    """The name in transformers' BLIP-2 of the encoder's parameter with this timm name.
+    """Return the name or excerpt in transformers' BLIP-2 of the encoder's parameter with this timm name.
 
-    BLIP-2 has one bias for queries, keys and values; EVA has none for keys (it cancels in the softmax).
+    BLIP-2 has one bias for queries, keys and values; EVA has no key bias, because it cancels in the softmax.
     """
     if found := re.match(r"blocks\.(\d+)\.attn\.([qv])_bias$", name):
         bias = f"vision_model.encoder.layers.{found[1]}.self_attn.qkv.bias"

@@ -1,4 +1,4 @@
-"""Pretrained weights of each part: their folders, and their names there."""
+"""Pretrained weights of each part: folders and names in them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import Blip2Config, PreTrainedConfig
 
 from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, pretrained_folder
 from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.load_weights import open_weights
 from crosstrain.checkpoint.manifest import MANIFEST
-from crosstrain.checkpoint.weights import open_weights
 
 from . import vision
 from .options import QFormer, Vision
@@ -24,7 +24,7 @@ _KINDS = {"model": (_RUN,), "vision": (_RUN, _BLIP2, ""), "qformer": (_RUN, _BLI
 
 
 def folders(options: Any) -> dict[str, Path]:
-    """Folders of pretrained weights by part; `model`: an earlier run. ConfigError for a folder of another kind."""
+    """Return folders of pretrained weights by part; `model`: an earlier run. ConfigError for unsupported folders."""
     found = {}
     for part, kinds in _KINDS.items():
         key, given = ("model", options) if part == "model" else (f"model.{part}", getattr(options, part))
@@ -39,7 +39,7 @@ def folders(options: Any) -> dict[str, Path]:
 
 
 def sized(options: Any, found: dict[str, Path]) -> Any:
-    """The options with the sizes that these folders have. Raises ConfigError for one that is given and differs."""
+    """Return the options with the sizes from these folders. Raises ConfigError if a given size differs."""
     for part, source in (("vision", "model"), ("vision", "vision"), ("qformer", "model"), ("qformer", "qformer")):
         if source in found:
             given, theirs = getattr(options, part), _sizes(part, found[source])
@@ -56,13 +56,13 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _kind(folder: Path) -> str:
-    """One of the nouns of `_KINDS`; empty for timm's folders."""
+    """Return the kind of a folder, a value of `_KINDS`; empty for timm's."""
     config = _config(folder)
     return _RUN if config.get("arch") == "blip2_qwen" else _BLIP2 if config.get("model_type") == "blip-2" else ""
 
 
 def _sizes(part: str, folder: Path) -> dict[str, Any]:
-    """Options of a part that its weights in a folder decide."""
+    """Return the options of a part that follow from its weights in a folder."""
     config, kind = _config(folder), _kind(folder)
     if kind == _RUN:
         known = ("num_query_tokens", *(Vision if part == "vision" else QFormer).published)
@@ -83,14 +83,14 @@ def _sizes(part: str, folder: Path) -> dict[str, Any]:
 
 
 def owned(part: str, prefixes: dict[str, str]) -> tuple[str, ...]:
-    """Beginnings of the canonical names of a part's parameters."""
+    """Return prefixes of the canonical names of a part's parameters."""
     return (prefixes[part], _QUERIES) if part == "qformer" else (prefixes[part],)
 
 
 def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, language: LanguageModel) -> list[Source]:
-    """Sources of all parts, the language model's own included.
+    """Return the sources of all parts, including the language model's own.
 
-    prefixes: of the parts' canonical names. width: the vision transformer's.
+    prefixes: part -> prefix of canonical names. width: hidden size of the vision transformer.
     """
     out = []
     for part in (part for part in prefixes if part in found):
@@ -105,7 +105,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
         trained, parts = open_weights(run).names("param"), tuple(out)
 
         def covers(name: str) -> bool:
-            """All but new adapters, and what an earlier run had frozen and a part's folder has."""
+            """Return False for weights that the run lacks if they are a new adapter's or in a part's own source."""
             return name in trained or not (".lora_" in name or any(source.covers(name) for source in parts))
 
         out.insert(0, Source(run, _as_it_is, covers, of_model=True))
@@ -113,10 +113,10 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
 
 
 def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
-    """Store the frozen matrices of linear maps and convolutions in the dtype that autocast would convert them to.
+    """Store the frozen matrices of linear layers and convolutions in the type that autocast converts them to.
 
-    Results are the same to the bit. Embeddings and norms, which are read in fp32, stay as they are, and so do biases,
-    which not every runner's linear map rounds before it adds them.
+    Results are bitwise equal. Embeddings and norms stay fp32, because they compute in fp32. Biases stay fp32, because
+    some runners' linear layers add them without rounding.
     """
     looked_up = {module.weight for module in part.modules() if isinstance(module, nn.Embedding)}
     for module in part.modules():
@@ -131,7 +131,7 @@ def _as_it_is(name: str, _: set[str]) -> str | Excerpt:
 
 
 def _under(prefix: str, source: Source) -> Source:
-    """A part's source, by its parameters' names in the whole model."""
+    """Return a part's source for parameter names of the full model."""
 
     def covers(name: str) -> bool:
         return name.startswith(prefix) and source.covers(name.removeprefix(prefix))

@@ -1,4 +1,4 @@
-"""Keep documents in some languages."""
+"""Keep documents in given languages."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,15 +11,15 @@ from crosstrain import Dropped, Filter, Fraction, OptionError, PositiveInt, Text
 
 @registry.register_processor("language")
 class LanguageFilter(Filter):
-    """Keep documents in the languages named, as py3langid identifies them; its model comes with it."""
+    """Keep documents in the given languages, identified by py3langid and its bundled model."""
 
     @dataclass
     class Options:
         """Languages to keep."""
 
         keep: Annotated[list[Text], MinLen(1)]  # ISO 639-1 codes, such as en
-        probability: Fraction = 0.5  # of the likeliest language, for a document to be kept
-        characters: PositiveInt = 4000  # looked at, from the middle of the document
+        probability: Fraction = 0.5  # minimum probability of the language
+        characters: PositiveInt = 4000  # number of characters to classify, from the middle of the document
 
     options: Options
 

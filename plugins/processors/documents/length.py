@@ -9,16 +9,17 @@ from ...commands.prepare.filter import TokenLimits
 
 @registry.register_processor("document_length")
 class DocumentLengthFilter(TokenLimits):
-    """Keep documents of at least 128 tokens; other limits can be set."""
+    """Keep documents within limits on tokens and characters; by default at least 128 tokens."""
 
     @dataclass
     class Options:
-        """Limits, included in what is kept."""
+        """Inclusive limits."""
 
-        min_tokens: NonNegativeInt = 128  # without the end-of-text token
-        max_tokens: NonNegativeInt | None = None  # without the end-of-text token
-        min_characters: NonNegativeInt = 0  # of the text
-        max_characters: NonNegativeInt | None = None  # of the text
+        min_tokens: NonNegativeInt = 128  # minimum number of tokens, excluding the end-of-text token
+        # maximum number of tokens, excluding the end-of-text token; None: no limit
+        max_tokens: NonNegativeInt | None = None
+        min_characters: NonNegativeInt = 0  # minimum number of characters
+        max_characters: NonNegativeInt | None = None  # maximum number of characters; None: no limit
 
         def __post_init__(self) -> None:
             for unit in ("tokens", "characters"):

@@ -1,4 +1,4 @@
-"""Drop documents that repeat themselves."""
+"""Drop documents with repeated text."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from crosstrain import Dropped, Filter, Fraction, registry
 
 @registry.register_processor("repetition")
 class RepetitionFilter(Filter):
-    """Drop documents made of repeated lines, paragraphs or phrases, by the shares of Rae et al. 2021, table A1."""
+    """Drop documents with many repeated lines, paragraphs or phrases; limits from Rae et al., 2021, table A1."""
 
     @dataclass
     class Options:
-        """The largest shares that are kept, from 0 to 1; 1: any."""
+        """Maximum shares, from 0 to 1; 1: no limit."""
 
-        lines: Fraction = 0.3  # of the lines that repeat an earlier one
-        paragraphs: Fraction = 0.3  # of the paragraphs that repeat an earlier one
-        characters_in_lines: Fraction = 0.2  # of all characters, in such lines
-        phrase_2: Fraction = 0.2  # of all characters, in the most frequent phrase of two words
-        phrase_3: Fraction = 0.18  # of all characters, in the most frequent phrase of three words
-        phrase_4: Fraction = 0.16  # of all characters, in the most frequent phrase of four words
+        lines: Fraction = 0.3  # share of lines that repeat an earlier line
+        paragraphs: Fraction = 0.3  # share of paragraphs that repeat an earlier paragraph
+        characters_in_lines: Fraction = 0.2  # share of all characters in repeated lines
+        phrase_2: Fraction = 0.2  # share of all characters in the most frequent phrase of two words
+        phrase_3: Fraction = 0.18  # share of all characters in the most frequent phrase of three words
+        phrase_4: Fraction = 0.16  # share of all characters in the most frequent phrase of four words
 
     options: Options
 
@@ -46,7 +46,7 @@ def _repeated(parts: list[str]) -> float:
 
 
 def _most_frequent(words: list[str], length: int) -> int:
-    """Count the characters of the most frequent phrase of `length` words in all its places; 0 if none recurs."""
+    """Count the characters in all occurrences of the most frequent phrase of `length` words; 0 if none recurs."""
     phrases = Counter(zip(*(words[k:] for k in range(length)), strict=False))
     phrase, count = max(phrases.items(), key=lambda item: item[1], default=((), 0))
     return count * (sum(map(len, phrase)) + length - 1) if count > 1 else 0

@@ -1,4 +1,4 @@
-"""Drop documents of symbols rather than words."""
+"""Drop documents with too many symbols."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ _ELLIPSES = ("...", "…")
 
 @registry.register_processor("symbols")
 class SymbolsFilter(Filter):
-    """Drop documents with too many signs and too few words, by the shares of Rae et al. 2021, appendix A1.1."""
+    """Drop documents with too many symbols or too few words; limits from Rae et al., 2021, appendix A1.1."""
 
     @dataclass
     class Options:
-        """Limits, as shares from 0 to 1."""
+        """Limits, as shares or counts per word."""
 
-        hashes: NonNegativeFloat = 0.1  # at most so many # per word
-        ellipses: NonNegativeFloat = 0.1  # at most so many ... per word
-        words: Fraction = 0.8  # at least this share of the words has a letter
-        bullets: Fraction = 0.9  # at most this share of the lines begins with a bullet
-        cut_lines: Fraction = 0.3  # at most this share of the lines ends with an ellipsis
+        hashes: NonNegativeFloat = 0.1  # maximum number of # characters per word
+        ellipses: NonNegativeFloat = 0.1  # maximum number of ellipses per word
+        words: Fraction = 0.8  # minimum share of words with a letter
+        bullets: Fraction = 0.9  # maximum share of lines that begin with a bullet
+        cut_lines: Fraction = 0.3  # maximum share of lines that end with an ellipsis
 
     options: Options
 

@@ -12,10 +12,10 @@ class UnicodeFilter(Filter):
 
     @dataclass
     class Options:
-        """Further changes."""
+        """Additional changes."""
 
-        normalization: Literal["NFC", "NFKC", "none"] = "NFC"  # the form of Unicode; none: as it is
-        straight_quotes: bool = False  # curly quotation marks become straight ones
+        normalization: Literal["NFC", "NFKC", "none"] = "NFC"  # Unicode normalization form; none: no normalization
+        straight_quotes: bool = False  # replace curly quotation marks with straight ones
 
     options: Options
 

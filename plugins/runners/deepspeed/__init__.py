@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO as a runner: YAML keys in `options`, a rank's state in `partition`, the engine in `runner`."""
+"""DeepSpeed's ZeRO as a runner: `options` has the YAML keys, `partition` a rank's state, `runner` the engine."""
 
 import os
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns, on every rank, that it found nothing else
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # avoids a warning on every rank

@@ -1,4 +1,4 @@
-"""Gradients of stage 3, sent in bf16 and added in fp32: no sum is rounded, whatever the number of ranks."""
+"""Reduce-scatter for stage 3: gradients are sent in bf16 and summed in fp32, so the sum is not rounded to bf16."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def reduce_scatter(tensors: list[Tensor], group: Any) -> list[Tensor]:
-    """Mean over all ranks of this rank's part of each tensor, in fp32; in the place of DeepSpeed's function."""
+    """Return the mean over the ranks of this rank's part of each tensor, in fp32; replaces a DeepSpeed function."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     cut = [tensor.flatten().split(max(1, math.ceil(tensor.numel() / size))) for tensor in tensors]
     parts = [torch.cat([pieces[r] if r < len(pieces) else pieces[0][:0] for pieces in cut]) for r in range(size)]

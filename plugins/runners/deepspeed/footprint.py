@@ -1,7 +1,7 @@
-"""Memory and traffic of a rank under ZeRO, for the plan, and the types in which it gathers and sends.
+"""Memory and traffic of a rank under ZeRO, for memory plans, and the dtypes in which it gathers and sends.
 
-The stages are those of Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps the optimizer's fp32 parameters as a
-copy of their own also where parameters are fp32 already, as they are here.
+The stages are those of Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps a separate fp32 copy of the
+parameters for the optimizer, even if the parameters themselves are fp32, as they are here.
 """
 
 import copy
@@ -14,16 +14,17 @@ from crosstrain.engine.footprint import all_reduced, data_parallel, scattered, s
 from crosstrain.engine.precision import computes_in_half, linear_weights
 
 _FP32 = 4
-_STAGE_0_BUCKET = 500_000_000  # elements that DeepSpeed's engine sums at once without ZeRO
+_STAGE_0_BUCKET = 500_000_000  # elements per all-reduce of DeepSpeed's engine without ZeRO
 
 
 def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Parameter]:
-    """Weights that ZeRO gathers in bf16, because autocast rounds them, and their gradients, anyway.
+    """Return the weights that ZeRO gathers in bf16, because autocast rounds them and their gradients anyway.
 
-    Not biases, which DeepSpeed's own linear layers do not round, nor what is frozen and never gathered.
+    Biases are left out, because DeepSpeed's linear layers do not round them; so are frozen weights below stage 3,
+    because they are never gathered.
     """
     whole = options.stage == 0 or options.stage3_use_all_reduce_for_fetch_params
-    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # which adds up gradients in the weights' type
+    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # sums would be in the weights' dtype
     if options.param_dtype != "amp" or whole or not computes_in_half(run, model):
         return []
     weights = [p for p in linear_weights(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
@@ -31,7 +32,7 @@ def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Paramet
 
 
 def layout(options: Any, at: PlanContext) -> Layout:
-    """The layout of every rank under the runner's options."""
+    """Return the layout of every rank under the runner's options."""
     if options.stage == 0:
         plain = data_parallel(at)
         plain.step_buffers = min(Sizes.of(at.model).trainable, _STAGE_0_BUCKET * _FP32)
@@ -40,7 +41,7 @@ def layout(options: Any, at: PlanContext) -> Layout:
     lowered = list(model.parameters()) if all_half else half_weights(options, at.run, model)
     for p in lowered:
         p.data = p.data.bfloat16()
-    in_memory = bool(lowered) and (all_half or options.stage < 3)  # amp at stage 3 lowers what is sent alone
+    in_memory = bool(lowered) and (all_half or options.stage < 3)  # amp at stage 3 affects only communication
     describe = _stage3 if options.stage == 3 else _stage12
     out = describe(options, at, Sizes.of(model if in_memory else at.model), Sizes.of(model))
     if in_memory:
@@ -55,10 +56,10 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
     half = sent.trainable < elements * _FP32
     once = options.reduce_scatter and (half or not options.use_multi_rank_bucket_allreduce)
     sums = scattered(gradients, ranks) if once else all_reduced(gradients, ranks)
-    # Of a gradient that is in the bucket this rank keeps its part; stage 1 sums after the last micro batch alone.
+    # Stage 2 reduces after each micro batch and keeps this rank's part; stage 1 reduces only after the last one.
     waiting = 0 if rounds == 1 else part if partitioned else gradients
     bucket = _buckets(options, gradients, at, 2 if options.overlap_comm else 1)
-    # It is there until the step; on a CPU, from when something is written to it.
+    # The bucket stays allocated until the step. On a CPU, its pages take memory only once they are written.
     always = at.device != "cpu" or (partitioned and rounds > 1)
     offloads = options.offloads_optimizer
     out = Layout(
@@ -70,7 +71,7 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
         masters=masters,
         buffers=bucket if always else 0,
         gradient_buffers=0 if always else bucket,
-        # Gradients in the bucket and flattened, and what the optimizer makes of one flat tensor on its way.
+        # The gradient bucket, the flattened gradients, and the optimizer's temporary tensor for one flat group.
         step_buffers=bucket + (0 if offloads else part + masters),
         sent=sums * (rounds if partitioned else 1) + scattered(sent.trainable, ranks),
     )
@@ -84,7 +85,7 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
     elements = share(sizes.trainable_elements, ranks)
     part, whole = elements * _width(options), sizes.trainable_elements * _width(options)
     sums = sent.trainable if options.communication_data_type == "bf16" else whole
-    # Gathered parameters stay while fewer than this many are, because they are used again soon.
+    # Parameters up to this total size stay gathered, because they are soon used again.
     live = min(sizes.parameters, int(options.stage3_max_live_parameters) * _FP32)
     offloads, where = options.offloads_optimizer, "device"
     if offloads:
@@ -98,7 +99,7 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
         masters=elements * _FP32,
         gathered=live,
         buffers=_buckets(options, whole, at, 1),
-        # Parameters are gathered for the forward and, unless they stayed, for the backward.
+        # An upper bound: parameters that stay gathered after the forward are not gathered again for the backward.
         sent=rounds * (2 * scattered(sent.parameters, ranks) + scattered(sums, ranks)),
         optimizer=where,  # type: ignore[arg-type]
     )
@@ -110,11 +111,11 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
 
 
 def _width(options: Any) -> int:
-    """Bytes of an element of gradients that wait."""
+    """Return the bytes per element of stored gradients."""
     return 2 if options.param_dtype == "bf16" else _FP32
 
 
 def _buckets(options: Any, gradients: int, at: PlanContext, count: int) -> int:
-    """Bytes of `count` gradient buckets; on a CPU, pages that are never written take no memory."""
+    """Return the bytes of `count` gradient buckets; on a CPU, pages that are never written take no memory."""
     buckets = count * int(options.reduce_bucket_size) * _width(options)
     return min(buckets, gradients) if at.device == "cpu" else buckets

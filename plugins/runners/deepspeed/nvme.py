@@ -1,4 +1,4 @@
-"""A rank's state at stage 3 with part of it on an NVMe device."""
+"""A rank's state at stage 3, partly on an NVMe device."""
 
 import dataclasses
 import hashlib
@@ -19,11 +19,11 @@ from .partition import Stage3
 
 
 def fitted(options: Any, model: Model, ranks: int) -> Any:
-    """The runner's options, with DeepSpeed's defaults replaced by those that parameters of `model` on a device need.
+    """Return the runner's options, with DeepSpeed's defaults replaced by values that work with parameters on NVMe.
 
-    A parameter holds a buffer for as long as it is gathered, so none stays gathered until its next use: at a time those
-    of one block are, and those outside of the blocks. DeepSpeed's prefetch fails on a parameter that is used twice, so
-    it is off. Raises ConfigError for buffers of the user's own that are too few or too small.
+    A parameter occupies a buffer while it is gathered, so reuse is off: only the parameters of one block, and those
+    outside of the blocks, are gathered at a time. DeepSpeed's prefetch fails on a parameter that is used twice, so it
+    is off too. Raises ConfigError if the configured buffers are too few or too small for `model`.
     """
     offload = options.offload_param
     if offload is None or offload.device != "nvme":
@@ -46,14 +46,14 @@ def fitted(options: Any, model: Model, ranks: int) -> Any:
 
 
 class SwapFolder:
-    """This process's own folder on a device; DeepSpeed's file names would not tell one run from another."""
+    """This process's own folder on a device, because DeepSpeed's file names are the same in every run."""
 
     def __init__(self, device: Path, output_dir: str) -> None:
         run = hashlib.sha256(os.path.abspath(output_dir).encode()).hexdigest()[:12]
         prefix = f"crosstrain-{run}-{socket.gethostname()}-"
         self.path = device / f"{prefix}{os.getpid()}"
         for folder in device.glob(f"{prefix}*"):
-            if not Path("/proc", folder.name.removeprefix(prefix)).exists():  # a process that was killed has left it
+            if not Path("/proc", folder.name.removeprefix(prefix)).exists():  # left by a killed process
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:
@@ -61,7 +61,7 @@ class SwapFolder:
 
 
 class SwappedStage3(Stage3):
-    """Stage 3 with NVMe: swapped tensors are staged in host memory while a checkpoint reads or writes them."""
+    """Stage 3 with NVMe: swapped tensors are staged in host memory while a checkpoint is saved or loaded."""
 
     def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(zero, optimizer)
@@ -101,7 +101,7 @@ class SwappedStage3(Stage3):
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         gradient = super().gradient(parameter)
-        return None if gradient is None else gradient.clone()  # what it was read into is used again
+        return None if gradient is None else gradient.clone()  # DeepSpeed reuses the buffer
 
     def begin_step(self) -> None:
         super().begin_step()

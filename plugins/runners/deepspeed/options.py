@@ -1,6 +1,7 @@
-"""Options of the deepspeed runner, made from DeepSpeed's own configuration model.
+"""Options of the deepspeed runner, generated from DeepSpeed's configuration model.
 
-So every key of `zero_optimization` that the installed DeepSpeed knows is a typed option under its own name.
+Keys of `zero_optimization` in the installed DeepSpeed become typed options under their own names, except those in
+`_NOT_OFFERED`.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ from crosstrain.config.describe import meanings
 
 _NOT_OFFERED = {
     "stage",  # declared below
-    "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # its checkpoints
-    "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # another training than the other runners'
+    "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # checkpointing
+    "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # training would differ from other runners
     "stage3_module_granularity_threshold",  # DeepSpeed 0.19 fails on it
-    "ratio", "super_offload", "cpuadam_cores_perc",  # need an optimizer of DeepSpeed's
-    "round_robin_gradients", "zero_hpz_partition_size",  # what a rank holds is not where DeepSpeed says, or twice
-    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; GPUs alone
+    "ratio", "super_offload", "cpuadam_cores_perc",  # need a DeepSpeed optimizer
+    "round_robin_gradients", "zero_hpz_partition_size",  # ranges would differ from DeepSpeed's mapping, or repeat
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; GPUs only
 }  # fmt: skip
 
 _STAGES_1_2 = {
@@ -35,7 +36,7 @@ _STAGES_1_2_3 = {"contiguous_gradients", "reduce_bucket_size", "overlap_comm", "
 
 
 def _hint(annotation: Any) -> Any:
-    """A type that the platform's checker understands for one of pydantic's."""
+    """Convert a pydantic annotation to a type that the platform's checker supports."""
     if get_origin(annotation) in (Union, types.UnionType):
         members = [_hint(member) for member in get_args(annotation)]
         return Union[tuple(members)]  # noqa: UP007 - made of values
@@ -44,12 +45,12 @@ def _hint(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return Literal[tuple(member.value for member in annotation)]
     if annotation is int:
-        return int | float  # YAML reads 3e8 as a float, and DeepSpeed's examples are full of such
+        return int | float  # YAML reads 3e8, common in DeepSpeed's examples, as a float
     return annotation if annotation in (bool, float, str, Path, type(None)) else Any
 
 
 def _options(model: type[BaseModel], base: type = object) -> type:
-    """A dataclass with the fields of `model`, under the names that its files use, with its defaults."""
+    """Return a dataclass with the fields and defaults of `model`, named as in DeepSpeed's configuration files."""
     fields: list[tuple[str, Any, Any]] = []
     said = meanings(model)
     for name, info in model.model_fields.items():
@@ -63,7 +64,7 @@ def _options(model: type[BaseModel], base: type = object) -> type:
             default = info.default.value if isinstance(info.default, enum.Enum) else info.default
             default = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
             hint = _hint(info.annotation)
-            hint = Annotated[hint, *info.metadata] if info.metadata else hint  # pydantic's constraints are ours
+            hint = Annotated[hint, *info.metadata] if info.metadata else hint  # pydantic uses annotated_types too
         fields.append((key, hint, field(default=default, metadata={"meaning": said.get(name)})))
     return dataclasses.make_dataclass(model.__name__, fields, bases=(base,), namespace={"__module__": __name__})
 
@@ -72,23 +73,23 @@ def _options(model: type[BaseModel], base: type = object) -> type:
 class AsyncIO:
     """DeepSpeed's `aio`: how tensors are moved to and from an NVMe device."""
 
-    block_size: PositiveInt = 1048576  # bytes of one request
-    queue_depth: PositiveInt = 8  # requests under way
-    intra_op_parallelism: PositiveInt = 1  # threads that share one tensor
+    block_size: PositiveInt = 1048576  # bytes per request
+    queue_depth: PositiveInt = 8  # requests in flight
+    intra_op_parallelism: PositiveInt = 1  # threads per tensor
     single_submit: bool = False  # submit requests one by one
     overlap_events: bool = True  # submit and wait at the same time
 
 
 @dataclass
 class _Base(ContextOptions):
-    stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-    # amp: what run.amp=bf16 rounds anyway is gathered and sent in bf16; bf16: all parameters and gradients are bf16
+    stage: Literal[0, 1, 2, 3] = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0: none
+    # amp: weights that run.amp=bf16 rounds anyway are gathered in bf16; bf16: all parameters and gradients are bf16
     param_dtype: Literal["amp", "fp32", "bf16"] = "amp"
-    # type in which stage 3 sends gradients of what it gathers in bf16 for run.amp; sums are fp32
+    # dtype in which stage 3 sends the gradients of weights that it gathers in bf16 under run.amp; sums are fp32
     communication_data_type: Literal["fp32", "bf16"] = "fp32"
-    wall_clock_breakdown: bool = False  # DeepSpeed's own phases among the timers of every logged step
-    steps_per_print: PositiveInt | None = None  # log DeepSpeed's progress line every so many steps
-    dump_state: bool = False  # log DeepSpeed's whole configuration when the engine is made
+    wall_clock_breakdown: bool = False  # add DeepSpeed's own phases to the timers of every logged step
+    steps_per_print: PositiveInt | None = None  # steps between DeepSpeed's progress lines in the log; None: no lines
+    dump_state: bool = False  # log DeepSpeed's full configuration when the engine is created
     aio: AsyncIO = field(default_factory=AsyncIO)
 
     def __post_init__(self) -> None:
@@ -128,12 +129,12 @@ class _Base(ContextOptions):
 
     @property
     def nvme_paths(self) -> list[Path]:
-        """Folders on NVMe devices, none if nothing is offloaded to one."""
+        """Folders on NVMe devices; empty without offloading to NVMe."""
         offloads = [o for o in (self.offload_optimizer, self.offload_param) if o is not None and o.device == "nvme"]
         return [Path(o.nvme_path) for o in offloads]
 
     def given(self) -> dict[str, Any]:
-        """ZeRO's options that differ from DeepSpeed's defaults."""
+        """Return the ZeRO options that differ from DeepSpeed's defaults."""
         own = {f.name for f in dataclasses.fields(_Base)}
         return {
             f.name: getattr(self, f.name)
@@ -147,7 +148,7 @@ class _Base(ContextOptions):
         return self.stage >= 1 if key in _STAGES_1_2_3 else self.stage == 3
 
     def zero(self, swap_folder: Callable[[Path], Path] = lambda path: path) -> dict[str, Any]:
-        """The section `zero_optimization` for DeepSpeed, with `swap_folder(nvme_path)` for every `nvme_path`."""
+        """Return DeepSpeed's `zero_optimization` section, with `swap_folder(nvme_path)` in place of `nvme_path`."""
         plain: dict[str, Any] = {"stage": self.stage}
         for key, value in self.given().items():
             plain[key] = _plain(value)

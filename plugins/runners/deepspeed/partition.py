@@ -1,4 +1,4 @@
-"""A rank's state under ZeRO: a contiguous range of each flattened parameter, found without communication."""
+"""A rank's state under ZeRO: a contiguous range of each flattened parameter, located without communication."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ from crosstrain import create_state
 
 
 class Partition(Protocol):
-    """A rank's part of the state. Tensors are flat, and `start` is the flat index in the parameter of their first."""
+    """A rank's part of the state, as flat tensors; `start` is the flat index of the first element in the parameter."""
 
     def create_state(self) -> None: ...
     def start(self, parameter: nn.Parameter) -> int: ...
@@ -19,14 +19,14 @@ class Partition(Protocol):
     def loaded(self) -> None: ...
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients, if DeepSpeed has not done so."""
+        """Clear the last step's gradients if DeepSpeed does not."""
 
     def refused(self) -> None:
         """Restore gathered parameters after a step that was not applied."""
 
 
 def _narrow(state: dict[str, Any], whole: Tensor, start: int, length: int) -> dict[str, Any]:
-    """An optimizer's state of the flat tensor `whole`, cut to a range of it; scalars are everybody's."""
+    """Return the optimizer state of a range of the flat tensor `whole`; scalars are kept."""
     return {
         key: value.narrow(0, start, length) if isinstance(value, Tensor) and value.shape == whole.shape else value
         for key, value in state.items()
@@ -34,9 +34,9 @@ def _narrow(state: dict[str, Any], whole: Tensor, start: int, length: int) -> di
 
 
 class Stage12(Partition):
-    """Stages 1 and 2: parameters are whole everywhere, and each rank updates one range of every group, flattened.
+    """Stages 1 and 2: every rank holds full parameters, and updates one range of every flattened parameter group.
 
-    DeepSpeed links each parameter to its fragment (`_hp_mapping`, None where the range misses it).
+    DeepSpeed links each parameter to its fragment (`_hp_mapping`; None if the rank's range does not include it).
     """
 
     def __init__(self, zero: Any) -> None:
@@ -51,7 +51,7 @@ class Stage12(Partition):
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         if not parameter.requires_grad:
-            return parameter.detach().flatten()  # frozen: whole, in place
+            return parameter.detach().flatten()  # frozen parameters are not partitioned
         mapping = parameter._hp_mapping
         return mapping.get_hp_fragment() if mapping else parameter.detach().flatten()[:0]
 
@@ -69,18 +69,19 @@ class Stage12(Partition):
             return None
         gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
         here = mapping.lp_fragment_address
-        # With offloading a parameter that straddles two ranks' ranges may stand there whole.
+        # With offloading, the gradient of a parameter that straddles two ranks' ranges may be the full one.
         return gradient if gradient.numel() == here.numel else gradient.narrow(0, here.start, here.numel)
 
     def loaded(self) -> None:
-        """Gather the whole parameters from the ranks' ranges."""
+        """Gather the full parameters from the ranks' ranges."""
         self.zero.update_lp_params()
 
 
 class Stage3(Partition):
     """Stage 3: each rank holds an equal range of every parameter, flattened and padded to a multiple of the ranks.
 
-    The optimizer's flat groups hold the trainable ones; frozen ones, and all in evaluation, are their own partitions.
+    Trainable parameters are in the optimizer's flat groups. Frozen parameters, and all parameters in evaluation, have
+    partitions of their own.
     """
 
     def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
@@ -91,7 +92,7 @@ class Stage3(Partition):
             self.create_group_state(group)
 
     def create_group_state(self, group: int) -> None:
-        """Allocate one flat group's state, as DeepSpeed steps: the optimizer sees one group at a time."""
+        """Allocate one flat group's state as DeepSpeed's step does, with only this group in the optimizer."""
         assert self.optimizer is not None
         seen = self.optimizer.param_groups[self.zero.sub_group_to_group_id[group]]
         seen["params"] = [self.zero.fp32_partitioned_groups_flat[group]]
@@ -123,26 +124,26 @@ class Stage3(Partition):
         return None if local is None else self._unpadded(parameter, local)
 
     def flat(self, group: int) -> tuple[Tensor, dict[str, Any]]:
-        """The memory of a flat group and the optimizer's state of it."""
+        """Return a flat group and its optimizer state."""
         assert self.optimizer is not None
         flat = self.zero.fp32_partitioned_groups_flat[group]
         return flat, self.optimizer.state[flat]
 
     def own_partition(self, parameter: nn.Parameter) -> Tensor:
-        """The memory of a parameter that is in no optimizer."""
+        """Return this rank's partition of a parameter that is not in the optimizer."""
         return parameter.ds_tensor.detach()
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients: DeepSpeed overwrites those of the parameters that a micro batch uses."""
+        """Zero the last step's gradients: DeepSpeed overwrites only those of parameters that a micro batch uses."""
         if self.optimizer is not None:
             self.zero.grad_partitions_flat_buffer.zero_()
 
     def refused(self) -> None:
-        """Gather persistent parameters again, which DeepSpeed leaves partitioned after a refused step."""
+        """Gather persistent parameters again, because DeepSpeed leaves them partitioned after a refused step."""
         self._gather_persistent()
 
     def loaded(self) -> None:
-        """Bring the partitions that compute up to date with the optimizer's, and gather what stays gathered."""
+        """Copy the optimizer's parameters to the model's partitions, and gather persistent parameters."""
         zero = self.zero
         if self.optimizer is None:
             return
@@ -160,7 +161,7 @@ class Stage3(Partition):
             persistent[0].all_gather(persistent)
 
     def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        """Flat group, first element in it and length of this rank's partition of a trainable parameter."""
+        """Return (flat group, offset in it, length) of this rank's partition of a trainable parameter."""
         return self.zero.grad_position[self.zero.get_param_id(parameter)]
 
     def _unpadded(self, parameter: nn.Parameter, partition: Tensor) -> Tensor:

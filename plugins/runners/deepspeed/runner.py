@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer state, gradients and parameters are sharded over the ranks, by stage."""
+"""DeepSpeed's ZeRO: shard optimizer state, gradients and parameters over the ranks, by stage."""
 
 import dataclasses
 import logging
@@ -56,17 +56,18 @@ from .partition import Partition, Stage3, Stage12
 class DeepSpeedRunner(Runner):
     """DeepSpeed's engine, ZeRO stages 0 to 3, with offloading to host memory and NVMe.
 
-    The optimizer's parameters stay fp32 and the forward runs under the platform's own autocast and loss scale, as under
-    every other runner; DeepSpeed's schedules and batch arithmetic are not used, its bf16 mode where an option says so.
+    As under every other runner, the optimizer's parameters stay fp32, and the forward runs under the platform's
+    autocast and loss scale. DeepSpeed's schedules and batch arithmetic are not used. Its bf16 mode is used only with
+    param_dtype bf16.
     """
 
     Options = Options
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, takes_quantized=False, takes_float8=False)
-    engine: Any = None  # None: nothing is sharded, because stages below 3 shard nothing that evaluation needs
-    partition: Partition | None = None  # None: this rank holds everything
-    _used: UsedParameters | None = None  # None: not watched
-    half = False  # True: some parameters are gathered, or are, in bf16
+    engine: Any = None  # None in evaluation below stage 3, where parameters are not sharded
+    partition: Partition | None = None  # None: nothing is sharded
+    _used: UsedParameters | None = None  # None: unused parameters are not detected
+    half = False  # True: some parameters are bf16 or are gathered in bf16
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -97,13 +98,13 @@ class DeepSpeedRunner(Runner):
     def setup(self) -> None:
         super().setup()
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed reads even where no launcher was needed
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even without a launcher
         if get_accelerator().device_name() != self.device.type:
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-            assert self.device.type == "cpu"  # a GPU is what DeepSpeed finds by itself
+            assert self.device.type == "cpu"  # DeepSpeed detects GPUs itself
             set_accelerator(CPU_Accelerator())
-        # On a CPU it would compile, for half a minute, a collective that only its inference engine calls.
+        # On a CPU, DeepSpeed would spend half a minute compiling a collective that only its inference engine calls.
         with patch("deepspeed.comm.torch.build_shm_op", lambda: None):
             deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
 
@@ -122,10 +123,10 @@ class DeepSpeedRunner(Runner):
         if self.options.nvme_paths:
             with parameters_on_meta():
                 self.options = fitted(self.options, make_model(), self.world.size)
-        # The type follows from the configuration: its argument `dtype` becomes bf16 on a CPU, whatever is asked for.
+        # The configuration sets the dtype; on a CPU, Init turns any `dtype` argument into bf16.
         with deepspeed.zero.Init(config_dict_or_path=self._config(1, 1)):
             model = make_model()
-        for parameter in model.parameters():  # of which the model may keep some in another type
+        for parameter in model.parameters():  # the model may use a different dtype for some
             parameter.ds_tensor.data = parameter.ds_tensor.data.to(parameter.dtype)
         return model
 
@@ -145,7 +146,7 @@ class DeepSpeedRunner(Runner):
             return
         self._autocast_inside(model)
         config = self._config(plan.micro_batch, plan.accumulation) if plan else self._config(1, 1)
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # which DeepSpeed keeps of another engine
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # still set if there was an earlier engine
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
         self.module = self.engine
         zero = self.engine.optimizer
@@ -157,7 +158,7 @@ class DeepSpeedRunner(Runner):
         elif self.options.stage > 0:
             self.partition = Stage12(zero)
             if self.half:
-                # Gradients are added up in fp32, over micro batches and ranks; those not finite are found in any type.
+                # With amp, sum gradients in fp32 over micro batches and ranks. Check bf16 gradients for overflow too.
                 zero.use_grad_accum_attribute = self.options.param_dtype == "amp"
                 zero.check_grad_overflow |= zero.dtype == torch.bfloat16
         if self.optimizer is not None:
@@ -170,7 +171,7 @@ class DeepSpeedRunner(Runner):
                 log.info("deepspeed: %s = %s", key, value)
 
     def _lower(self, model: Model) -> None:
-        """Give parameters the types in which ZeRO gathers them; the optimizer's copies are fp32."""
+        """Set the dtypes in which ZeRO gathers parameters; the optimizer's copies stay fp32."""
         lowered = half_weights(self.options, self.run, model)
         if self.options.param_dtype == "bf16":
             lowered, self.precision.in_parameters = list(model.parameters()), True
@@ -187,7 +188,7 @@ class DeepSpeedRunner(Runner):
         return self.half and self.options.communication_data_type == "bf16"
 
     def _autocast_inside(self, model: Model) -> None:
-        """Enter autocast within the forward, because the engine's forward leaves whatever is around it."""
+        """Enter autocast inside the forward, because the engine's forward exits any context around it."""
         forward = model.forward
 
         def autocast_forward(**batch: Any) -> Any:
@@ -197,18 +198,18 @@ class DeepSpeedRunner(Runner):
         model.forward = autocast_forward  # type: ignore[method-assign]
 
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
-        """DeepSpeed's configuration: what the platform says elsewhere, translated, and this runner's options."""
+        """Return DeepSpeed's configuration, from the run's options and this runner's."""
         zero = self.options.stage > 0
         section = self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path)
-        if self.half and self.options.stage < 3:  # an all-reduce would send twice as much
+        if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as much
             section["use_multi_rank_bucket_allreduce"] = False
         return {
             "bf16": {"enabled": self.half and self.options.param_dtype == "bf16"},
-            # `_lower` marks the weights.
+            # `_lower` marks the weights to communicate in bf16.
             "torch_autocast": {"enabled": self._sends_half(), "dtype": "bfloat16", "lower_precision_safe_modules": []},
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # else `optimizer_step` clips
+            "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # stage 0: `optimizer_step` clips
             "zero_optimization": section,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -235,7 +236,7 @@ class DeepSpeedRunner(Runner):
 
     def backward(self, loss: Tensor) -> None:
         if self.partition is not None:
-            loss = loss / self.gradient_scale  # by which ZeRO multiplies it
+            loss = loss / self.gradient_scale  # ZeRO multiplies the loss by it
         ours = patch("deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", reduce_scatter)
         if self._used is not None:
             self._used.clear()
@@ -273,15 +274,16 @@ class DeepSpeedRunner(Runner):
             return StepResult(float(self.engine.get_global_grad_norm()), self.engine.was_step_applied())
         with self._refusal() as norm:
             self.engine.step()
-        # One that is not finite DeepSpeed marks by -1, or it does not compute it.
+        # DeepSpeed returns -1 for a norm that is not finite, or skips the computation.
         finite = bool(norm) and norm[0] >= 0
         return StepResult(norm[0] / self.gradient_scale if finite else math.inf, False)
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:
-        """Make DeepSpeed discard the gradients as overflowed inside this block; yields their real norm in a list.
+        """Inside this block, make DeepSpeed discard the gradients as if they overflowed.
 
-        DeepSpeed marks a norm that is not finite by -1.
+        Yields a list that receives their real norm. DeepSpeed gets -1 instead, its sentinel for a norm that is not
+        finite.
         """
         zero, norm = self.engine.optimizer, list[float]()
         name = "_get_norm_groups" if self.options.stage == 3 else "scaled_global_norm"
@@ -298,7 +300,7 @@ class DeepSpeedRunner(Runner):
         with patch.object(zero, name, refuse):
             yield norm
 
-    # ---- what this rank holds
+    # ---- state of this rank
 
     @cached_property
     def held(self) -> HeldState:
@@ -310,7 +312,7 @@ class DeepSpeedRunner(Runner):
 
 
 class _ZeroState(HeldState):
-    """The flat ranges that a rank holds under ZeRO; whole parameters where nothing is sharded."""
+    """The flat ranges that a rank holds under ZeRO; full parameters if nothing is sharded."""
 
     runner: DeepSpeedRunner
 

@@ -1,7 +1,7 @@
-"""Megatron's parallelism over unmodified models.
+"""Megatron's parallelism for unmodified models.
 
-`options` holds the YAML keys. `plan` decides how each parameter is cut, `shard_spec` maps slices to the whole, and
-`shard_model` cuts the model. `tensor_parallel` computes with slices, helped by `collectives`, `vocabulary` and
-`rng_tracker`. `data_parallel` reduces gradients. `pipeline_stages` splits the model for `pipeline`. `runner` puts them
-together, and `footprint` estimates their memory.
+`options` defines the YAML keys. `plan` decides how to shard each parameter, `shard_spec` maps a slice to its place in
+the full parameter, and `shard_model` replaces the parameters. `tensor_parallel` computes with slices, using
+`collectives`, `vocabulary` and `rng_tracker`. `data_parallel` reduces gradients. `pipeline_stages` splits the model for
+`pipeline`. `runner` combines them, and `footprint` estimates memory.
 """

@@ -1,7 +1,7 @@
-"""Exchanges of tensor-parallel ranks in a forward, each with its transpose in the backward.
+"""Collectives of tensor-parallel ranks in the forward, each with its transpose in the backward.
 
 The pairs are Megatron-LM's (Shoeybi et al., 2019; Korthikanti et al., 2022). Activations are [batch, length, width].
-Called through torch.distributed, so that the watchdog sees them.
+The collectives are those of torch.distributed, so that the watchdog can monitor them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks, in memory of its own, because gradient checkpointing may keep `x`."""
+    """Return the sum over the ranks in new memory, because gradient checkpointing may keep `x`."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -48,9 +48,9 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _exchange(
     exchange: Callable[[Tensor, dist.ProcessGroup], Tensor], transpose: Callable[[Tensor, dist.ProcessGroup], Tensor]
 ) -> type[torch.autograd.Function]:
-    """An exchange of activations, (tensor, group) -> tensor, and its transpose, of gradients."""
+    """Make an autograd function from a collective on activations and its transpose on gradients."""
 
-    class Exchange(torch.autograd.Function):  # static methods and a closure, which torch.compile can follow
+    class Exchange(torch.autograd.Function):  # torch.compile can trace static methods with closures
         @staticmethod
         def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
             ctx.group = group
@@ -63,15 +63,15 @@ def _exchange(
     return Exchange
 
 
-# The identity; gradients are summed over the ranks, each of which used its copy in another way.
+# Forward: identity. Backward: sum over the ranks, because each rank used its copy differently.
 Copy = _exchange(_same, _sum)
-# The sum over the ranks; gradients are the same everywhere already.
+# Forward: sum over the ranks. Backward: identity, because gradients are already equal on all ranks.
 Reduce = _exchange(_sum, _same)
-# All of a sequence of which each rank has a part; gradients are summed, and each rank gets its part of them.
+# Forward: gather the parts of a sequence. Backward: sum over the ranks, and each rank keeps its part.
 Gather = _exchange(_gather, _scatter_sum)
-# This rank's part, along the sequence, of the sum over the ranks; gradients are gathered.
+# Forward: sum over the ranks, and each rank keeps its part of the sequence. Backward: gather.
 ReduceScatter = _exchange(_scatter_sum, _gather)
-# This rank's part of a sequence that all ranks have; gradients are gathered.
+# Forward: this rank's part of a sequence that all ranks hold. Backward: gather.
 Split = _exchange(_part, _gather)
-# All of a sequence of which each rank has a part; gradients are the same everywhere, and each takes its part.
+# Forward: gather the parts of a sequence. Backward: this rank's part, because gradients are equal on all ranks.
 Unsplit = _exchange(_gather, _part)

@@ -1,7 +1,7 @@
-"""Data-parallel strategies: the part of each parameter that a rank updates, and how gradients are reduced to it.
+"""Data-parallel strategies: which part of each parameter a rank updates, and how gradients are reduced.
 
-The optimizer sees plain tensors that share memory with the model's: slices under tensor parallelism, flat ranges of
-slices under ZeRO-1, rows of slices under FSDP. Gradients are summed over the data-parallel ranks.
+The optimizer updates plain tensors that share memory with the model's parameters: slices under tensor parallelism, flat
+ranges of slices under ZeRO-1, rows of slices under FSDP. Gradients are summed over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moments, in fp32
 
 @dataclass
 class Share:
-    """A parameter, and the part of it that this rank updates."""
+    """A parameter and the part of it that this rank updates."""
 
-    name: str  # the model's own
+    name: str  # name in the model
     parameter: nn.Parameter
-    shape: torch.Size  # as the model was built, without a padding for the ranks' sake
-    cuts: list[tuple[ShardSpec, int]]  # this rank's slice of a slice of the whole, and so on, with its number in each
-    owned: nn.Parameter  # what the optimizer sees
-    norm_weight: float  # of its squared gradient in the global norm's sum over all ranks
-    summed: bool  # tensor-parallel ranks have parts of its gradient
-    strategy: DDPStrategy  # exchanges its gradient
-    start: int = 0  # where `owned` begins in the rank's slice: an index of the flattened one, or a row
+    shape: torch.Size  # shape in the model as built, without padding for the ranks
+    cuts: list[tuple[ShardSpec, int]]  # nested shardings, innermost first, each with this rank's index in it
+    owned: nn.Parameter  # the part that the optimizer updates
+    norm_weight: float  # weight of its squared gradient norm in the sum over all ranks
+    summed: bool  # True: each tensor-parallel rank computes one term of its gradient
+    strategy: DDPStrategy  # reduces its gradient
+    start: int = 0  # first element of `owned` in the rank's slice: a flat index, or a row under FSDP
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
         return self.cuts[0][0].local if self.cuts else tuple(self.parameter.shape)
 
     def pieces(self, held: Tensor) -> list[Piece]:
-        """`held`, laid out as `owned`, as pieces of the whole parameter."""
+        """Return `held`, laid out like `owned`, as pieces of the full parameter."""
         pieces = self.strategy.pieces(self, held)
         for cut, rank in self.cuts:
             pieces = cut.whole(pieces, rank)
@@ -53,9 +53,9 @@ class Share:
 
 
 class DDPStrategy:
-    """DDP: every data-parallel rank updates everything; gradients are summed in buckets while the backward runs."""
+    """DDP: every data-parallel rank updates all parameters; gradients are summed in buckets during the backward."""
 
-    gradient_divisor = 1  # gradients are divided by this where the sum over the ranks is meant
+    gradient_divisor = 1  # reduced gradients are the sum over the ranks divided by this
 
     def __init__(self, group: Group, bucket_mb: int) -> None:
         self.group, self.bucket_size = group, bucket_mb * MIB
@@ -63,24 +63,24 @@ class DDPStrategy:
         self.buckets: list[_Bucket] = []
 
     def over(self, group: Group) -> Self:
-        """The same strategy over other ranks: those that hold the same experts."""
+        """Return the same strategy for `group`, the ranks that hold the same experts."""
         return type(self)(group, self.bucket_size // MIB)
 
     def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
-        """The part of a parameter that this rank updates, in the same memory, and its start in the rank's slice."""
+        """Return a view of the part of a parameter that this rank updates, and its start in the rank's slice."""
         return local(parameter.detach()), 0
 
     def pieces(self, share: Share, held: Tensor) -> list[Piece]:
-        """`held`, laid out as `share.owned`, as pieces of the rank's slice."""
+        """Return `held`, laid out like `share.owned`, as pieces of the rank's slice."""
         return [Piece(Box.whole(share.slice_shape), held.detach())]
 
     def watch(self, shares: list[Share]) -> None:
-        """Register the parameters whose gradients are exchanged from now on."""
+        """Register the parameters, and hook the trainable ones so that their gradients are reduced."""
         self.shares = [share for share in shares if share.parameter.requires_grad]
         if self.group.size == 1:
             return
         room = 0
-        for share in reversed(self.shares):  # gradients are ready in about this order
+        for share in reversed(self.shares):  # gradients become ready in about this order
             size = local(share.parameter.detach()).numel() * share.parameter.element_size()
             if not self.buckets or room < size:
                 self.buckets.append(_Bucket([]))
@@ -91,7 +91,7 @@ class DDPStrategy:
             share.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))
 
     def start(self, backwards: int) -> None:
-        """Begin a step of `backwards` backward passes."""
+        """Begin a step with `backwards` backward passes."""
         for bucket in self.buckets:
             bucket.awaited = backwards * len(bucket.shares)
             bucket.finish = None
@@ -99,32 +99,32 @@ class DDPStrategy:
     def _accumulated(self, bucket: _Bucket, _: nn.Parameter) -> None:
         bucket.awaited -= 1
         if bucket.awaited == 0:
-            for candidate in self.buckets:  # in one order on all ranks
+            for candidate in self.buckets:  # all ranks must launch collectives in the same order
                 if candidate.awaited:
                     return
                 if candidate.finish is None:
                     candidate.finish = self._exchange(candidate.shares)
 
     def reduce_grads(self) -> None:
-        """Wait until every `owned` has its gradient."""
+        """Wait for the reductions, and set the gradient of every share's `owned`."""
         if self.group.size == 1:
             return self._hand_over()
         for bucket in self.buckets:
-            if bucket.finish is None:  # some parameter had no part in some forward
+            if bucket.finish is None:  # a micro batch did not use one of its parameters
                 bucket.finish = self._exchange(bucket.shares)
         for bucket in self.buckets:
-            finish, bucket.finish = bucket.finish, None  # which holds on to what was sent
+            finish, bucket.finish = bucket.finish, None  # the closure keeps the sent buffer alive
             assert finish is not None
             finish()
 
     def _hand_over(self) -> None:
-        """Give each `owned` the gradient of its parameter."""
+        """Move the gradient of each parameter to its `owned`."""
         for share in self.shares:
             gradient, share.parameter.grad = share.parameter.grad, None
             share.owned.grad = None if gradient is None else local(gradient).reshape(share.owned.shape)
 
     def _exchange(self, shares: list[Share]) -> Callable[[], None]:
-        """Begin to sum the gradients of a bucket; the returned function waits for them."""
+        """Start the reduction of a bucket's gradients; the returned function waits for it and sets the gradients."""
         flat = torch.cat([_take_gradient(share).reshape(-1) for share in shares])
         work = dist.all_reduce(flat, group=self.group.process_group, async_op=True)
 
@@ -137,21 +137,21 @@ class DDPStrategy:
         return finish
 
     def sync_params(self) -> None:
-        """Send updated parameters to the ranks that compute with them; called after each update."""
+        """Send updated parameters to the ranks that compute with them. Called after each update."""
 
 
 @dataclass
 class _Bucket:
     shares: list[Share]
-    awaited: int = 0  # gradients that have yet to be accumulated in this step
-    finish: Callable[[], None] | None = None  # once the exchange has begun
+    awaited: int = 0  # gradients still to be accumulated in this step
+    finish: Callable[[], None] | None = None  # waits for the reduction; None: not started
 
 
 class ZeRO1Strategy(DDPStrategy):
-    """ZeRO-1: each data-parallel rank has the optimizer's state of a range of every flattened slice."""
+    """ZeRO-1: each data-parallel rank holds the optimizer state of one range of every flattened slice."""
 
     def _range(self, numel: int) -> tuple[int, int]:
-        """Elements of each rank's range, and this rank's first one."""
+        """Return the length of each rank's range, and the index of this rank's first element."""
         width = -(-numel // self.group.size)
         return width, min(self.group.rank * width, numel)
 
@@ -183,7 +183,7 @@ class ZeRO1Strategy(DDPStrategy):
         return finish
 
     def _padded(self, tensor: Tensor) -> Tensor:
-        """The ranges of all ranks, [ranks, width], the last ones padded."""
+        """Return the ranges of all ranks as [ranks, width], with zeros after the last element."""
         flat = tensor.reshape(-1)
         width, _ = self._range(flat.numel())
         return nn.functional.pad(flat, (0, width * self.group.size - flat.numel())).view(self.group.size, width)
@@ -202,13 +202,13 @@ class ZeRO1Strategy(DDPStrategy):
 
 
 def _take_gradient(share: Share) -> Tensor:
-    """This rank's gradient, no longer the parameter's."""
+    """Remove this rank's gradient from the parameter and return it; zeros if there is none."""
     gradient, share.parameter.grad = share.parameter.grad, None
     return torch.zeros_like(local(share.parameter.detach())) if gradient is None else local(gradient)
 
 
 def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | None) -> None:
-    """Sum gradients over the ranks of a group, in place, in one exchange."""
+    """Sum gradients over the ranks of a group, in place, in one all-reduce."""
     present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
     if not present or group is None:
         return
@@ -219,27 +219,27 @@ def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | Non
 
 
 def needs_host_memory(numel: int, free: int) -> bool:
-    """True where the state of a rank's `numel` parameters takes over 70% of a device's `free` bytes.
+    """Return True if weights, gradients and Adam state of `numel` parameters take over 70% of a device's `free` bytes.
 
-    The rest is for activations and gathered blocks, whose size is not known beforehand.
+    The rest is for activations and gathered blocks; their size is not known in advance.
     """
     return numel * BYTES_PER_PARAMETER > 0.7 * free
 
 
 def shard_parameters(model: Model, mesh: DeviceMesh, of_experts: DeviceMesh | None, offload: bool) -> None:
-    """Shard every block, and then the rest of the model, over the ranks of `mesh`; experts over those `of_experts`."""
+    """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts."""
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     if of_experts is not None:
         fully_shard_experts(model, of_experts, mesh.size(), offload_policy=policy)
     for block in model.blocks():
-        if next(block.parameters(), None) is not None:  # else it lies on another stage
+        if next(block.parameters(), None) is not None:  # blocks of other stages have no parameters
             fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
 class FSDPStrategy(DDPStrategy):
-    """FSDP: every data-parallel rank has rows of each slice; torch gathers them to compute, and averages gradients."""
+    """FSDP: each data-parallel rank holds rows of each slice; torch gathers them to compute, and averages gradients."""
 
     def __init__(self, group: Group, model: Model) -> None:
         super().__init__(group, bucket_mb=1)
@@ -252,7 +252,7 @@ class FSDPStrategy(DDPStrategy):
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]
         for share in shares:
-            rows = -(-share.slice_shape[0] // self.group.size)  # as torch.chunk cuts
+            rows = -(-share.slice_shape[0] // self.group.size)  # same split as torch.chunk
             share.start = min(self.group.rank * rows, share.slice_shape[0])
 
     def pieces(self, share: Share, held: Tensor) -> list[Piece]:
@@ -262,24 +262,24 @@ class FSDPStrategy(DDPStrategy):
         return [Piece(Box(offset, tuple(held.shape)), held.detach())]
 
     def before_backward(self, last: bool) -> None:
-        """Exchange gradients in the last backward of a step alone."""
+        """Reduce gradients only in the last backward of a step."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)
 
     def reduce_grads(self) -> None:
-        self.reshard()  # a frozen stage has had no backward that would
+        self.reshard()  # a frozen stage runs no backward, so FSDP did not reshard it
         for share in self.shares:
-            share.owned.data = local(share.parameter.detach())  # FSDP may have moved it when it began
+            share.owned.data = local(share.parameter.detach())  # FSDP's lazy initialization may move it
         self._hand_over()
 
     def reshard(self) -> None:
-        """Free parameters that a forward without a backward has left gathered."""
+        """Free parameters that are still gathered after a forward without a backward."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU."""
+    """Return the free memory of a GPU in bytes."""
     return torch.cuda.mem_get_info(device)[0]

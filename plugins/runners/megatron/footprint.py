@@ -1,4 +1,4 @@
-"""Memory and traffic of ranks under Megatron's layouts; the plan cuts and stages the model as training does."""
+"""Memory and traffic of ranks under the megatron runner, from a model sharded and split into stages as in training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .vocabulary import ParallelHead
 
 
 def layouts(options: Options, at: PlanContext) -> list[Layout]:
-    """One layout for a pipeline's first rank and one for its last: these hold the most activations, or the head."""
+    """Return the layouts of a pipeline's first rank, with the most activations, and of its last rank, with the head."""
     tensor = mesh = None
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
@@ -41,7 +41,7 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
 
 
 class _Head(ParallelHead):
-    """The head of a model whose slices are plain tensors."""
+    """The vocabulary-parallel head for a model with slices that are plain tensors."""
 
     def __init__(self, tensor: TensorParallel, mesh: DeviceMesh) -> None:
         super().__init__(tensor)
@@ -65,7 +65,7 @@ def _layout(
         assert mesh is not None
         plan = resolve(model, options.plan)
         cuts = shard_model(model, plan, tensor, mesh)
-        tensor.has_dropout = False  # tensors have no values, so nothing is drawn
+        tensor.has_dropout = False  # tensors have no values, so no random numbers are drawn
         _plain(model)
         head = _Head(tensor, mesh) if "vocabulary" in plan.modules.values() else ParallelHead(tensor)
     first, last = model.blocks()[0], model.blocks()[-1]
@@ -114,7 +114,7 @@ def _receive(parts: int) -> Callable[..., tuple[Any, ...]]:
 
 
 def _plain(model: Model) -> None:
-    """Slices as ordinary parameters."""
+    """Replace DTensors with ordinary parameters of the local shape; tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -125,7 +125,7 @@ def _plain(model: Model) -> None:
 
 
 def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layout:
-    """Layout of the parameters under the chosen data-parallel strategy."""
+    """Return the layout of the parameters under the chosen data-parallel strategy."""
     if options.data_parallel_style == "fsdp" or options.offload == "cpu":
         return fully_sharded(sizes, at, copies, regather=True, offload=options.offload == "cpu", every=False)
     zero1 = options.data_parallel_style == "zero1"
@@ -143,7 +143,10 @@ def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layo
 
 
 def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int) -> None:
-    """Add a pipeline's micro batches in flight and its traffic; torch has a buffer for each micro batch."""
+    """Add a pipeline's micro batches in flight, bubble, buffers and traffic.
+
+    torch keeps one receive buffer per micro batch.
+    """
     count, ranks, chunks = at.batch.accumulation, options.pipeline_parallel, options.pipeline_chunks
     out.bubble, in_flight = simulate(options.pipeline_schedule, ranks, chunks, count)
     out.in_flight = in_flight[rank]

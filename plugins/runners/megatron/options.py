@@ -1,4 +1,4 @@
-"""Options of the megatron runner, and the layout of ranks that follows from them."""
+"""Options of the megatron runner, and the rank layout that they define."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,17 +14,19 @@ class Options(ExpertOptions):
     """Options of `run.runner` for megatron."""
 
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
-    pipeline_parallel: PositiveInt = 1  # ranks that share the blocks, each with stages: runs of consecutive blocks
-    data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of all that; auto: what the number of ranks allows
-    sequence_parallel: bool = False  # between the matrices, tensor-parallel ranks share the sequence too
-    data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce; with offload fsdp
-    bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # gradients are exchanged in buckets of this many MiB
-    pipeline_chunks: PositiveInt = 1  # stages of each of these ranks: more of them, shorter, wait less and send more
-    # Order of micro batches; gpipe: forwards first; zero_bubble, zbv: gradients of weights fill what 1f1b leaves idle.
+    pipeline_parallel: PositiveInt = 1  # ranks of a pipeline: each holds one or more stages of consecutive blocks
+    data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of the model; auto: as many as the ranks allow
+    sequence_parallel: bool = False  # tensor-parallel ranks also split the sequence, outside of the sharded matrices
+    data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce, or fsdp with offload
+    bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # size of gradient buckets in MiB
+    pipeline_chunks: PositiveInt = 1  # stages per rank; more stages reduce idle time but communicate more
+    # order of micro batches; gpipe: all forwards first; zero_bubble, zbv: weight gradients fill the idle time of 1f1b
     pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
-    pipeline_layers: list[PositiveInt] | None = None  # blocks of each stage; None: as even as it goes
-    offload: Literal["none", "cpu", "auto"] = "none"  # cpu: parameters and optimizer state are in host memory
-    plan: dict[Text, Text] = field(default_factory=dict)  # pattern of parameter names -> style, over the model's own
+    pipeline_layers: list[PositiveInt] | None = None  # blocks per stage; None: even, earlier stages get the remainder
+    # cpu: keep parameters and optimizer state in host memory; auto: only if parameters, gradients and optimizer state
+    # would take over 70% of a GPU's free memory
+    offload: Literal["none", "cpu", "auto"] = "none"
+    plan: dict[Text, Text] = field(default_factory=dict)  # parameter name pattern -> style; overrides the model's plan
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -48,16 +50,16 @@ class Options(ExpertOptions):
 
     @property
     def stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.pipeline_parallel * self.pipeline_chunks
 
     @property
     def splits_backward(self) -> bool:
-        """True for schedules that compute the gradients of weights later than those of inputs."""
+        """True for schedules that compute weight gradients later than input gradients."""
         return self.pipeline_schedule in ("zero_bubble", "zbv")
 
     def mesh_shape(self, world_size: int) -> tuple[int, int, int]:
-        """Ranks along the dimensions pipeline, data and tensor of the mesh."""
+        """Return the sizes of the mesh dimensions (pipeline, data, tensor)."""
         copies = self.copies(world_size) * self.context_parallel
         return self.pipeline_parallel, copies, self.tensor_parallel
 
@@ -65,11 +67,12 @@ class Options(ExpertOptions):
         _, copies, tensor = self.mesh_shape(world_size)
         return [
             [*range(stage + rank, stage + copies * tensor, tensor)]
-            for stage in range(0, world_size, copies * tensor) for rank in range(tensor)
-        ]  # fmt: skip
+            for stage in range(0, world_size, copies * tensor)
+            for rank in range(tensor)
+        ]
 
     def copies(self, world_size: int) -> int:
-        """Number of data-parallel copies on `world_size` ranks. Raises ConfigError where the layout does not fit."""
+        """Return the number of data-parallel copies. Raises ConfigError if the layout does not fit the ranks."""
         sizes = {key: getattr(self, key) for key in ("tensor_parallel", "context_parallel", "pipeline_parallel")}
         ranks = math.prod(sizes.values())
         layout = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "tensor_parallel 1"

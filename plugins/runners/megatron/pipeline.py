@@ -1,4 +1,4 @@
-"""Run micro batches through pipeline stages by torch's schedules; evaluation runs one stage after the other."""
+"""Train with torch's pipeline schedules; evaluation runs one stage after the other."""
 
 import copy
 from collections.abc import Callable
@@ -24,28 +24,34 @@ Inputs = dict[str, Any]  # arguments of the model's forward
 
 
 class Stage(nn.Module):
-    """A stage of this rank as torch's schedules call it: the model, with stubs for this rank's other stages.
+    """A stage of this rank for torch's schedules: the model, with stubs for this rank's other stages.
 
-    Every rank of a pipeline reads the micro batch itself. Between stages go hidden states [batch, length, width] in
-    fp32, padded to the longest micro batch of the step, and the state of the generator of random numbers, so that
-    dropout is that of one process.
+    Every rank of a pipeline reads the micro batch itself. Stages send hidden states [batch, length, width] in fp32,
+    padded to the longest micro batch of the step, and the RNG state, so that dropout is the same as in one process.
     """
 
     def __init__(
-        self, model: Model, number: int, count: int, stubs: dict[str, nn.Module], rng: RngTracker,
-        tensor: TensorParallel | None, autocast: Callable[[], AbstractContextManager[Any]], timers: Timers,
+        self,
+        model: Model,
+        number: int,
+        count: int,
+        stubs: dict[str, nn.Module],
+        rng: RngTracker,
+        tensor: TensorParallel | None,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        timers: Timers,
         head: Head,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.model, self.number, self.rng, self.autocast, self.timers = model, number, rng, autocast, timers
         self.is_first, self.is_last = number == 0, number == count - 1
         self.head = head if self.is_last else StubHead(tensor)
-        self._stubs = stubs  # of this rank's other stages, by name
+        self._stubs = stubs  # stubs for this rank's other stages, by module name
         self.received: Tensor | None = None
-        self.length = 0  # of what goes between stages
-        self.part = 1  # ranks that share a sequence between blocks
-        self.batch: Callable[[int], Inputs]  # the micro batch of a number; on the first stage, seeds for it
-        self.before_backward: Callable[[bool], None]  # is told if it is the step's last
+        self.length = 0  # sequence length of the hidden states sent between stages, including padding
+        self.part = 1  # number of ranks that split the sequence between blocks
+        self.batch: Callable[[int], Inputs]  # returns the micro batch with a given index, and seeds dropout for it
+        self.before_backward: Callable[[bool], None]  # called before each backward; True: the step's last
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
         with self.timers("forward"):
@@ -57,18 +63,18 @@ class Stage(nn.Module):
             out = self.compute(batch)
             if self.is_last:
                 return out
-            # Frozen stages hand on what the next stage, as of any other, sends a gradient for.
+            # The next stage always sends a gradient, so the output of a frozen stage must require one.
             out = out.float() if out.requires_grad else out.float().requires_grad_()
             out = nn.functional.pad(out, (0, 0, 0, self.length - out.shape[1]))
             return out, self.rng.state().to(out.device)
 
     def tokens(self, batch: Inputs) -> int:
-        """Tokens of a row that the ranks of this stage that share blocks compute."""
+        """Return the number of tokens per row on this context-parallel rank."""
         context, length = self.model.context, batch["input_ids"].shape[1]
         return length if context is None or "labels" not in batch else context.share(length)
 
     def compute(self, inputs: Inputs) -> Tensor:
-        """The model's forward, without this rank's other stages."""
+        """Run the model's forward with stubs in place of this rank's other stages."""
         before = replace_modules(self.model, self._stubs)
         try:
             with self.autocast():
@@ -78,14 +84,14 @@ class Stage(nn.Module):
             self.received = None
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hook before this stage's first block: replace the stubs' output by the received hidden states."""
+        """Pre-hook of this stage's first block: replace the stubs' output with the received hidden states."""
         return (self.received, *inputs[1:])
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, which announces each backward.
+    """torch's stage, except that it calls `before_backward` before each backward.
 
-    The loss has computed its gradients in its forward and gives them once, so the last stage's backward is not halved.
+    The loss computes its gradients in its forward and returns them once, so the last stage never splits its backward.
     """
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
@@ -103,7 +109,7 @@ class _TorchStage(PipelineStage):
 
 
 class Pipeline:
-    """One pipeline, seen from this rank's stages."""
+    """This rank's stages of a pipeline."""
 
     def __init__(self, stages: list[Stage], group: Group, options: Options, width: int, device: torch.device) -> None:
         self.stages, self.group, self.options, self.width, self.device = stages, group, options, width, device
@@ -112,14 +118,19 @@ class Pipeline:
         self._weight = 0.0
 
     def train(
-        self, shape: tuple[int, int], count: int, batch: Callable[[int], Inputs], weight: float,
+        self,
+        shape: tuple[int, int],
+        count: int,
+        batch: Callable[[int], Inputs],
+        weight: float,
         last: Callable[[bool], None],
-    ) -> Tensor:  # fmt: skip
-        """Forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
+    ) -> Tensor:
+        """Run forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
 
-        `batch(number)` gives a micro batch, and on the first stage seeds for it. Losses are multiplied by `weight`
-        before their backward; `last` is told before each whether it is the step's last. Returns this rank's terms of
-        the losses [count], float64: the last stage's, and those of routers in others; empty if there are none.
+        `batch(number)` returns a micro batch and seeds dropout for it. Losses are multiplied by `weight` before their
+        backward. `last(is_last)` is called before each backward, with True for the last one of the step. Returns this
+        rank's terms of the losses [count], float64: the last stage's losses, and router losses of other stages; empty
+        if this rank has neither.
         """
         for stage in self.stages:
             stage.batch, stage.length, stage.before_backward = batch, shape[1], last
@@ -139,29 +150,33 @@ class Pipeline:
         return sum(terms[1:], terms[0]) if terms else torch.empty(0, dtype=torch.float64)
 
     def _schedule(self, shape: tuple[int, int], count: int) -> Any:
-        """torch's schedule for `count` micro batches; its buffers are made for one shape."""
+        """Return torch's schedule for `count` micro batches, cached by shape because its buffers have a fixed size."""
         if (*shape, count) not in self._schedules:
             hidden = torch.empty(*shape, self.width, device="meta", requires_grad=True)
             between = hidden, self.stages[0].rng.state().to("meta")
             stages = [
                 _TorchStage(
-                    stage, stage.number, self.options.stages, self.device,
+                    stage,
+                    stage.number,
+                    self.options.stages,
+                    self.device,
                     input_args=() if stage.is_first else between,
                     output_args=hidden.new_empty(()) if stage.is_last else between,
                     group=self.group.process_group,
                 )
                 for stage in self.stages
-            ]  # fmt: skip
+            ]
             name, loss = self.options.pipeline_schedule, lambda loss, _: loss * self._weight
             self._schedules[*shape, count] = make_schedule(name, stages, count, loss_fn=loss, scale_grads=False)
         return self._schedules[*shape, count]
 
     def evaluate(self, batch: Inputs) -> Tensor:
-        """The model's output for a batch, on every rank of the pipeline."""
+        """Return the model's output for a batch on every rank of the pipeline."""
         group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
         out = torch.empty(0, device=self.device)
         cache = batch.get("cache")
-        # Models read the number of earlier tokens from the first layer, which every stage has to find as the first did.
+        # Models read the number of cached tokens from the first layer. All stages of this rank must see that number as
+        # it is before the first of them runs.
         layers: list[Any] = cache.layers if isinstance(cache, Cache) else []
         found = [copy.copy(layer) for layer in layers[:1]]
         for number, stage in mine.items():
@@ -178,7 +193,7 @@ class Pipeline:
             layers[:1] = kept
             if not stage.is_last and number + 1 not in mine:
                 dist.send(out, group=group, group_dst=rank_of(number + 1, self.options))
-        # A loss, or numbers of each row.
+        # The output is a loss or has values per row, so its shape is sent first.
         last = rank_of(self.options.stages - 1, self.options)
         extents = torch.tensor([out.ndim, *out.shape, *[0] * (3 - out.ndim)], device=self.device)
         dist.broadcast(extents, group=group, group_src=last)

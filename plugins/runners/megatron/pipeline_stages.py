@@ -1,7 +1,8 @@
-"""Pipeline stages: an unmodified model in which stubs replace the modules that lie on other ranks.
+"""Pipeline stages: an unmodified model with stubs for the modules on other ranks.
 
-So every stage runs the model's own forward, which makes masks and positions itself. The stub of an embedding returns a
-tensor without memory; before this stage's first block, a hook replaces it by what the previous stage has sent.
+Every stage runs the model's own forward, so masks and positions need no extra code. The stub of an embedding returns a
+tensor that takes no memory. A hook before this stage's first block replaces it with the hidden states of the previous
+stage.
 """
 
 from collections.abc import Container
@@ -17,7 +18,7 @@ from .tensor_parallel import TensorParallel
 
 
 class StubBlock(nn.Module):
-    """Stub of a module on another stage: returns its input."""
+    """Stub of a module of another stage: returns its input."""
 
     weight = bias = None
 
@@ -26,7 +27,7 @@ class StubBlock(nn.Module):
 
 
 class StubFirstBlock(StubBlock):
-    """Stub of the first block; it counts tokens in the key/value cache, because models read the count there."""
+    """Stub of the first block; adds tokens to the key/value cache, because models read the number of tokens from it."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for cache in (*args, *kwargs.values()):
@@ -37,7 +38,7 @@ class StubFirstBlock(StubBlock):
 
 
 class StubEmbedding(nn.Module):
-    """Stub of an embedding on the first stage. It keeps a weight that is tied to one of this stage."""
+    """Stub of an embedding on the first stage; keeps the weight if this stage has a parameter tied to it."""
 
     def __init__(self, embedding: nn.Embedding, keep_weight: bool) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class StubEmbedding(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """The identity, whose backward begins that of a loss, too, with the weight that the last stage multiplies it by."""
+    """Identity on the hidden states; its backward also runs the backward of `loss`, multiplied by `weight`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: float) -> Tensor:
@@ -62,7 +63,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class StubHead(Head):
-    """Stub of the head on all stages but the last: returns the hidden states, and keeps other losses' values."""
+    """Stub of the head on all stages but the last: returns the hidden states, and records router losses."""
 
     def __init__(self, tensor: TensorParallel | None) -> None:
         self.tensor, self.weight, self.losses = tensor, 0.0, list[Tensor]()
@@ -76,9 +77,10 @@ class StubHead(Head):
 
 
 def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
-    """Blocks of each stage. Earlier stages get the remainder, because the last one also has the head.
+    """Return the block indices of each stage; earlier stages get the remainder, because the last also has the head.
 
-    Raises ConfigError where blocks and stages do not match.
+    given: number of blocks per stage; None: as even as possible. Raises ConfigError if there are fewer blocks than
+    stages, or if `given` does not add up to `blocks`.
     """
     if given is None:
         if blocks < stages:
@@ -92,7 +94,10 @@ def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
 
 
 def ends_of(model: Model, key: str) -> Ends:
-    """The model's ends. Raises ConfigError, which names the option `key`, for a model that does not define them."""
+    """Return the modules before and after the model's blocks.
+
+    Raises ConfigError, with the option `key` in its message, if the model does not define them.
+    """
     ends = model.structure.ends()
     if ends is None:
         raise ConfigError(
@@ -103,7 +108,7 @@ def ends_of(model: Model, key: str) -> Ends:
 
 
 def tied_names(model: Model, ends: Ends) -> set[str]:
-    """Names of the parameters that both the first and the last stage use."""
+    """Return the names of the parameters that both the first and the last stage use."""
     last = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()}
     first = [module for name in ends.first for module in model.get_submodule(name).modules()]
     uses = {id(p) for module in first for p in module.parameters(recurse=False)}
@@ -113,10 +118,10 @@ def tied_names(model: Model, ends: Ends) -> set[str]:
 def stubs(
     model: Model, ends: Ends, here: Container[int], is_first: bool, is_last: bool, counts: bool
 ) -> dict[str, nn.Module]:
-    """Stubs, by name, for the modules outside of a part of the model with the blocks `here`, where there are none yet.
+    """Return module name -> stub for the modules outside of one part of the model, except for existing stubs.
 
-    is_first, is_last: this part has the modules before the blocks, and after them. counts: the first block's stub
-    counts the tokens in a cache.
+    here: indices of the blocks in the part. is_first: the part has the modules before the blocks. is_last: the part has
+    the modules after the blocks. counts: the stub of the first block adds tokens to the key/value cache.
     """
     names = {id(module): name for name, module in model.named_modules()}
     kept = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()} if is_last else set()
@@ -135,7 +140,7 @@ def stubs(
 
 
 def replace_modules(model: Model, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Put modules in the places of others, by name; returns those."""
+    """Replace modules by name, and return the replaced ones."""
     before = {name: model.get_submodule(name) for name in modules}
     for name, module in modules.items():
         model.set_submodule(name, module)
@@ -143,6 +148,6 @@ def replace_modules(model: Model, modules: dict[str, nn.Module]) -> dict[str, nn
 
 
 def width_of(model: Model, ends: Ends) -> int:
-    """Width of the hidden states."""
+    """Return the width of the hidden states."""
     modules = (module for name in ends.first for module in model.get_submodule(name).modules())
     return next(m.embedding_dim for m in modules if isinstance(m, nn.Embedding))

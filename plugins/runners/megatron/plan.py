@@ -1,4 +1,4 @@
-"""Resolve a sharding plan, patterns of names with styles, to a shard spec for each parameter of a model."""
+"""Resolve a sharding plan (name pattern -> style) to a shard spec for each parameter of a model."""
 
 import math
 import re
@@ -29,21 +29,23 @@ STYLES = (*CUT_STYLES, "replicated", "summed", "divide")
 
 @dataclass
 class Resolved:
-    """A plan resolved for one model; all names are the model's own."""
+    """A plan resolved for one model; names are those of its modules and parameters."""
 
-    modules: dict[str, str] = field(default_factory=dict)  # with a cut weight -> style
-    summed: set[str] = field(default_factory=set)  # replicated parameters of which each rank sees a part of the use
-    attributes: set[tuple[str, str]] = field(default_factory=set)  # module and attribute: a size that is divided
+    modules: dict[str, str] = field(default_factory=dict)  # module with sharded weights -> style
+    # replicated parameters; each rank computes one term of their gradients
+    summed: set[str] = field(default_factory=set)
+    attributes: set[tuple[str, str]] = field(default_factory=set)  # (module, attribute) of sizes to divide
 
 
 def resolve(model: Model, over: dict[str, str]) -> Resolved:
-    """Match the model's own plan, and `over` after it, with the model. Later patterns win.
+    """Match the model's own plan and then `over` against the model. Later patterns win.
 
-    Raises ConfigError for a pattern or style that fits nothing.
+    Raises ConfigError for an unknown style, a pattern without a match, a module that the style does not support, and a
+    number of heads that the plan does not divide.
     """
     plan = model.structure.tensor_parallel_plan() | over
     own = {model.weights.canonical_name(name): name for name, _ in model.named_parameters()}
-    resolved, users = Resolved(), dict[str, None]()  # modules that use what `over` cuts
+    resolved, users = Resolved(), dict[str, None]()  # users of the modules sharded by `over`
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ConfigError(f"run.runner.plan: {pattern}: {style!r} is no style; known: {', '.join(STYLES)}")
@@ -69,10 +71,10 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
 
 
 def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], ShardSpec]:
-    """Shard specs for `size` ranks, by module and attribute; every rank holds all other parameters whole.
+    """Return (module, attribute) -> shard spec for `size` ranks; all other parameters are replicated.
 
-    Looks at nothing but names and shapes. Raises ConfigError for a plan that cuts nothing, and where something does
-    not divide: it names the first such parameter, and the numbers of ranks that divide all of them.
+    Reads only names and shapes. Raises ConfigError if the plan shards nothing, or if a sharded size is not divisible by
+    `size`: the error names the first such parameter and lists the values of `size` that the model allows.
     """
     if not plan.modules:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -81,7 +83,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
             f"run.runner.plan{_example(model)} (docs/megatron.md, Plans, says how to find it)"
         )
     cuts: dict[tuple[str, str], ShardSpec] = {}
-    common, problem = 0, ""  # the greatest common divisor of all that ranks share
+    common, problem = 0, ""  # greatest common divisor of all sharded sizes
     for module_name, attribute in sorted(plan.attributes):
         value = getattr(model.get_submodule(module_name), attribute)
         common = math.gcd(common, value)
@@ -102,10 +104,10 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
                 dim = 1 + (attribute.startswith("down") != owner.is_transposed)
                 parts = 2 if attribute.startswith("gate_up") else 1
             else:
-                transposed = isinstance(owner, Conv1D)  # whose weight is [in, out]
+                transposed = isinstance(owner, Conv1D)  # its weight is [in, out]
                 dim = int((style == "row") != transposed) if attribute != "bias" else 0
                 parts = 3 if style == "fused_qkv" else 1
-            # An attention head must stay on one rank.
+            # An attention head must not be split across ranks.
             unit = getattr(model.get_submodule(user_of(model, module_name)), "head_dim", 1)
             units, rest = divmod(shape[dim], parts * unit)
             common = math.gcd(common, 1 if rest else units)
@@ -123,7 +125,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
 
 
 def _check_heads(model: Model, user: str, plan: Resolved) -> None:
-    """Raise ConfigError where a module would go on with the heads of all ranks: it may compute, and something else."""
+    """Raise ConfigError if a module keeps an undivided number of heads: its forward could run with wrong results."""
     for attribute, value in vars(model.get_submodule(user)).items():
         is_number = type(value) is int and value > 1 and _HEADS.fullmatch(attribute)
         if is_number and (user, attribute) not in plan.attributes:
@@ -135,7 +137,7 @@ def _check_heads(model: Model, user: str, plan: Resolved) -> None:
 
 
 def user_of(model: Model, name: str) -> str:
-    """Name of the module that uses a linear map: not peft's adapter around it, nor the container that it lies in."""
+    """Return the name of the module that uses a linear layer; peft adapters and module containers are skipped."""
     while name := _owner(name):
         module = model.get_submodule(name)
         if not hasattr(module, "base_layer") and not isinstance(module, (nn.ModuleDict, nn.ModuleList)):
@@ -144,14 +146,14 @@ def user_of(model: Model, name: str) -> str:
 
 
 def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
-    """Rows of a vocabulary, padded so that every rank gets the same multiple of rows."""
+    """Return the number of vocabulary rows, padded so that all ranks get an equal number in the required multiple."""
     name = next(name for name, p in model.named_parameters() if p is parameter)
     weights, multiple = model.weights, model.weights.vocabulary_multiple * ranks
     return -(-weights.logical_shape(weights.canonical_name(name), parameter.shape)[0] // multiple) * multiple
 
 
 def _example(model: Model) -> str:
-    """Return the start of a plan, for an error: a block's largest linear module that widens, and one that narrows."""
+    """Return an example plan for an error: the largest widening and the largest narrowing linear layer of a block."""
     block, found = set(model.blocks()[0].modules()), dict[str, tuple[int, str]]()
     for name, module in model.named_modules():
         if module in block and isinstance(module, (nn.Linear, Conv1D)):
@@ -160,13 +162,13 @@ def _example(model: Model) -> str:
             pattern = re.sub(r"\.\d+\.", ".*.", model.weights.canonical_name(name))
             found[style] = max(found.get(style, (0, "")), (rows * columns, pattern), key=itemgetter(0))
     sizes = [size for size, _ in found.values()]
-    if len(sizes) < 2 or sizes[0] != sizes[1]:  # no MLP, and shapes alone do not tell the roles
+    if len(sizes) < 2 or sizes[0] != sizes[1]:  # not an MLP, so shapes do not reveal the roles
         return ""
     return f", such as {{{', '.join(f'{pattern}: {style}' for style, (_, pattern) in sorted(found.items()))}}}"
 
 
 def _stays_whole(model: Model, name: str, style: str) -> bool:
-    """True for an embedding that is more than a lookup, such as Gemma's scaled one; a plan in YAML may not name it."""
+    """Return True for an embedding with its own forward, such as Gemma's scaled one; the model's plan skips it."""
     module = model.get_submodule(_owner(name))
     return style == "vocabulary" and isinstance(module, nn.Embedding) and type(module).forward != nn.Embedding.forward
 
@@ -190,7 +192,7 @@ def _check_module(model: Model, name: str, style: str) -> None:
 
 
 def _attributes(model: Model, pattern: str) -> Iterator[tuple[str, str]]:
-    """Whole-number attributes of modules whose canonical name matches."""
+    """Yield (module, attribute) of the integer attributes that match a pattern of canonical names."""
     path, _, attribute = pattern.rpartition(".")
     for own, module in model.named_modules():
         value = vars(module).get(attribute)

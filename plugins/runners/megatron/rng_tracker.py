@@ -1,7 +1,8 @@
-"""Random numbers of tensor-parallel ranks: common ones, and ones of each rank.
+"""RNG states of tensor-parallel ranks: one common state, and one fork per rank.
 
-All ranks of a tensor-parallel group are seeded alike, so dropout is the same wherever they hold the same activations.
-Where each holds its own heads or its own part of the sequence, equal masks would make the parts' noise equal.
+All ranks of a tensor-parallel group have the same seed, so dropout is equal where they hold the same activations.
+Where each rank holds its own heads or its own part of the sequence, equal masks would correlate the dropout noise of
+the ranks, so each rank forks the common state.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from crosstrain import derive_seed, has_values
 
 
 class RngTracker:
-    """The default generator of a device, and its forks by rank.
+    """The default generator of a device, which can be forked per rank.
 
-    A fork depends on nothing but the generator's state and the rank, so a recomputation, which begins with the state of
-    the first time, draws the same again.
+    A fork depends only on the generator's state and the rank. Gradient checkpointing restores the state before it
+    recomputes, so it draws the same random numbers again.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device, self.rank = device, rank
-        self._states: tuple[Tensor, Tensor] | None = None  # the common one and the fork's first, while in a fork
+        self._states: tuple[Tensor, Tensor] | None = None  # inside a fork: (common state, initial state of the fork)
 
     def state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
@@ -30,9 +31,9 @@ class RngTracker:
         torch.cuda.set_rng_state(state, self.device) if self.device.type == "cuda" else torch.set_rng_state(state)
 
     def fork(self) -> None:
-        """Continue with random numbers of this rank."""
+        """Continue with this rank's random numbers."""
         state = self.state()
-        if not has_values(state):  # in a plan
+        if not has_values(state):  # in a memory plan, tensors have no values
             return
         seed = derive_seed("tensor parallel", state.numpy().tobytes().hex(), self.rank)
         torch.cuda.manual_seed(seed) if self.device.type == "cuda" else torch.manual_seed(seed)
@@ -44,11 +45,11 @@ class RngTracker:
         self._states = common, self.state()
 
     def leave(self) -> None:
-        """Continue with the common random numbers. Does nothing without an `enter` before."""
+        """Restore the common random numbers. Does nothing without a previous `enter`."""
         if self._states is None:
             return
         (common, forked), self._states = self._states, None
         drawn = not torch.equal(self.state(), forked)
         self.set_state(common)
-        if drawn:  # else everything is as in one process, and stays so
-            torch.rand(1, device=self.device)  # the next fork differs, though nothing else draws in between
+        if drawn:  # otherwise keep the state of a single process
+            torch.rand(1, device=self.device)  # so that the next fork differs even if nothing is drawn in between

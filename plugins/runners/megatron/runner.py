@@ -69,22 +69,22 @@ from .vocabulary import ParallelHead
 
 @dataclass
 class _Cut:
-    """Parameters of a model, by its own names, of which a rank has a part."""
+    """The sharding of a model's parameters, by name."""
 
-    shapes: dict[str, torch.Size]  # of all parameters, before they were cut
-    summed: set[str]  # whole ones of which each tensor-parallel rank sees a part of the use
-    experts: set[str] = field(default_factory=set)  # stacks of which it has some experts
-    specs: dict[str, ShardSpec] = field(default_factory=dict)  # of its slices
+    shapes: dict[str, torch.Size]  # shapes of all parameters before sharding
+    summed: set[str]  # replicated parameters; each tensor-parallel rank computes one term of their gradients
+    experts: set[str] = field(default_factory=set)  # stacked expert parameters; this rank holds some of the experts
+    specs: dict[str, ShardSpec] = field(default_factory=dict)  # parameters sharded by tensor parallelism
 
 
 @registry.register_runner("megatron")
 class MegatronRunner(Runner):
-    """Megatron's tensor, sequence, pipeline and expert parallelism, and data parallelism, over unmodified models.
+    """Megatron's tensor, sequence, pipeline and expert parallelism, and data parallelism, for unmodified models.
 
-    Ranks form a mesh [pipeline, data, tensor]. Consecutive ranks share blocks, because they exchange most. Those along
-    `data` have or share the same parameters; with context parallelism, neighbours among them share sequences. With
-    expert parallelism the dimension data is [expert_data, expert]: ranks along `expert` hold different experts, and
-    those along `expert_data` the same ones, whose gradients they sum.
+    Ranks form a mesh [pipeline, data, tensor]. Tensor parallelism communicates the most, so its ranks are consecutive.
+    Ranks along `data` replicate or shard the same parameters; with context parallelism, adjacent ranks along `data`
+    split each sequence. With expert parallelism, `data` consists of two dimensions [expert_data, expert]: ranks along
+    `expert` hold different experts; ranks along `expert_data` hold the same experts and sum their gradients.
     """
 
     Options = Options
@@ -151,14 +151,14 @@ class MegatronRunner(Runner):
     # ---- building
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
-        with parameters_on_meta():  # memory is given to this rank's part alone, in `prepare`
+        with parameters_on_meta():  # `prepare` allocates only this rank's part
             return make_model()
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        """Leave this rank's part of the model, give it memory, and let its strategies own the parameters.
+        """Reduce the model to this rank's part, allocate it, and assign each parameter to a data-parallel strategy.
 
-        Each step needs the ones before: stages are cut from sliced blocks, a strategy depends on the size of what is
-        left, and only then is there memory whose parts can be owned.
+        The order matters: blocks are sharded before they are assigned to stages, the choice of a strategy depends on
+        the size of this rank's part, and a strategy takes views of allocated memory.
         """
         self.model = self.module = model
         cut = self._cut(model)
@@ -174,7 +174,7 @@ class MegatronRunner(Runner):
         self.held.build_optimizer(make_optimizer)
 
     def _cut(self, model: Model) -> _Cut:
-        """Replace parameters by this rank's slices and experts."""
+        """Shard the model: replace parameters with this rank's slices and experts."""
         plan = resolve(model, self.options.plan)
         cut = _Cut({name: p.shape for name, p in model.named_parameters()}, plan.summed)
         if self.options.expert_parallel > 1:
@@ -188,7 +188,7 @@ class MegatronRunner(Runner):
         return cut
 
     def _share(self, name: str, parameter: nn.Parameter, cut: _Cut, tied: bool) -> Share:
-        """The part of a parameter that this rank updates."""
+        """Return the share of a parameter that this rank updates."""
         spec, places = cut.specs.get(name), list[tuple[ShardSpec, int]]()
         if spec is not None and self.tensor is not None:
             places.append((spec, self.tensor.rank))
@@ -201,23 +201,30 @@ class MegatronRunner(Runner):
         if type(strategy) is DDPStrategy:
             weight /= strategy.group.size
         if tied and self.stages.rank > 0:
-            weight = 0.0  # the first stage's counts
+            weight = 0.0  # only the first stage counts a tied parameter
         return Share(
-            name, parameter, cut.shapes[name], places, nn.Parameter(owned, requires_grad=parameter.requires_grad),
-            weight, name in cut.summed and not spec, strategy, start,
-        )  # fmt: skip
+            name,
+            parameter,
+            cut.shapes[name],
+            places,
+            nn.Parameter(owned, requires_grad=parameter.requires_grad),
+            weight,
+            name in cut.summed and not spec,
+            strategy,
+            start,
+        )
 
     def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
-        """Names of the parameters that are applied to a part of the sequence on each rank."""
+        """Return the names of the replicated parameters that each rank applies to its part of the sequence."""
         if not self.options.sequence_parallel:
             return set()
         ends = ends_of(model, "sequence_parallel")
-        modules = [*model.blocks(), *(model.get_submodule(name) for name in ends.last[:-1])]  # a head sees all of it
+        modules = [*model.blocks(), *(model.get_submodule(name) for name in ends.last[:-1])]  # without the head
         there = {id(p) for module in modules for p in module.parameters()}
         return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
 
     def _keep_own_stage(self, model: Model) -> set[str]:
-        """Replace other ranks' modules by stubs; returns the names of parameters that two ranks of a pipeline have."""
+        """Replace other ranks' modules with stubs, and return the names of parameters tied between two ranks."""
         blocks, options = model.blocks(), self.options
         if options.pipeline_parallel == 1:
             self.spans = [(blocks[0], blocks[-1])]
@@ -236,7 +243,7 @@ class MegatronRunner(Runner):
         return tied if rank_of(last, options) > 0 else set()
 
     def _choose_strategies(self, model: Model) -> torch.device:
-        """Choose how gradients are exchanged, those of experts last; returns the place of the parameters."""
+        """Choose the data-parallel strategies, the experts' last, and return the device of the parameters."""
         options, style = self.options, self.options.data_parallel_style
         offloads = options.offload == "cpu"
         if options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
@@ -255,7 +262,10 @@ class MegatronRunner(Runner):
         return torch.device("cpu") if offloads else self.device
 
     def _hook_blocks(self, model: Model) -> None:
-        """Hook the first and last blocks of this rank's stages; ahead of FSDP's own pre-hook, which looks at inputs."""
+        """Hook the first and last block of each stage of this rank.
+
+        The pre-hooks run before FSDP's pre-hook, which reads the inputs.
+        """
         stages: list[Any] = [None] if self.pipeline is None else self.pipeline.stages
         split = self.tensor if self.options.sequence_parallel else None
         for stage, (first, last) in zip(stages, self.spans, strict=True):
@@ -298,7 +308,8 @@ class MegatronRunner(Runner):
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
         self.micro_losses = list(losses) if pipeline.has_last else []
-        mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)  # whose ranks all have it
+        # Tensor-parallel and context-parallel ranks all hold the same loss.
+        mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
 
@@ -318,7 +329,7 @@ class MegatronRunner(Runner):
         return self.precision.scaler.scale / self.data_parallel.gradient_divisor
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
-        """Over all ranks, each parameter counted once, wherever copies of it are."""
+        """Return the norm over all ranks; replicated and tied parameters count once."""
         by_weight: dict[float, list[Tensor]] = {}
         for share in self.shares.values():
             if share.owned.grad is not None and share.owned.numel():
@@ -340,7 +351,7 @@ class MegatronRunner(Runner):
     def evaluating(self) -> Iterator[None]:
         splits = self.tensor is not None and self.tensor.splits_sequence
         if self.tensor is not None:
-            self.tensor.splits_sequence = False  # a sequence in generation is of any length
+            self.tensor.splits_sequence = False  # generation has sequences of any length
         try:
             with super().evaluating():
                 yield
@@ -356,7 +367,7 @@ class MegatronRunner(Runner):
         assert self.model.vocab_size is not None
         return self.pipeline.evaluate(self.objective.inputs(to_device(batch, self.device), mode))
 
-    # ---- what this rank holds
+    # ---- state of this rank
 
     @cached_property
     def held(self) -> HeldState:
@@ -369,13 +380,13 @@ class MegatronRunner(Runner):
 
 
 class _SharesState(HeldState):
-    """The shares that a rank updates: parts of parameters, by the runner's layout."""
+    """The shares of parameters that a rank updates."""
 
     runner: MegatronRunner
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         share = self.runner.shares.get(parameter) or self._by_owned.get(parameter)
-        return share.shape if share else parameter.shape  # of a frozen stage's nothing
+        return share.shape if share else parameter.shape  # the placeholder of a frozen stage has no share
 
     @cached_property
     def _by_owned(self) -> dict[nn.Parameter, Share]:
@@ -401,10 +412,10 @@ class _SharesState(HeldState):
         stages, world = self.runner.stages.size, self.runner.world
         if stages == 1:
             return world
-        return Group(dist.new_subgroups(world.size // stages)[0])  # a stage's ranks are consecutive
+        return Group(dist.new_subgroups(world.size // stages)[0])  # ranks of a stage are consecutive
 
     def trained(self) -> NamedParameters:
         owned = [(share.name, share.owned) for share in self.runner.shares.values() if share.owned.numel()]
-        if not any(parameter.requires_grad for _, parameter in owned):  # a frozen stage; optimizers want something
+        if not any(parameter.requires_grad for _, parameter in owned):  # frozen stage; optimizers reject an empty list
             owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.runner.device))))
         return owned

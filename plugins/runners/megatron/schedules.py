@@ -1,4 +1,4 @@
-"""Orders of micro batches in a pipeline: torch's schedules, the stages of each rank, and a simulation."""
+"""Pipeline schedules: torch's classes, the assignment of stages to ranks, and a simulation."""
 
 from collections.abc import Callable
 from functools import cache
@@ -18,29 +18,29 @@ _LOOPED: dict[str, Callable[..., Any]] = {
     "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
     "zbv": schedules.ScheduleZBVZeroBubble,
 }
-# Time of a forward, of a backward, and of its halves: the gradients of inputs, and of weights.
+# Relative times: F forward, B backward, I input gradients, W weight gradients.
 _TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def rank_of(stage: int, options: Options) -> int:
-    """The rank of a stage in its pipeline: one round after the other; under zbv there and back."""
+    """Return the pipeline rank of a stage: round robin; zbv reverses every second round."""
     turn, place = divmod(stage, options.pipeline_parallel)
     return options.pipeline_parallel - 1 - place if options.pipeline_schedule == "zbv" and turn % 2 else place
 
 
 def stages_of(rank: int, options: Options) -> list[int]:
-    """The stages of a rank of a pipeline, in their order."""
+    """Return the stages of a pipeline rank, in order."""
     return [stage for stage in range(options.stages) if rank_of(stage, options) == rank]
 
 
 def make_schedule(name: str, stages: list[Any], count: int, **more: Any) -> Any:
-    """torch's schedule of `count` micro batches for the `stages` of one rank.
+    """Return torch's schedule of `count` micro batches for the `stages` of one rank.
 
-    Raises ConfigError for a number of micro batches that it cannot order.
+    Raises ConfigError for a number of micro batches that the schedule does not support.
     """
     ranks = stages[0].group_size
     if len(stages) == 1 and name in _SINGLE:
-        # With fewer micro batches than stages 1F1B is GPipe, and torch's takes no fewer.
+        # With fewer micro batches than stages, 1F1B is the same as GPipe, and torch's 1F1B raises an error.
         return _SINGLE[name if count >= ranks else "gpipe"](stages[0], count, **more)
     rounds = max(1, count // ranks)
     if name in ("1f1b", "zero_bubble") and count % rounds:
@@ -53,13 +53,13 @@ def make_schedule(name: str, stages: list[Any], count: int, **more: Any) -> Any:
 
 @cache
 def simulate(name: str, ranks: int, chunks: int, count: int) -> tuple[float, list[float]]:
-    """Follow torch's table of a schedule of `count` micro batches through `chunks` stages on each of `ranks`.
+    """Simulate torch's schedule of `count` micro batches on `ranks` with `chunks` stages each.
 
-    Returns the bubble, the part of the step in which a rank waits, if all stages take the same time and messages none;
-    and for each rank the most micro batches whose activations it keeps, those of one of two stages as a half. Raises
-    ConfigError as `make_schedule` does.
+    Returns (bubble, in flight). bubble: fraction of the step that ranks spend waiting, if all stages take the same time
+    and communication takes none. in flight: for each rank, the maximum number of micro batches with activations in
+    memory; a micro batch in one stage of the rank counts as 1 / `chunks`. Raises ConfigError as `make_schedule` does.
     """
-    plain = chunks == 1 and name == "1f1b"  # torch's table of it leaves out a micro batch; gpipe has the same bubble
+    plain = chunks == 1 and name == "1f1b"  # torch's 1F1B table omits a micro batch; gpipe has the same bubble
     many: dict[str, Any] = {"group_size": ranks, "group_rank": 0, "num_stages": ranks * chunks, "submod": None}
     stages = [SimpleNamespace(stage_index=chunk, **many) for chunk in range(chunks)]
     table = _LOOPED["gpipe"](stages, count) if plain else make_schedule(name, stages, count)
@@ -74,7 +74,7 @@ def simulate(name: str, ranks: int, chunks: int, count: int) -> tuple[float, lis
                 needs = ("F", stage - 1, number) if kind == "F" else ("B", stage + 1, number)
                 if 0 <= needs[1] < ranks * chunks and needs not in ends:
                     break
-                whole = stage == ranks * chunks - 1 and kind in "IW"  # whose backward is not halved
+                whole = stage == ranks * chunks - 1 and kind in "IW"  # the last stage does not split its backward
                 clock[rank] = max(clock[rank], ends.get(needs, 0)) + (2 * (kind == "I") if whole else _TIMES[kind])
                 ends["B" if kind == "I" else kind, stage, number] = clock[rank]
                 kept[rank] += (kind == "F") - (kind in "BW")

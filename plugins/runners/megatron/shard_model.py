@@ -1,4 +1,4 @@
-"""Replace the parameters of a model on the meta device by this tensor-parallel rank's slices."""
+"""Shard a model on the meta device: replace its parameters with this tensor-parallel rank's slices."""
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ from .tensor_parallel import TensorParallel, compute_with_slices
 
 
 def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, ShardSpec]:
-    """Replace parameters by this rank's slices, and make the modules compute with them.
+    """Replace parameters with this rank's slices, and make the modules compute with them.
 
-    Returns the shard specs by the model's own names. Raises what `shard_specs` raises.
+    Returns parameter name -> shard spec. Raises ConfigError as `shard_specs` does.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, ShardSpec] = {}
@@ -33,7 +33,7 @@ def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: Devi
 
 
 def _slice(parameter: nn.Parameter, cut: ShardSpec, mesh: DeviceMesh) -> nn.Parameter:
-    """A rank's slice of a parameter, on the meta device as that is."""
+    """Return a rank's slice of a parameter on the meta device."""
     mine = torch.empty(cut.local, dtype=parameter.dtype, device="meta")
     whole = torch.empty(cut.full, device="meta")
     shape, stride = whole.shape, whole.stride()
@@ -42,7 +42,7 @@ def _slice(parameter: nn.Parameter, cut: ShardSpec, mesh: DeviceMesh) -> nn.Para
 
 
 def _replace(model: Model, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters in every module that uses them: tied ones stay tied."""
+    """Replace parameters in every module that uses them; tied parameters stay tied."""
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter in replaced:

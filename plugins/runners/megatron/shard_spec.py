@@ -1,4 +1,4 @@
-"""Shard specs: the place of a rank's slice in the whole parameter."""
+"""Shard specs: the position of a rank's slice in the full parameter."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from crosstrain import Box, Piece
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A parameter of shape `full` is cut along `dim` for `size` ranks.
+    """A parameter of shape `full`, sharded along `dim` over `size` ranks.
 
-    With several `parts`, as of queries, keys and values in one matrix, each part is cut by itself, and a rank holds its
-    slices one after the other.
+    With several `parts`, such as queries, keys and values in one matrix, each part is sharded separately, and a rank
+    holds its slices of the parts concatenated.
     """
 
     full: tuple[int, ...]
@@ -26,7 +26,7 @@ class ShardSpec:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """Shape of a rank's slice."""
+        """Return the shape of a rank's slice."""
         return tuple(n // self.size if d == self.dim else n for d, n in enumerate(self.full))
 
     @property
@@ -34,8 +34,8 @@ class ShardSpec:
         return Shard(self.dim) if self.parts == 1 else _StridedShard(self.dim, split_factor=self.parts)
 
     def whole(self, pieces: list[Piece], rank: int) -> list[Piece]:
-        """Pieces of the slice of `rank`, as pieces of the whole parameter."""
-        width = self.full[self.dim] // (self.size * self.parts)  # of one part's slice
+        """Convert pieces of the slice of `rank` to pieces of the full parameter."""
+        width = self.full[self.dim] // (self.size * self.parts)  # rows or columns of a rank's slice of one part
         out = []
         for piece in pieces:
             first, count = piece.box.offset[self.dim], piece.box.shape[self.dim]

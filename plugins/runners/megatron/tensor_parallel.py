@@ -1,7 +1,7 @@
 """Sharded modules that compute with this rank's slices.
 
-Parameters are DTensors, the arithmetic is local: a module's `forward` is replaced on the instance, and torch's
-dispatcher has no more to do than in an ordinary module.
+Parameters are DTensors, but the arithmetic is local: `forward` is replaced on the module instance and uses plain
+tensors, so there is no DTensor dispatch overhead.
 """
 
 from collections.abc import Callable
@@ -22,45 +22,45 @@ from .rng_tracker import RngTracker
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's slice; the tensor itself where it is not cut."""
+    """Return this rank's slice; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorParallel:
-    """The ranks that share every block, and the exchanges of activations between them.
+    """The tensor-parallel ranks, and their collectives on activations.
 
-    `splits_sequence`: outside of the cut matrices each rank has its part of the sequence (in training alone).
+    splits_sequence: outside of the sharded matrices, each rank holds a part of the sequence. False in evaluation.
     """
 
     def __init__(self, group: dist.ProcessGroup, splits_sequence: bool, rng: RngTracker) -> None:
         self.group, self.splits_sequence, self.rng = group, splits_sequence, rng
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.has_dropout = True  # without it random numbers are left alone, and a block is one graph for torch.compile
+        self.has_dropout = True  # False: no RNG forks, so that torch.compile captures a block as one graph
         self._aside: Tensor | None = None
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     def enter(self, x: Tensor) -> Tensor:
-        """Input of column-parallel products: the same [batch, length, width] on every rank; or without a batch."""
+        """Return the input of column-parallel layers, equal on all ranks: [batch, length, width] or [length, width]."""
         if x.ndim == 2:
             return self.enter(x[None])[0]
         return (Gather if self.splits_sequence else Copy).apply(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum of the ranks' row-parallel products."""
+        """Return the sum of the ranks' row-parallel outputs."""
         if x.ndim == 2:
             return self.leave(x[None])[0]
         return (ReduceScatter if self.splits_sequence else Reduce).apply(x, self.group)
 
     def whole_sequence(self, x: Tensor) -> Tensor:
-        """The whole sequence, for computations that every rank repeats."""
+        """Return the full sequence, for computations that every rank repeats."""
         return Unsplit.apply(x, self.group) if self.splits_sequence else x
 
     def set_aside(self, _module: nn.Module, _inputs: object, x: Tensor) -> Tensor:
-        """Hook after the last module that sees a part of the sequence: `taken` gives that part to the head.
+        """Forward hook of the last module that runs on a part of the sequence: keep that part for `taken`.
 
-        The model's own forward goes on with a whole sequence, without memory, because it may look at the length.
+        The model's forward continues with a full-length tensor that takes no memory, because it may read the length.
         """
         if not self.splits_sequence:
             return x
@@ -68,12 +68,12 @@ class TensorParallel:
         return x.new_zeros(()).expand(x.shape[0], x.shape[1] * self.size, x.shape[2])
 
     def taken(self, x: Tensor) -> Tensor:
-        """The part that was set aside instead of `x`; `x` itself if none was."""
+        """Return the part that `set_aside` kept, or `x` if it kept none."""
         aside, self._aside = self._aside, None
         return x if aside is None else aside
 
     def split_sequence(self, x: Tensor) -> Tensor:
-        """This rank's part of the sequence; from here on dropout differs by rank."""
+        """Return this rank's part of the sequence. From here on dropout differs by rank."""
         if not self.splits_sequence:
             return x
         if x.shape[1] % self.size:
@@ -87,23 +87,24 @@ class TensorParallel:
 
 
 class TPRegion:
-    """Between the columns and the row of one parent module: each rank computes its own heads, or its own features.
+    """The column-parallel and row-parallel layers of one parent: each rank computes its own heads or features.
 
-    Columns that read the same input share its exchange. Where the sequence is split, the parent itself gets the whole
-    one, because attention looks at its length; unless the parent is a block, of which other parts want to see theirs.
+    Column-parallel layers with the same input share one collective. If the sequence is split, the input of the parent
+    is gathered, because attention reads the length. If the parent is a block, only the inputs of its column-parallel
+    layers are gathered, because its other modules run on a part of the sequence.
 
-    Dropout differs by rank from the last column to the last row, which adapters may have behind the first.
+    Dropout differs by rank from the last column-parallel layer to the last row-parallel one; adapters may add layers.
     """
 
     def __init__(self, tensor: TensorParallel, model: Model, parent: nn.Module | None) -> None:
         self.tensor, self.model, self.entered_by_parent = tensor, model, parent is not None
         if parent is not None:
             parent.register_forward_pre_hook(self._enter_parent, with_kwargs=True)
-            # A recomputation may end, by an exception, before the row.
+            # Gradient checkpointing may stop a recomputation with an exception before the row-parallel layer.
             parent.register_forward_hook(lambda *_: self._entered.clear(), always_call=True)
         self.last_column: nn.Module | None = None
         self.last_row: nn.Module | None = None
-        self._entered: list[tuple[Tensor, Tensor]] = []  # what columns were given, and as they multiply it
+        self._entered: list[tuple[Tensor, Tensor]] = []  # (input of columns, result of its collective)
 
     def _enter_parent(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,7 +130,7 @@ class TPRegion:
     def column(self, module: nn.Module, x: Tensor) -> Tensor:
         y = _product(module, self._enter(x), module.bias)
         if module is self.last_column and self._forks() and not self.tensor.splits_sequence:
-            self.tensor.rng.enter()  # for the dropout of attention, which comes after the projections
+            self.tensor.rng.enter()  # for attention dropout, after the projections
         return y
 
     def row(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -137,18 +138,18 @@ class TPRegion:
             self.tensor.rng.leave()
         self._entered.clear()
         y = self.tensor.leave(_product(module, x, None))
-        return y if module.bias is None else y + module.bias.to(y.dtype)  # half under autocast, as in one process
+        return y if module.bias is None else y + module.bias.to(y.dtype)  # half precision under autocast
 
 
 def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     weight = local(module.weight)
-    if isinstance(module, Conv1D):  # whose weight is [in, out]
+    if isinstance(module, Conv1D):  # its weight is [in, out]
         weight = weight.T
     return functional.linear(x, weight, None if bias is None else local(bias))
 
 
 def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
-    """Embeddings of tokens, each from the rank that has its row."""
+    """Return the embeddings of tokens; each row comes from the rank that holds it."""
     weight = local(module.weight)
     ids = ids - tensor.rank * len(weight)
     elsewhere = (ids < 0) | (ids >= len(weight))
@@ -160,10 +161,10 @@ def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """True if a module has a rate of dropout, or a number by such a name, above zero.
+    """Return True if a dropout module's rate, or a module's numeric attribute with "drop" in its name, is above zero.
 
-    transformers' attention keeps its rate in a number. One too many is found at no harm: a fork from which nothing is
-    drawn leaves the random numbers as they are (`RngTracker.leave`), and costs a copy of the generator's state.
+    Attention modules in transformers keep their rate in such an attribute. A false positive is harmless: a fork without
+    draws leaves the random numbers unchanged (`RngTracker.leave`), and costs a copy of the generator's state.
     """
     rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     rates += [value for m in model.modules() for name, value in vars(m).items() if "drop" in name.lower()]
@@ -171,10 +172,10 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _experts(tensor: TensorParallel, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Experts that compute their slice of features for the same tokens on every rank.
+    """Run experts on this rank's slice of their features, for the same tokens on every rank.
 
-    inputs: hidden states, numbers of experts and their weights, which are gathered where the sequence is split. The
-    gradients of weights are parts of a sum, as those of hidden states are.
+    inputs: hidden states, expert indices and routing weights. All are gathered if the sequence is split. The gradients
+    of routing weights are summed over the ranks, like those of hidden states.
     """
     return tensor.leave(forward(*map(tensor.enter, inputs)))
 
@@ -187,11 +188,12 @@ def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPara
     for name, style in styles.items():
         module = model.get_submodule(name)
         if style == "vocabulary":
-            if isinstance(module, nn.Embedding):  # a head's weight is used by `ParallelHead`
+            if isinstance(module, nn.Embedding):  # a head needs no forward: `ParallelHead` uses its weight
                 module.forward = partial(_embed, tensor, module)
             continue
         if style == "experts":
-            forward = vars(module).get("forward", partial(local_forward, module))  # which may send tokens to others
+            # Expert parallelism may have replaced the forward.
+            forward = vars(module).get("forward", partial(local_forward, module))
             module.forward = partial(_experts, tensor, forward)
             continue
         parent = model.get_submodule(user_of(model, name))

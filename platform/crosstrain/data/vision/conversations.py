@@ -1,4 +1,4 @@
-"""Tokenize conversations about images: roles, image placeholders, and the tokens to learn."""
+"""Tokenize conversations about images: roles, image placeholders, and target tokens."""
 
 import itertools
 import re
@@ -18,15 +18,15 @@ from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
 
 IMAGE = "<image>"  # placeholder of an image in a message's text
-IMAGE_ID = -200  # placeholder of one embedding of an image in input_ids (LLaVA's number)
-SHARED = 0  # the segment that every segment of a sample sees
+IMAGE_ID = -200  # placeholder of one image embedding in input_ids, as in LLaVA
+SHARED = 0  # segment ID of tokens that all segments of a sample attend to
 
 Style = Literal["chat", "plain"]
-_OTHER_MEDIA = re.compile(r"^\s*<(?:video|audio)>|<(?:video|audio)>\s*$", re.MULTILINE)  # elsewhere it may be HTML
+_OTHER_MEDIA = re.compile(r"^\s*<(?:video|audio)>|<(?:video|audio)>\s*$", re.MULTILINE)  # within a line it may be HTML
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
-_REMEMBERED = 1 << 14  # texts whose tokens are cached
+_REMEMBERED = 1 << 14  # number of texts whose tokens are cached
 _START, _END = "<|im_start|>", "<|im_end|>"
-_BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # of Qwen's newer tokenizers
+_BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # in newer Qwen tokenizers
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Message:
 
     role: Literal["system", "user", "assistant"]
     text: str
-    learned: bool = True  # an answer that is not is only context
+    learned: bool = True  # False: the turn is only context
 
 
 Conversation = list[Message]
 
 
 class ConversationEncoder:
-    """An encoder of conversations; each image becomes `image_tokens` times `IMAGE_ID`.
+    """An encoder of conversations. Each image becomes `image_tokens` times `IMAGE_ID`.
 
-    Style `chat` is Qwen's ChatML (`<|im_start|>role\\n ... <|im_end|>\\n`); an assistant's words and the `<|im_end|>`
-    after them are learned. Style `plain` is the texts one after another; the assistant's text and the end-of-text
-    token after it are learned. Raises DataError for a tokenizer that lacks the style's tokens.
+    Style `chat` is Qwen's ChatML (`<|im_start|>role\\n ... <|im_end|>\\n`). The targets are the assistant's text and
+    the `<|im_end|>` after it. Style `plain` concatenates the texts. The targets are the assistant's text and the
+    end-of-text token after it. Raises DataError for a tokenizer that lacks the style's tokens.
     """
 
     def __init__(self, tokenizer: TextTokenizer, image_tokens: int, style: Style) -> None:
@@ -71,8 +71,8 @@ class ConversationEncoder:
         return found
 
     def encode(self, conversation: Conversation, *, answering: bool = False) -> EncodedChat:
-        """Encode a conversation; with `answering`, up to the beginning of the assistant's next words."""
-        parts: list[tuple[list[int], bool]] = []  # (ids, to be learned)
+        """Encode a conversation. With `answering`, it ends where the assistant's next text begins."""
+        parts: list[tuple[list[int], bool]] = []  # (IDs, whether they are targets)
         for message in conversation:
             answer = message.role == "assistant" and message.learned
             content = self._content(message.text)
@@ -86,16 +86,16 @@ class ConversationEncoder:
         return EncodedChat([i for ids, _ in parts for i in ids], [learn for ids, learn in parts for _ in ids])
 
     def prompt(self, conversation: Conversation, pixels: np.ndarray | None) -> Sample:
-        """Return a sample without labels that ends where an answer begins; pixels [images, 3, H, W]."""
+        """Return a sample without labels that ends where an answer begins. pixels: [images, 3, H, W]."""
         ids = np.array(self.encode(conversation, answering=True).ids, np.int64)
         return {"input_ids": ids} | ({} if pixels is None else {"pixel_values": pixels})
 
     def sample(self, conversations: Sequence[Conversation]) -> Sample:
-        """Return input_ids and labels [length]; several conversations about the same images share their beginning.
+        """Return input_ids and labels [length]. Several conversations about the same images share their common prefix.
 
-        Then `segments` numbers the conversation of each token (`SHARED`, 1, 2, ...) and `position_ids` counts within
-        each conversation: a model whose tokens see the shared ones and their own segment computes the same as for one
-        conversation at a time. Raises SampleError if nothing is to be learned.
+        In that case `segments` gives the conversation of each token (`SHARED`, 1, 2, ...), and `position_ids` restart
+        after the prefix for each conversation. If tokens attend only to the shared ones and to their own segment, the
+        model computes the same as for one conversation at a time. Raises SampleError if there are no targets.
         """
         encoded = [self.encode(c) for c in conversations]
         if not encoded or not all(any(tokens.is_target) for tokens in encoded):
@@ -115,7 +115,7 @@ class ConversationEncoder:
         return _arrays(ids, labels) | more
 
     def _shared(self, encoded: list[EncodedChat]) -> int:
-        """Return the number of tokens that all conversations begin with, up to the one before the first learned."""
+        """Return the length of the common prefix of all conversations, up to the token before the first target."""
         same = (len(set(column)) == 1 for column in zip(*(t.ids for t in encoded), strict=False))
         shared = sum(1 for _ in itertools.takewhile(bool, same))
         shared = min(shared, *(tokens.is_target.index(True) - 1 for tokens in encoded))
@@ -129,7 +129,7 @@ class ConversationEncoder:
 
 
 def _labels(tokens: EncodedChat) -> list[int]:
-    """Return the target at each position but the last: the next token, if it is to be learned."""
+    """Return the label at each position except the last: the next token if it is a target, else IGNORE_INDEX."""
     pairs = zip(tokens.ids[1:], tokens.is_target[1:], strict=True)
     return [token if learned else IGNORE_INDEX for token, learned in pairs]
 
@@ -139,7 +139,7 @@ def _arrays(ids: list[int], labels: list[int]) -> Sample:
 
 
 def check_images(conversation: Conversation, images: int) -> None:
-    """Raise SampleError unless a conversation is text with a placeholder for each image, and none of other media."""
+    """Raise SampleError unless a conversation is valid text with one placeholder per image and no other media."""
     if (named := sum(message.text.count(IMAGE) for message in conversation)) != images:
         raise SampleError(f"the text has {named} <image> placeholders, and the sample {images} images")
     for message in conversation:
@@ -152,7 +152,7 @@ def check_images(conversation: Conversation, images: int) -> None:
 def collate(samples: list[Sample]) -> Batch:
     """Make a batch: sequences [batch, longest], padded on the right, and all images in one tensor [images, 3, H, W].
 
-    Padding is no target and comes last, so a causal model needs no mask for it. The batch has `segments` and
+    Padding is at the end and is not a target, so a causal model needs no mask for it. The batch has `segments` and
     `position_ids` only if a sample has segments.
     """
     batch = {"input_ids": _padded(samples, "input_ids", 0), "labels": _padded(samples, "labels", IGNORE_INDEX)}

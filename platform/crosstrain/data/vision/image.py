@@ -1,4 +1,4 @@
-"""Open images: any file that Pillow reads becomes upright RGB of 8 bits, or is refused with the reason."""
+"""Open images: convert any file that Pillow reads to upright 8-bit RGB, or raise an error with the reason."""
 
 import io
 import sys
@@ -14,32 +14,33 @@ from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular
 
 LARGEST_IMAGE = 1 << 29  # bytes of a file
-# Pillow keeps the high byte of several channels of 16 bits. These raw modes read the low bytes into the same places,
-# those of grey with alpha into the second and last. N is the order of the machine.
+# For 16-bit multi-channel images, Pillow keeps only the high bytes. These raw modes read the low bytes into the same
+# channels; for gray with alpha, into the second and the last. N is the machine's byte order.
 _LOW_BYTES = {
     f"{mode};16{order}": (f"{mode};16{other}", [0, 1, 2, 3])
     for mode in ("RGB", "RGBA", "RGBX")
     for order, other in (("B", "L"), ("L", "B"), ("N", "B" if sys.byteorder == "little" else "L"))
 } | {"LA;16B": ("RGBA", [1, 1, 1, 3])}
-_BITS, _PHOTOMETRIC, _PLANAR = 258, 262, 284  # TIFF's tags: bits of each channel; 0: 0 is white; 2: planes of channels
+# TIFF tags: bits per channel, photometric interpretation (0: white is zero), planar configuration (2: separate planes).
+_BITS, _PHOTOMETRIC, _PLANAR = 258, 262, 284
 
 
 class ImageTooLarge(SampleError):
-    """An image of more pixels than are read."""
+    """An image with more pixels than allowed."""
 
 
 def open_image(
     data: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
 ) -> Any:
-    """Decode an image into an upright RGB PIL image of 8 bits.
+    """Decode an image into an upright 8-bit RGB PIL image.
 
-    The EXIF orientation is applied, 16 bits are scaled by 1/257, transparent pixels are laid on white. Of an animation
-    or of several pages it is the first. `formats` are Pillow's names of those to read; None: all. Raises SampleError,
-    with the image's name, for bytes that are no image or incomplete, for values of unknown range and for more pixels
-    than Pillow's own limit, and ImageTooLarge for more than `most_pixels`.
+    The EXIF orientation is applied, 16-bit values are scaled by 1/257, and transparent pixels are composited on white.
+    Only the first frame or page is read. `formats` are Pillow's names of the allowed formats; None: all. Raises
+    SampleError, with the image's name, for bytes that are not a complete image, for values of unknown range and for
+    more pixels than Pillow's own limit. Raises ImageTooLarge for more than `most_pixels`.
     """
     try:
-        # Pillow's warnings are about metadata, and about sizes up to twice its limit; beyond, it raises an error.
+        # Pillow warns about metadata, and about sizes up to twice its limit. For larger images it raises an error.
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=formats) as image:
             if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
                 raise ImageTooLarge(f"{name} has {pixels} pixels, more than the {most_pixels} allowed")
@@ -47,8 +48,8 @@ def open_image(
             return _on_white(_eight_bits(image, data))
     except ImageTooLarge:
         raise
-    except Exception as error:  # PIL raises whatever its decoders come upon
-        reason = str(error).partition(" <_io.")[0]  # without the address of its memory
+    except Exception as error:  # PIL's decoders may raise anything
+        reason = str(error).partition(" <_io.")[0]  # without the memory address
         raise SampleError(f"{name} is not a readable image ({' '.join(reason.split())})") from None
 
 
@@ -59,14 +60,14 @@ def open_image_file(path: Path) -> Any:
 
 
 def _check_known(image: Any) -> None:
-    """Raise ValueError for an image whose values have no known range, or that Pillow decodes wrongly."""
+    """Raise ValueError for an image with values of unknown range, or one that Pillow decodes wrongly."""
     tags = getattr(image, "tag_v2", {})
     planes = tags.get(_PLANAR) == 2 and image.tile[0][0] == "raw"  # uncompressed
     reasons = {
         "it is a program in PostScript, and none is run: convert it to PNG": image.format == "EPS",
         f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"
         or image.mode == "F"
-        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # of 16 bits, in some versions of Pillow
+        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # both may be 16-bit, depending on Pillow
         "its channels lie in planes, which are not decoded: store them side by side": planes
         and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
     }
@@ -76,7 +77,7 @@ def _check_known(image: Any) -> None:
 
 
 def _eight_bits(image: Any, data: bytes) -> Any:
-    """Return an image turned upright, its channels of 16 bits scaled to 8."""
+    """Return an upright image with 16-bit channels scaled to 8 bits."""
     arguments = image.tile[0][3] if image.tile else ""
     rawmode = arguments if isinstance(arguments, str) else next(iter(arguments or [""]))
     _turn(image)
@@ -89,16 +90,16 @@ def _eight_bits(image: Any, data: bytes) -> Any:
     most = 4095 if rawmode == "I;12" else 65535
     levels = ((np.arange(most + 1) * 255 + most // 2) // most).astype(np.uint8)  # v / 257, rounded
     if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0:
-        levels = levels[::-1]  # Pillow inverts 8 bits only
+        levels = levels[::-1]  # Pillow inverts only 8-bit values
     values = values.reshape(image.height, image.width, -1)
     made = np.stack([levels[row] for row in values])  # by rows, to save memory
-    if (hidden := image.info.get("transparency")) is not None:  # one colour, in 16 bits
+    if (hidden := image.info.get("transparency")) is not None:  # one transparent color, in 16 bits
         made = np.dstack([made, (values != hidden).any(2).astype(np.uint8) * 255])
     return Image.frombytes(("L", "LA", "RGB", "RGBA")[made.shape[2] - 1], image.size, made.tobytes())
 
 
 def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
-    """Decode an image by a different raw mode of Pillow; values [height, width, channels]."""
+    """Decode an image with the given raw mode of Pillow, and return its values [height, width, channels]."""
     image: Any = Image.open(io.BytesIO(data))
     arguments = [rawmode if isinstance(tile[3], str) else (rawmode, *tile[3][1:]) for tile in image.tile]
     image.tile = [(*tile[:3], given) for tile, given in zip(image.tile, arguments, strict=True)]
@@ -107,16 +108,16 @@ def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
 
 
 def _turn(image: Any) -> None:
-    """Turn an image upright, in place, as its EXIF orientation says."""
+    """Rotate an image upright, in place, according to its EXIF orientation."""
     image.load()
     try:
         ImageOps.exif_transpose(image, in_place=True)
-    except Exception as error:  # whatever reading its tags comes upon
+    except Exception as error:  # reading the tags may raise anything
         raise ValueError(f"its EXIF data, which say how it is turned, cannot be read ({error})") from None
 
 
 def _on_white(image: Any) -> Any:
-    """Return an image in RGB, laid on white where it is transparent."""
+    """Return an image in RGB, composited on white if it has transparency."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     solid = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")

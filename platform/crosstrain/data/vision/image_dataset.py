@@ -1,4 +1,4 @@
-"""The base of datasets of images with text: processors, tokenizer, bad samples, questions and prompts."""
+"""The base class of datasets of images with text. It handles processors, tokenizer, bad samples and prompts."""
 
 import logging
 from abc import abstractmethod
@@ -30,7 +30,7 @@ from crosstrain.utils.types import Batch, Sample
 
 log = logging.getLogger(__name__)
 
-_TRIED = 1000  # least number of samples, or all, that `max_skipped` is a share of
+_TRIED = 1000  # `max_skipped` is a share of at least this many samples, or of all if there are fewer
 
 Annotation = Mapping[str, Any]  # the texts of a sample: a caption, questions, conversations
 
@@ -39,66 +39,71 @@ class ImageProcessor(Protocol):
     """A processor of images for a vision encoder."""
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """Turn a PIL image into fp32 [3, height, width]; `rng` is the only randomness allowed."""
+        """Convert a PIL image to fp32 [3, height, width]. `rng` is the only randomness allowed."""
 
 
 class TextProcessor(Protocol):
     """A processor of annotations into conversations about their images."""
 
     style: Style
-    # Keys of annotations that it reads, KEY or KEY.NAME for a name within a list of objects; others are reported. A
-    # processor without them reports none.
+    # Annotation keys that the processor reads: KEY, or KEY.NAME for a name within a list of objects. Other keys are
+    # reported as unused. Without `keys`, nothing is reported.
     keys: Collection[str]
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
-        """Return the conversations to learn from a sample with `images` images. SampleError if there is none."""
+        """Return the conversations to train on. Raises SampleError if there is none.
+
+        images: number of images of the sample.
+        """
 
     def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str, str]]:
         """Return (conversation up to the answer, answer, kind of question) for every question."""
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Return what a person says in a chat as training has it: after its system prompt, say. By default as it is."""
+        """Format a chat as in training, for example with the system prompt. By default, it is unchanged."""
         return conversation
 
 
 @dataclass
 class Processors:
-    """The processors of the train split and of the others."""
+    """The processors of the train split and of the other splits."""
 
-    train: Annotated[Component, "processor"]  # of the train split
-    eval: Annotated[Component, "processor"]  # of the other splits
+    train: Annotated[Component, "processor"]  # processor of the train split
+    eval: Annotated[Component, "processor"]  # processor of the other splits
 
 
 def processors(train: str, evaluate: str, **options: Any) -> Processors:
-    """Return `Processors` by name, with the same options, as a default."""
+    """Return the processors with these names and the same options, for use as a default."""
     return Processors(Component(train, options or None), Component(evaluate, options or None))
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question with a known answer. `prompt` is a sample without labels; scores are grouped by `kind`."""
+    """A question with a known answer. `prompt` is a sample without labels. Scores are grouped by `kind`."""
 
     prompt: Sample
     question: str
     answer: str
     kind: str
-    picture: Any = None  # a PIL image, to show
+    picture: Any = None  # a PIL image to show
 
 
 class PromptBuilder:
-    """A builder of prompts from conversations about images, in the form of a dataset's evaluation splits."""
+    """A builder of prompts from conversations about images, in the format of a dataset's evaluation splits."""
 
     def __init__(
-        self, image_processor: ImageProcessor, encoder: ConversationEncoder,
+        self,
+        image_processor: ImageProcessor,
+        encoder: ConversationEncoder,
         asked: Callable[[Conversation], Conversation] = list,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.image_processor, self.encoder, self.asked = image_processor, encoder, asked
         self.end_id = encoder.end_id  # the token that ends an answer
 
     def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
-        """Return a sample without labels that ends where the assistant's next words begin.
+        """Return a sample without labels that ends where the assistant's next text begins.
 
-        images: PIL images, one for each placeholder in the conversation. Raises UserError where the numbers differ.
+        images: PIL images, one per placeholder in the conversation. Raises UserError if the counts differ.
         """
         try:
             check_images(conversation, len(images))
@@ -121,7 +126,7 @@ class VqaDataset(Dataset):
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
         """Make the prompt builder for a model trained on such data. The data need not exist.
 
-        tokenizer: folder of a checkpoint's tokenizer. Raises UserError where there are no conversations.
+        tokenizer: folder of a checkpoint's tokenizer. Raises UserError if such data has no conversations.
         """
 
 
@@ -129,27 +134,28 @@ class VqaDataset(Dataset):
 class ImageDatasetOptions:
     """Options of every dataset of images with text."""
 
-    # a Hugging Face name, a folder or a tokenizer.json; the language model's; required
+    # tokenizer of the language model: a Hugging Face name, a folder or a tokenizer.json; required
     tokenizer: FilePath | None = None
-    # embeddings that stand for one image: the model's num_query_tokens
+    # embeddings per image: the model's num_query_tokens
     image_tokens: Annotated[int, Interval(ge=1, le=2**16)] = 32
-    vis_processor: Processors  # of images
-    text_processor: Processors  # of annotations, to conversations
-    max_length: PositiveInt | None = None  # tokens of a sample
-    too_long: Literal["skip", "truncate", "error"] = "skip"  # longer samples are skipped, cut at the end, or an error
-    # largest share of skipped samples among those that a process has tried; while it has tried fewer than a thousand,
-    # among a thousand or all
+    vis_processor: Processors  # processors of images
+    text_processor: Processors  # processors that make conversations from annotations
+    max_length: PositiveInt | None = None  # maximum tokens per sample; None: no limit
+    too_long: Literal["skip", "truncate", "error"] = "skip"  # skip longer samples, truncate them, or raise an error
+    # maximum share of skipped samples among the samples that a process has tried; until it has tried a thousand, the
+    # share is of a thousand, or of the whole split if that is smaller
     max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
-    # keys of annotations that are not reported as unused; a key covers all below it
+    # keys of annotations that are not reported as unused; a key includes all keys below it
     ignore_columns: list[Text] = field(default_factory=list)
-    blind: bool = False  # images are all zero, to measure what the text alone teaches
+    blind: bool = False  # replace all images with zeros, to measure the contribution of the text
 
 
 class ImageDataset(VqaDataset):
-    """A dataset whose samples are images and an annotation; subclasses read them.
+    """A dataset of samples with images and an annotation, which subclasses read.
 
-    A sample that cannot be used is replaced by the next usable one, the same in every run, and counted: `skipped` has
-    the reason by index. More of them than the share `max_skipped` is a DataError. Each process counts its own.
+    A sample that cannot be used is replaced with the next usable one, the same in every run, and counted: `skipped`
+    maps its index to the reason. Raises DataError if the share of skipped samples exceeds `max_skipped`. Each process
+    counts separately.
     """
 
     options: Any
@@ -183,7 +189,7 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def used(cls, options: Any, split: Split) -> frozenset[str]:
-        """Return the keys of annotations that are used, or not to be reported; none where that is not known."""
+        """Return the annotation keys that are not reported as unused; none if the processor declares no keys."""
         keys = getattr(_processor(_of_split(options.text_processor, split)), "keys", ())
         return frozenset(("images", "text_only", *keys, *options.ignore_columns) if keys else ())
 
@@ -203,7 +209,7 @@ class ImageDataset(VqaDataset):
         raise AssertionError("skip raises long before nothing is left")
 
     def sample(self, images: list[Any], annotation: Annotation, rng: np.random.Generator) -> Sample:
-        """Make a sample from images and annotation. Raises SampleError if it cannot be used."""
+        """Make a sample from images and an annotation. Raises SampleError if it cannot be used."""
         conversations = self.text_processor(annotation, len(images), rng)
         for conversation in conversations:
             check_images(conversation, len(images))
@@ -230,7 +236,7 @@ class ImageDataset(VqaDataset):
             raise DataError(f"{self._name()}: a sample is too long: {reason}; raise max_length or set too_long")
         cut = {key: value[:limit] for key, value in sample.items()}
         if self.options.too_long == "skip" or (cut["labels"] < 0).all() or (sample["input_ids"][limit:] < 0).any():
-            raise SampleError(reason)  # also if no target would be left, or an image would be cut
+            raise SampleError(reason)  # also raised if no target would remain, or an image would be cut
         return cut
 
     def skip(self, index: int, reason: str) -> None:
@@ -282,7 +288,7 @@ def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
 
 
 def _blank(processor: ImageProcessor) -> np.ndarray:
-    """Process a black image: its shape is that of all."""
+    """Process a black image. All processed images have its shape."""
     from PIL import Image
 
     return processor(Image.new("RGB", (64, 64)), np.random.default_rng(0))

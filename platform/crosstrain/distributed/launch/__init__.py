@@ -1,1 +1,1 @@
-"""Start workers on one or many machines, watch them, start them again."""
+"""Start workers on one or many machines, monitor them, and restart them."""

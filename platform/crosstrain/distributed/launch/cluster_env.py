@@ -1,4 +1,4 @@
-"""Environments of launchers: torchrun, srun and mpirun around this program, and its own around its workers."""
+"""Environment variables of launchers: torchrun, srun and mpirun, and our own launcher's for its workers."""
 
 import json
 import os
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from crosstrain.utils.errors import ConfigError
 
-_RESTART = "CROSSTRAIN_STARTED_AGAIN"  # in the environment of workers that start again
+_RESTART = "CROSSTRAIN_STARTED_AGAIN"  # set for restarted workers
 
 
 def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: int) -> None:
-    """Tell the workers that start next why they start again; an empty reason: they do not.
+    """Set the reason of a restart for the next workers; an empty reason: this is not a restart.
 
-    Where several nodes give reasons, the one with the highest `certainty` counts.
+    If several nodes set reasons, the reason with the highest `certainty` is used.
     """
     os.environ.pop(_RESTART, None)
     if reason:
@@ -21,26 +21,26 @@ def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: i
 
 
 def restart_reason() -> list | None:
-    """Return [certainty, number, max_restarts, reason] as this worker's launcher set them; None for a first start."""
+    """Return [certainty, number, max_restarts, reason] set by this worker's launcher; None for a first start."""
     return json.loads(text) if (text := os.environ.get(_RESTART)) else None
 
 
 def was_restarted() -> bool:
-    """Return True if a launcher started this process again after a failure, so that it should resume."""
+    """Return True if a launcher restarted this process after a failure, so that it should resume."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
     """Translate the environment of torchrun, srun or mpirun into RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.
 
-    None for a process that none of them started as a worker.
+    Returns None if none of them started this process as a worker.
     """
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
         return {key: env[key] for key in ("RANK", "WORLD_SIZE")} | {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
     port = 29500
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun, not the batch script itself
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun, not the batch script
         rank, size, local = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]
-        # The launch node's address would be the machine where srun was typed; rank 0 is on the first of the list.
+        # The launch node is the machine that ran srun. Rank 0 is on the first node of the list.
         nodes = re.match(r"([^\[,]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", ""))
         address = nodes[1] + (nodes[2] or "") if nodes else env.get("SLURM_LAUNCH_NODE_IPADDR")
         port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000
@@ -56,6 +56,9 @@ def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
     if address is None:
         raise ConfigError("MASTER_ADDR: mpirun does not set it; set it to the address of rank 0's machine")
     return {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local,
-        "MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT", str(port)),
-    }  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": env.get("MASTER_PORT", str(port)),
+    }

@@ -1,8 +1,8 @@
-"""torch's elastic agent with our rules: some failures are final, and a request to stop is no failure.
+"""torch's elastic agent with our rules: some failures are final, and a request to stop is not a failure.
 
-The only file that depends on private parts of torch.distributed.elastic: `_rendezvous`, `_start_workers`,
-`_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of its agent and `get_method_name` of
-its rendezvous, as torch 2.13 and 2.14 have them; and on `_config` of multiprocessing's processes.
+Only this file uses private parts of torch.distributed.elastic, as of torch 2.13 and 2.14: `_rendezvous`,
+`_start_workers`, `_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent and
+`get_method_name` of the rendezvous. It also uses `_config` of multiprocessing's processes.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ if TYPE_CHECKING:  # the launcher imports this file
     from crosstrain.distributed.launch.launcher import Launch
     from crosstrain.distributed.launch.rendezvous import Nodes
 
-_QUIET = 10.0  # seconds that a node waits for the others before it says so
-_SHUTDOWN_TIMEOUT = 5  # seconds in which ended ranks that wait for a dead one, and cannot hear, are left alone
-_EXIT_TIMEOUT = 30  # seconds in which another node's launcher, whose workers ended with this one's, has to end too
+_QUIET = 10.0  # seconds that a node waits for the others before it prints a note
+_SHUTDOWN_TIMEOUT = 5  # seconds until ranks that wait for a dead rank and ignore SIGTERM are killed
+_EXIT_TIMEOUT = 30  # seconds for the other nodes' launchers to exit after all workers have ended
 
 
-# For the name of an event that nobody reads, torch reads the sources of the whole stack, between a look at the shared
-# state and its change: many nodes that meet at once would outdate each other's state for minutes.
+# torch reads the sources of the whole stack for the name of an unused event, between reading and changing the shared
+# state. Many nodes that meet at once would invalidate each other's state for minutes.
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 class _Stopped(BaseException):
-    """A signal to stop came while no worker ran."""
+    """A signal to stop arrived while no worker was running."""
 
 
 def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
-    """Run `worker(*args)` in processes of this machine, together with the other nodes'; returns the exit code.
+    """Run `worker(*args)` in processes on this machine, together with the other nodes; returns the exit code.
 
-    Raises the final error of the worker that failed first, and UserError where the nodes do not find each other.
+    Raises the last error of the worker that failed first, and UserError if the nodes do not find each other.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are shown once, by the caller
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller prints errors once
     stop: list[int] = []
     agent: _Agent | None = None
 
     def forward(number: int, _frame: Any) -> None:
         stop.append(number)
         children = multiprocessing.active_children()
-        at_once = stop.count(signal.SIGINT) > 1  # somebody presses Ctrl-C again
+        at_once = stop.count(signal.SIGINT) > 1  # a second Ctrl-C
         for child in children:
             if child.pid is not None:
                 os.kill(child.pid, signal.SIGTERM if at_once else signal.SIGUSR1)
@@ -84,14 +84,14 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
                 try:
                     return agent.exit_code()
                 except (rdzv.RendezvousConnectionError, DistError):
-                    # The node that hosts the rendezvous is lost. Its successor will host another; the host itself would
-                    # meet its own former self there.
+                    # The node that hosts the rendezvous is lost. Its replacement hosts a new one. The host itself must
+                    # not retry: it would connect to its own old rendezvous.
                     restarts_left = agent._remaining_restarts
                     if nodes is None or nodes.is_host or restarts_left == 0 or stop:
                         raise
                     restarts_left -= 1
     except _Stopped:
-        return 128 + stop[0]  # before workers could listen; there was nothing to save
+        return 128 + stop[0]  # the workers had not started, so there was nothing to save
     except (rdzv.RendezvousConnectionError, DistError) as error:
         at = f" ({nodes.host}:{nodes.port})" if nodes else ""
         raise UserError(
@@ -112,7 +112,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
 
 
 def _pause(*_: Any) -> None:
-    """Stop with the workers, each the head of a process group, and go on with them."""
+    """Suspend the workers and this process, and resume them together; each worker leads a process group."""
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for child in multiprocessing.active_children():
             with suppress(ProcessLookupError, TypeError):
@@ -122,32 +122,48 @@ def _pause(*_: Any) -> None:
 
 
 class _Agent(LocalElasticAgent):
-    """The agent of one machine. It starts workers again unless a failure is final or a stop was asked for."""
+    """The agent of one machine. It restarts workers unless the failure is final or a stop was requested."""
 
     def __init__(
-        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, restarts_left: int, stop: list[int],
+        self,
+        worker: Callable[..., int],
+        args: tuple[Any, ...],
+        how: Launch,
+        restarts_left: int,
+        stop: list[int],
         logs: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         rendezvous = rdzv.RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
         if nodes := how.nodes:
             host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
             rendezvous = rdzv.RendezvousParameters(
-                "c10d", f"{host}:{nodes.port}", "crosstrain", nodes.min_nodes, nodes.max_nodes, nodes.local_addr,
-                is_host=nodes.is_host, **nodes.rdzv_conf,
-            )  # fmt: skip
+                "c10d",
+                f"{host}:{nodes.port}",
+                "crosstrain",
+                nodes.min_nodes,
+                nodes.max_nodes,
+                nodes.local_addr,
+                is_host=nodes.is_host,
+                **nodes.rdzv_conf,
+            )
         spec = WorkerSpec(
-            role="worker", local_world_size=how.nproc_per_node, entrypoint=run_worker, args=(worker, args),
-            rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=how.max_restarts, monitor_interval=0.1,
+            role="worker",
+            local_world_size=how.nproc_per_node,
+            entrypoint=run_worker,
+            args=(worker, args),
+            rdzv_handler=get_rendezvous_handler(rendezvous),
+            max_restarts=how.max_restarts,
+            monitor_interval=0.1,
             local_addr=rendezvous.local_addr,
-        )  # fmt: skip
+        )
         super().__init__(
             spec, DefaultLogsSpecs(logs), how.start_method, _EXIT_TIMEOUT, shutdown_timeout=_SHUTDOWN_TIMEOUT
         )
         self._remaining_restarts = restarts_left
         self._stop, self._nodes = stop, nodes
         self._where = f" on {socket.gethostname()}" if nodes else ""
-        self._failure: Failure | None = None  # the latest
-        # Of the next start, with the node's certainty about the reason.
+        self._failure: Failure | None = None  # the latest failure
+        # Reason of the next start, and this node's certainty about it.
         self._reason, self._certainty = ("", 0) if restarts_left == how.max_restarts else ("node 0 was lost", 2)
 
     @property
@@ -155,16 +171,16 @@ class _Agent(LocalElasticAgent):
         return self._worker_group.state == WorkerState.SUCCEEDED
 
     def exit_code(self) -> int:
-        """Run to the end: 0, or 128 + the signal that stopped the workers. Raises the error that ended them."""
+        """Run to the end; returns 0, or 128 + the signal that stopped the workers. Raises the workers' error."""
         result = self.run()
-        self._worker_group.spec.rdzv_handler.shutdown()  # other nodes shall not wait for this one
-        if result is None:  # this node was one too many, and the others have finished
+        self._worker_group.spec.rdzv_handler.shutdown()  # so that other nodes do not wait for this one
+        if result is None:  # this node was not needed, and the others have finished
             return 0
         if self.succeeded:
             signals = [number for number in result.return_values.values() if number]
             return 128 + (self._stop or signals)[0] if signals else 0
         if self._stop and all(-f.exitcode in (signal.SIGUSR1, signal.SIGTERM) for f in result.failures.values()):
-            return 128 + self._stop[0]  # before the workers could listen, when there is nothing to save, or at once
+            return 128 + self._stop[0]  # killed on a second Ctrl-C, or before there was anything to save
         assert self._failure is not None
         if (most := self._worker_group.spec.max_restarts) and not self._failure.is_final and not self._stop:
             print(f"note: run.max_restarts: all {most} are used up, so the run ends", file=sys.stderr, flush=True)
@@ -179,7 +195,7 @@ class _Agent(LocalElasticAgent):
             if self._remaining_restarts:
                 self._reason, self._certainty = failure.summary, 1 if failure.lost_another else 3
                 if isinstance(failure.error, WorkerFailure) and not failure.lost_another:
-                    print(failure.error, file=sys.stderr, flush=True)  # with its traceback, which nothing shows later
+                    print(failure.error, file=sys.stderr, flush=True)  # with its traceback; nothing prints it later
         return result
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -202,7 +218,7 @@ class _Agent(LocalElasticAgent):
 
 @contextmanager
 def _announced(nodes: Nodes) -> Iterator[None]:
-    """Say after some seconds that this node waits inside this block for the others."""
+    """Print a note if this node waits inside the block for the others for more than some seconds."""
     limit = nodes.rdzv_conf["join_timeout"]
     said = f"waiting for {nodes.min_nodes} nodes to meet at {nodes.host}:{nodes.port}, for at most {limit} s"
     timer = Timer(_QUIET, print, (said,), {"file": sys.stderr, "flush": True})
@@ -216,26 +232,26 @@ def _announced(nodes: Nodes) -> Iterator[None]:
 
 @contextmanager
 def _environment(how: Launch) -> Iterator[None]:
-    """Set what the environment of the agent and its workers lacks, for as long as they run."""
+    """Set missing environment variables for the agent and its workers while they run."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),
-        # Killed workers cannot return their semaphores; that is not news beside the error that killed them.
+        # Killed workers leak their semaphores. A warning about it would distract from the real error.
         "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
-        # torch's handlers would end the workers; those of `run_agent` let them save first.
+        # torch's handlers would end the workers. Our handlers in `run_agent` let them save first.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
     if interface := how.nodes.interface if how.nodes else "lo" if sys.platform == "linux" else None:
-        wanted["GLOO_SOCKET_IFNAME"] = interface  # gloo need not ask a resolver which one leads to the other ranks
+        wanted["GLOO_SOCKET_IFNAME"] = interface  # avoids name resolution in gloo
         if how.nodes:
             wanted["NCCL_SOCKET_IFNAME"] = interface
     if how.nodes or how.max_restarts:
-        # Shared, the store would outlive the workers: what an earlier start wrote there would mislead the next, and a
-        # node that survives would not publish its address again.
+        # A shared store outlives the workers: values of an earlier start would mislead the next one, and a surviving
+        # node would not publish its address again.
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
-    # Each spawned process reads this dictionary before anything whose import takes seconds. Under "forkserver" the
-    # parent is the server, which ends with this process.
+    # Each spawned process reads this dictionary before any slow import. Under "forkserver" the parent is the fork
+    # server, and it ends with this process.
     read_first = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     read_first["bond"] = Bond() if how.start_method == "spawn" else None
     try:
@@ -244,4 +260,4 @@ def _environment(how: Launch) -> Iterator[None]:
         del read_first["bond"]
         set_restart_reason("", 0, 0, 0)
         for name in missing:
-            del os.environ[name]  # the next workers may be more
+            del os.environ[name]  # the number of workers may differ next time

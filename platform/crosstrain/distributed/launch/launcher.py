@@ -1,8 +1,8 @@
 """One command, N workers.
 
-Run plainly, the program starts one worker per visible GPU (one on a CPU) through torch's elastic agent, on one machine
-or, together with the same command on others, on several; a single worker without restarts runs in this very process.
-Run by torchrun, srun or mpirun, it is a worker already and joins the others.
+Started directly, the program starts one worker per visible GPU (one on a CPU) with torch's elastic agent. It runs on
+one machine, or on several if the same command is started on each. A single worker without restarts runs in this
+process. Started by torchrun, srun or mpirun, the program is a worker and joins the others.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from crosstrain.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """The workers of a run and how they are started."""
+    """The number of workers of a run, and the way they are started."""
 
-    world_size: int  # at most, where the number of nodes may vary
+    world_size: int  # number of workers; the maximum if the number of nodes may vary
     starts_workers: bool  # this process starts them with torch's elastic agent
-    joined: bool  # torchrun, srun or mpirun started this process, among others
+    joined: bool  # torchrun, srun or mpirun started this process as one of the workers
     is_first: bool  # this process is the launcher on node 0, the only worker, or rank 0
-    nodes: Nodes | None = None  # None: this machine alone
+    nodes: Nodes | None = None  # None: only this machine
     max_restarts: int = 0
-    start_method: str = "spawn"  # of multiprocessing
+    start_method: str = "spawn"  # start method of multiprocessing
 
     @staticmethod
     def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> Launch:
-        """Read the environment, or else count `nproc_per_node`, the visible GPUs and the nodes."""
-        # A process per machine, with the flags of its node, starts workers itself, whoever started it: srun, or
-        # Kubeflow, which calls the machine's number RANK and sets no LOCAL_RANK.
+        """Join the launcher found in the environment, or count workers by flags, visible GPUs and nodes."""
+        # One process per machine with the node flags starts workers itself, even under srun or Kubeflow. Kubeflow sets
+        # RANK to the machine's number and does not set LOCAL_RANK.
         joined = worker_environment(os.environ) if nodes is None or "LOCAL_RANK" in os.environ else None
         if joined is not None:
             if flag := "--nnodes" if nodes else "--nproc-per-node" if nproc_per_node is not None else None:
@@ -54,7 +54,7 @@ class Launch:
 
     @property
     def world_sizes(self) -> list[int]:
-        """Numbers of workers that training may have, the smallest first."""
+        """All possible numbers of workers, in ascending order."""
         if self.nodes is None:
             return [self.world_size]
         return [self.nproc_per_node * nodes for nodes in range(self.nodes.min_nodes, self.nodes.max_nodes + 1)]
@@ -63,12 +63,12 @@ class Launch:
 def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
     """Run `worker(*args)` on every rank; returns the exit code. `worker` returns the signal that stopped it, or 0.
 
-    A worker that fails ends the others within seconds. All start again, up to `how.max_restarts` times, unless the
-    error is one that the user has to mend; the last error is raised, or shown.
+    If a worker fails, the others end within seconds. All workers restart, up to `how.max_restarts` times, unless the
+    user has to fix the error. The last error is raised or printed.
     """
     if not how.starts_workers:
         stopped = worker(*args)
-        # Under another launcher a clean stop is success; on its own the shell should see that the run did not finish.
+        # Under a foreign launcher a clean stop is a success. In a shell, the exit code marks the run as unfinished.
         return 128 + stopped if stopped and not how.joined else 0
 
     with sigint_kills():

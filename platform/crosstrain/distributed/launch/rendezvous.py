@@ -1,4 +1,4 @@
-"""The nodes of a run: their number, their addresses, and how they find each other."""
+"""The nodes of a run: their number, their addresses, and their rendezvous."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from crosstrain.utils.errors import ConfigError, UserError
 
 PORT = 29400  # torchrun's default for the rendezvous
 
-# Defaults of --rdzv-conf, in seconds and numbers of tries. A node that sends no sign of life for `keep_alive_interval *
-# keep_alive_max_attempt` is given up.
+# Defaults of --rdzv-conf, in seconds and attempts. A node without a heartbeat for `keep_alive_interval *
+# keep_alive_max_attempt` seconds is considered lost.
 _RDZV_CONF = {"join_timeout": 120, "last_call_timeout": 5, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """This machine and the others. Node 0 hosts the rendezvous at `host:port`, where all meet before each start."""
+    """The nodes of a run, seen from this machine. They meet at node 0's `host:port` before each start."""
 
-    min_nodes: int  # training waits for as many
+    min_nodes: int  # training starts when this many nodes have joined
     max_nodes: int
     is_host: bool  # this is node 0
     host: str
     port: int
-    local_addr: str  # of this machine, for the others
+    local_addr: str  # address of this machine for the other nodes
     rdzv_conf: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        nnodes: str | None, node_rank: int | None, rdzv_endpoint: str | None, local_addr: str | None,
+        nnodes: str | None,
+        node_rank: int | None,
+        rdzv_endpoint: str | None,
+        local_addr: str | None,
         rdzv_conf: str | None = None,
-    ) -> Nodes | None:  # fmt: skip
+    ) -> Nodes | None:
         """Parse the command line's flags; None for one node. Raises ConfigError."""
         found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes or "1")
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -57,16 +60,16 @@ class Nodes:
 
     @property
     def interface(self) -> str | None:
-        """The network interface with this machine's address; None where there is none of that name."""
-        import psutil  # runs on one machine do without
+        """Name of the network interface with this machine's address; None if no interface has it."""
+        import psutil  # only needed for runs on several machines
 
-        if _is_loopback(self.local_addr):  # not every such address is listed
+        if _is_loopback(self.local_addr):  # not all loopback addresses are listed
             return "lo" if sys.platform == "linux" else None
         listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
         return listed.get(self.local_addr.partition("%")[0])
 
     def wait_for_host(self) -> None:
-        """Wait until node 0 answers; UserError if it does not in time."""
+        """Wait until node 0 answers; UserError after the join timeout."""
         deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
         while not self.is_host:
             try:
@@ -110,7 +113,7 @@ def _own_address(address: str) -> str:
 
 
 def _address_towards(host: str, port: int, timeout: float) -> str:
-    """Return the address from which this machine would speak to `host`, whose name may become known meanwhile."""
+    """Return this machine's address on the route to `host`; waits if the name cannot be resolved yet."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Requests to stop: until there is something to save they kill the process; then the trainer reads them."""
+"""Signals that request a stop: until there is something to save, they kill the process; then the trainer saves."""
 
 import os
 import signal
@@ -11,16 +11,16 @@ from types import FrameType
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask to stop; without SIGHUP, of a closed terminal, where it is ignored, as by nohup."""
+    """Return the signals that request a stop. SIGHUP (closed terminal) is left out if ignored, as under nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 @contextmanager
 def sigint_kills() -> Iterator[None]:
-    """Let Ctrl-C kill the process inside this block: a library being imported there may swallow KeyboardInterrupt."""
+    """Let Ctrl-C kill the process inside the block: libraries may swallow KeyboardInterrupt while they are imported."""
     handler = signal.getsignal(signal.SIGINT)
-    in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # 1 survives the default
+    in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # SIG_DFL cannot kill PID 1
     if handler is not signal.default_int_handler or not in_charge:
         yield
         return
@@ -32,9 +32,9 @@ def sigint_kills() -> Iterator[None]:
 
 
 def exit_after_signal(seconds: float) -> None:
-    """End this process with code 0, whatever its threads do, `seconds` after a signal to stop.
+    """End this process with code 0, `seconds` after a signal to stop, even if its threads are blocked.
 
-    Python's handlers run between two steps of the main thread, which may not come; a socket hears of signals at once.
+    Python's signal handlers run in the main thread, and it may be blocked. The wakeup socket gets signals at once.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -50,11 +50,12 @@ def exit_after_signal(seconds: float) -> None:
 
 
 class StopRequest:
-    """A request to stop, true once a signal for it came: the trainer saves and leaves. The second SIGINT kills.
+    """A request to stop; true after a stop signal: the trainer then saves and exits. A second SIGINT kills.
 
-    Under our own launcher SIGTERM keeps its default: that is how the launcher ends the ranks that wait for a dead one,
-    or whose user presses Ctrl-C again. It forwards a user's signals as SIGUSR1. When it is killed, the system
-    sends SIGINT, once for each of its threads that the worker is handed to; none of them is a reason to break the save.
+    Under our own launcher SIGTERM keeps its default action: the launcher sends it to ranks that wait for a dead rank,
+    and after a second Ctrl-C. It forwards the user's signals as SIGUSR1. If the launcher is killed, the kernel sends
+    SIGINT, perhaps several times: once per launcher thread that becomes the worker's parent. These signals must not
+    interrupt the save.
     """
 
     def __init__(self, under_launcher: bool) -> None:

@@ -1,6 +1,6 @@
-"""Errors of workers: their report to the launcher, which decides if starting again can help.
+"""Errors of workers, reported to the launcher; the launcher decides whether a restart can help.
 
-An error that the user has to mend is one sentence and final. Any other may be cured by starting again.
+An error that the user has to fix is a single sentence and final. A restart may help with all other errors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, s
 from crosstrain.utils.processes import on_parents_death
 
 _AGAIN = "start the same command again: a training resumes from its last checkpoint, if it has one"
-_BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # as gloo and TCP say it
+_BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # messages of gloo and TCP
 _launcher_shows_errors = False  # our own launcher started this process
 
 
 class WorkerFailure(Exception):
-    """A worker failed with something that is not the user's mistake; carries its traceback."""
+    """A worker failed, and not by a mistake of the user; the message holds the traceback."""
 
     def __init__(self, rank: int, trace: str) -> None:
         super().__init__(f"rank {rank} failed:\n{trace}")
@@ -37,11 +37,11 @@ class WorkerFailure(Exception):
 
 
 def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
-    """Run a worker in a process that our own launcher has started; an error ends the process."""
+    """Run a worker in a process started by our own launcher; an error ends the process."""
     global _launcher_shows_errors
     _launcher_shows_errors = True
-    os.setpgid(0, 0)  # what a terminal, `timeout` or `kill -- -GROUP` sends is for the launcher, which forwards it
-    on_parents_death(signal.SIGKILL)  # torch has asked for SIGINT, which libraries may swallow
+    os.setpgid(0, 0)  # signals from a terminal, `timeout` or `kill -- -GROUP` go to the launcher, and it forwards them
+    on_parents_death(signal.SIGKILL)  # torch sets SIGINT, but libraries may swallow it
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)
@@ -54,13 +54,13 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
         return result
     except Exception as error:
         if _is_lost_peer(str(error)):
-            time.sleep(5)  # the rank that went away has the real error; the launcher ends this one meanwhile
+            time.sleep(5)  # the lost rank has the real error; the launcher ends this process in the meantime
         report_error(error)
-        os._exit(1)  # whatever other threads wait for
+        os._exit(1)  # does not wait for other threads
 
 
 def report_error(error: Exception) -> None:
-    """Hand `error` to our launcher, which shows it when this process ends; under any other, show it."""
+    """Report `error` to our launcher, to be printed when this process ends; under other launchers, print it."""
     error = refusal(error) or _lost_connection(error) or error
     if not _launcher_shows_errors:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
@@ -88,8 +88,8 @@ def exit_silently(seconds: float) -> NoReturn:
 
 
 def _lost_connection(error: Exception) -> RankLost | None:
-    """Return one sentence for a broken connection to another rank; None for any other error."""
-    cause = error.__cause__ if isinstance(error, RankLost) else error  # of a save that broke off, which was logged
+    """Return an error of one sentence for a broken connection to a different rank; None for other errors."""
+    cause = error.__cause__ if isinstance(error, RankLost) else error  # RankLost of an interrupted save, already logged
     broken = re.search(f"{_BROKEN}|ncclRemoteError", str(cause))
     if broken is None or not isinstance(cause, RuntimeError):
         return None
@@ -118,15 +118,15 @@ class Failure:
     """The first failure in a group of workers."""
 
     error: UserError | WorkerFailure
-    summary: str  # rank and error, in a few words
-    is_final: bool  # starting again cannot help
-    lost_another: bool  # the cause is another rank's failure, perhaps on another machine
+    summary: str  # rank and error in a few words
+    is_final: bool  # a restart cannot help
+    lost_another: bool  # the cause is the failure of a different rank, perhaps on a different machine
 
 
 def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
-    """Choose from torch's ProcessFailures by rank: a killed rank comes before the ranks that lost it.
+    """Choose the first of torch's ProcessFailures by rank; a killed rank takes precedence over ranks that lost it.
 
-    where: the machine, such as " on node7"; empty if there is one alone.
+    where: the machine, such as " on node7"; empty for a run on a single machine.
     """
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, f) for rank, f in ordered if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
@@ -144,7 +144,7 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
     if extra.get("user_error"):
         final = not (lost or extra.get("may_pass"))
         return Failure(UserError(message["message"]), summary, is_final=final, lost_another=lost)
-    if "py_callstack" not in extra:  # a library has called exit
+    if "py_callstack" not in extra:  # a library called exit
         summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and no error of Python's"
         return Failure(UserError(f"{summary}; its output may say why; {_AGAIN}"), summary, False, lost_another=False)
     return Failure(WorkerFailure(rank, extra["py_callstack"]), summary, is_final=False, lost_another=lost)

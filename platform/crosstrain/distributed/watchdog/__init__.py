@@ -1,1 +1,1 @@
-"""Find out which rank hangs, where, and why."""
+"""Diagnose hangs: the rank, the location and the cause."""

@@ -1,15 +1,15 @@
-"""Find the ranks that never entered a collective, from the calls of every rank.
+"""Find the ranks that never entered a collective, from the recorded calls of every rank.
 
-Ranks pair the calls of a process group by order: the n-th of one rank meets the n-th of every other.
+Calls on a process group are matched by order: the n-th call of a rank meets the n-th call of every other rank.
 """
 
 from __future__ import annotations
 
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
-SETTLED = 2.0  # idle seconds before ranks are judged: calls that truly differ never complete
-DEADLOCKED = 6.0  # idle seconds where they may yet turn out to wait for a third rank
-FORGIVEN = 1024  # later calls by which ranks have shown that they agree, whatever one of them failed to record
+SETTLED = 2.0  # idle seconds before calls are compared: calls that really differ never complete
+DEADLOCKED = 6.0  # idle seconds before a deadlock is reported: two ranks may both be waiting for a third one
+FORGIVEN = 1024  # a mismatch with this many later calls is ignored: a call was not recorded, and the ranks agree
 
 _RULE = "a collective must be called by every rank"
 
@@ -17,10 +17,10 @@ _RULE = "a collective must be called by every rank"
 def find_desync(
     mine: RankReport, others: list[RankReport], *, failed: bool = False, desynced: str | None = None
 ) -> str | None:
-    """Describe another rank's call that cannot be the collective which this rank called at the same position.
+    """Describe a call of a different rank that does not match this rank's collective at the same position.
 
-    Ranks that still move are not judged, unless `failed` says that a collective did. `desynced` names a group whose
-    latest calls are known not to belong together, though they may differ in nothing but location.
+    Only idle ranks are compared, unless a collective `failed`. `desynced` names a group: its latest calls are known to
+    mismatch, even if they differ only in location.
     """
     for group, here in mine.histories.items():
         for other in others:
@@ -40,7 +40,7 @@ def find_desync(
 
 
 def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = False) -> str | None:
-    """Describe two ranks that wait for each other, in collectives on two groups."""
+    """Describe two ranks that wait for each other in collectives on two groups."""
     for other in others:
         if (failed or _idle(mine, other, DEADLOCKED)) and _waits_for(mine, other) and _waits_for(other, mine):
             pair = sorted((mine, other), key=lambda report: report.rank)
@@ -51,7 +51,7 @@ def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = 
 
 
 def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -> str | None:
-    """Describe the ranks that have not entered a collective which this rank has; `silent` ones gave no report."""
+    """Describe the ranks that have not entered a collective of this rank; `silent`: ranks without a report."""
     for group, here in mine.histories.items():
         if mine.waiting.group != group if mine.waiting else here.has_background_calls:
             continue
@@ -65,7 +65,7 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
 
 
 def find_mute(mine: RankReport, mute: list[int]) -> str | None:
-    """Describe ranks that have given no report since this one waits, in whatever torch does by itself."""
+    """Describe ranks that have not answered since this rank became idle, perhaps inside torch."""
     if not mute:
         return None
     return (
@@ -75,12 +75,12 @@ def find_mute(mine: RankReport, mute: list[int]) -> str | None:
 
 
 def _idle(one: RankReport, other: RankReport, seconds: float) -> bool:
-    """Return True if both have stopped for good: for `seconds`, or because one is dying."""
+    """Return True if both ranks have been idle for `seconds`, or if one is aborting."""
     return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= seconds
 
 
 def _waits_for(one: RankReport, two: RankReport) -> bool:
-    """Return True if rank `one` is in a collective that rank `two` has to enter and has not."""
+    """Return True if rank `one` is in a collective that rank `two` must enter, but has not entered."""
     w = one.waiting
     return w is not None and two.rank in one.histories[w.group].ranks and two.count(w.group) <= w.number
 
@@ -103,9 +103,10 @@ def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, oth
 def _parting(
     group: str, evidence: int, mine: RankReport, other: RankReport, everyone: list[RankReport]
 ) -> tuple[int, RankReport, bool]:
-    """Find the call, not after `evidence`, at which two ranks part; returns its number, its owner, and if that is sure.
+    """Find the call, at or before `evidence`, that only one of two ranks made; returns (number, owner, is proven).
 
-    It is the call without which the ranks' further calls agree. Where nothing follows yet, the likelier one.
+    Proven: without this call, the later calls of both ranks agree. If there are no later calls, the likelier call is
+    returned.
     """
     a, b = sorted((mine, other), key=lambda report: report.rank)
     number, agreeing = evidence, 0
@@ -124,7 +125,7 @@ def _parting(
 
 
 def _oddity(report: RankReport, group: str, number: int, everyone: list[RankReport]) -> tuple[bool, int, int]:
-    """Rate how likely a rank's call is the odd one: others never made it, a user's code did, and on few ranks."""
+    """Rate how likely a rank's call is the wrong one: no other rank made it, user code made it, most ranks differ."""
     call = report.call(group, number)
     assert call is not None
     others = [other for other in everyone if other is not report and other.call(group, number) != call]
@@ -134,10 +135,14 @@ def _oddity(report: RankReport, group: str, number: int, everyone: list[RankRepo
 
 
 def _never_entered(
-    owner: RankReport, group: str, number: int, everyone: list[RankReport], lost: list[int] | None = None,
+    owner: RankReport,
+    group: str,
+    number: int,
+    everyone: list[RankReport],
+    lost: list[int] | None = None,
     by_location: bool = False,
-) -> str:  # fmt: skip
-    """Name the ranks that did not enter the call of `owner`; `by_location` tells calls apart by location alone."""
+) -> str:
+    """Describe the ranks that did not enter the call of `owner`; by_location: locations must also be equal."""
     call = owner.call(group, number)
     assert call is not None
     here: list[int] = []
@@ -164,7 +169,7 @@ def _never_entered(
 
 
 def _activities(late: list[RankReport], group: str, number: int) -> list[str]:
-    """Describe where ranks are that should be in a call, at most three places."""
+    """Describe the locations of ranks that should be in a call, at most three."""
     found: dict[str, list[int]] = {}
     for report in late:
         found.setdefault(_activity(report, group, number), []).append(report.rank)
@@ -184,7 +189,7 @@ def _called_at(report: RankReport) -> str:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Such as `ranks 0, 1 and 2`; of many, the first."""
+    """Format ranks, such as `ranks 0, 1 and 2`; long lists are shortened."""
     shown = [str(rank) for rank in sorted(ranks)]
     if len(shown) > 8:
         shown = [*shown[:7], f"{len(shown) - 7} others"]

@@ -1,4 +1,4 @@
-"""A record of the collectives that Python calls, taken in microseconds per call, and a rank's report of it."""
+"""Records collectives called from Python, at microseconds per call, and reports the state of a rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pydantic import TypeAdapter
 from crosstrain.distributed.watchdog.torch_hooks import patch_collective
 from crosstrain.utils import paths
 
-MAX_CALLS = 2048  # kept per group
+MAX_CALLS = 2048  # calls kept per group
 
-# Collectives, each with the argument whose size is the same on every rank, if there is one.
+# Collectives, each with its argument of equal size on all ranks; None: there is no such argument.
 _COLLECTIVES: dict[str, str | None] = {
     "all_reduce": "tensor", "reduce": "tensor", "broadcast": "tensor", "reduce_scatter_tensor": "output",
     "reduce_scatter_single": "output", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor",
@@ -37,13 +37,19 @@ _COLLECTIVES: dict[str, str | None] = {
     "all_reduce_coalesced": None, "all_gather_coalesced": None, "barrier": None, "all_gather_object": None,
     "gather_object": None, "broadcast_object_list": None, "scatter_object_list": None,
 }  # fmt: skip
-_TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # others move bytes of any type
+_TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # others copy bytes of any type
 _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _DISTRIBUTED = Path(__file__).parent.parent
-_OURS = tuple(str(_DISTRIBUTED / name) for name in (
-    "group.py", "watchdog/flight_recorder.py", "watchdog/torch_hooks.py", "watchdog/watchdog.py",
-))  # fmt: skip
+_OURS = tuple(
+    str(_DISTRIBUTED / name)
+    for name in (
+        "group.py",
+        "watchdog/flight_recorder.py",
+        "watchdog/torch_hooks.py",
+        "watchdog/watchdog.py",
+    )
+)
 _OUTERMOST = tuple(str(_DISTRIBUTED / "launch" / name) for name in ("launcher.py", "worker_errors.py"))  # call workers
 _BUILT_IN = tuple(f"{folder}{os.sep}" for folder in (_DISTRIBUTED.parent.resolve(), paths.home() / "plugins"))
 
@@ -61,20 +67,20 @@ class Location:
 
     @property
     def is_external(self) -> bool:
-        """True for code that does not come with Crosstrain, such as a user's plugin."""
+        """True for code outside of Crosstrain, such as a user's plugin."""
         return not self.file.startswith(_BUILT_IN)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a collective, as far as ranks can compare it."""
+    """A call of a collective, with the properties that ranks can compare."""
 
     operation: str
-    size: str  # such as "7 float32"; empty where ranks may differ
+    size: str  # such as "7 float32"; empty if it may differ between ranks
     location: Location
 
     def matches(self, other: Call) -> bool:
-        """True if both can be one collective. Locations may differ: code may branch on the rank around both."""
+        """True if both calls can be the same collective. Locations may differ, because code may branch on the rank."""
         return (self.operation, self.size) == (other.operation, other.size)
 
     def __str__(self) -> str:
@@ -88,7 +94,7 @@ class History:
     ranks: list[int]  # members of the group
     first: int  # number of calls[0]
     calls: list[Call]
-    has_background_calls: bool = False  # threads other than training's made some of the calls
+    has_background_calls: bool = False  # some calls were made outside of the training thread
 
     @property
     def next(self) -> int:
@@ -98,13 +104,13 @@ class History:
         return self.calls[number - self.first] if self.first <= number < self.next else None
 
     def common(self, other: History) -> range:
-        """Return the numbers of the calls that both histories hold."""
+        """Return the numbers of the calls in both histories."""
         return range(max(self.first, other.first), min(self.next, other.next))
 
 
 @dataclass
 class Waiting:
-    """The collective that the main thread is in."""
+    """The collective in progress in the main thread."""
 
     group: str
     number: int
@@ -113,19 +119,19 @@ class Waiting:
 
 @dataclass
 class RankReport:
-    """The state of one rank, in the words of its watchdog."""
+    """The state of a rank, reported by its watchdog."""
 
     rank: int
-    question: int  # the last one that it had heard
-    location: Location  # of the main thread
-    external_caller: Location | None  # the user's code that called `location`, if that is Crosstrain's own
-    idle_seconds: float  # for which the main thread has been at this instruction
+    question: int  # number of the latest question received
+    location: Location  # location of the main thread
+    external_caller: Location | None  # user code that called `location`, if that is in Crosstrain; None: no user code
+    idle_seconds: float  # time that the main thread has been at this instruction
     aborting: bool  # the backend is about to end the process
     waiting: Waiting | None
     histories: dict[str, History] = field(default_factory=dict)  # by group
 
     def call(self, group: str, number: int) -> Call | None:
-        """Return the call at a position; None if it is not reached yet, or forgotten."""
+        """Return the call at a position; None if it is not reached yet or no longer kept."""
         return self.histories[group].get(number) if group in self.histories else None
 
     def count(self, group: str) -> int:
@@ -151,7 +157,7 @@ _REPORTS = TypeAdapter(RankReport)
 class FlightRecorder:
     """Records the collectives of this process until `close`.
 
-    When one raises a RuntimeError, `on_error` is called in the same thread before the error goes on.
+    If a collective raises a RuntimeError, `on_error` is called in the same thread before the error propagates.
     """
 
     def __init__(self, on_error: Callable[[], None]) -> None:
@@ -166,16 +172,16 @@ class FlightRecorder:
         self._logs.clear()
 
     def waiting(self, thread: int) -> Waiting | None:
-        """Return the collective that a thread is in."""
+        """Return the collective in progress in a thread."""
         active = self._active.get(thread)
         return Waiting(active[0], active[1], time.monotonic() - active[2]) if active else None
 
     def progress(self, thread: int) -> Any:
-        """Return a value that changes when `thread` enters or leaves a collective, or another thread enters one."""
+        """Return a value that changes when `thread` enters or leaves a collective, or any thread enters one."""
         return self._active.get(thread), [log.calls[-1][0] for log in list(self._logs.values()) if log.calls]
 
     def histories(self, training: int, depth: int) -> dict[str, History]:
-        """Return the latest `depth` calls by group; `training` is the thread that is not in the background."""
+        """Return the latest `depth` calls by group; `training` is the training thread."""
         # Autograd's threads are not listed.
         background = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - {training}
         return {name: log.history(background, depth) for name, log in list(self._logs.items()) if log.calls}
@@ -189,7 +195,7 @@ class FlightRecorder:
         @functools.wraps(function)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             thread = this_thread()
-            if thread in active:  # inside a collective that is built of others
+            if thread in active:  # called inside a composite collective
                 return function(*args, **kwargs)
             log = self._log(args[group_at] if len(args) > group_at else kwargs.get("group"))
             if log is None:
@@ -214,8 +220,8 @@ class FlightRecorder:
             group = dist.group.WORLD
         name = getattr(group, "group_name", None)
         log = self._logs.get(name) if name is not None else None
-        if log is None and name is not None:  # else this rank is not in the group
-            with suppress(KeyError):  # of a group that torch has not made
+        if log is None and name is not None:  # without a name, this rank is not in the group
+            with suppress(KeyError):  # torch did not create this group
                 log = self._logs.setdefault(name, _GroupLog(name, group))
         return log
 
@@ -230,12 +236,14 @@ class _GroupLog:
 
     def history(self, background: set[int | None], depth: int) -> History:
         everything = sorted(self.calls.copy())
-        latest = everything[-depth:]  # of two threads, the one with the higher number may have appended first
+        latest = everything[-depth:]  # threads append out of order, so numbers may be missing
         latest = [call for i, call in enumerate(latest) if call[0] == latest[0][0] + i]
         return History(
-            self.ranks, latest[0][0], [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest],
+            self.ranks,
+            latest[0][0],
+            [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest],
             any(call[4] in background for call in everything),
-        )  # fmt: skip
+        )
 
 
 def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
@@ -248,13 +256,13 @@ def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    """Return True for a file that only passes collectives on to torch."""
+    """Return True for a file that only forwards collectives to torch."""
     stdlib = file.startswith(_STDLIB) and f"{os.sep}site-packages{os.sep}" not in file
     return stdlib or file.startswith(("<", *_PACKAGES)) or file in _OURS
 
 
 def _call_site() -> tuple[str, int, str]:
-    """Return file, line and function that called the collective which the caller of this function records."""
+    """Return file, line and function of the call that the caller of this function records."""
     frame = sys._getframe(2)
     while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
@@ -266,7 +274,7 @@ def _line(frame: FrameType) -> tuple[str, int, str]:
 
 
 def locate(innermost: FrameType) -> tuple[Location, Location | None]:
-    """Return a thread's location and, if that is in Crosstrain, the user's code that called it."""
+    """Return a thread's location and, if that is in Crosstrain, the user code that called it."""
     stack = []
     frame: FrameType | None = innermost
     while frame is not None and frame.f_code.co_filename not in _OUTERMOST:

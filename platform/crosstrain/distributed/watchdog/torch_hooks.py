@@ -1,6 +1,6 @@
-"""The private parts of torch and gloo that the watchdog depends on, as torch 2.13 and 2.14 have them.
+"""Private parts of torch and gloo used by the watchdog, as of torch 2.13 and 2.14.
 
-Where a different version lacks one, the collective goes unrecorded; nothing fails.
+If a different version lacks a part, collectives are not recorded; nothing fails.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replace the collective f called `name` by `wrap(name, f)`; returns a function that restores f.
 
-    torch decorates its collectives, and f is replaced inside the decorator's closure. That reaches callers that
-    imported the name earlier, and torch.compile still sees the object that it knows.
+    torch decorates its collectives, and f is replaced inside the decorator's closure. The change also affects callers
+    that imported the name earlier, and torch.compile still sees the original function object.
     """
     function = getattr(distributed_c10d, name, None)
     if function is None or "func" not in function.__code__.co_freevars:
@@ -32,9 +32,9 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
 
 
 def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile skip `function` and everything below it.
+    """Make torch.compile skip `function` and everything it calls.
 
-    Does what `torch.compiler.disable` does, without its cost per call and without loading the compiler.
+    Same effect as `torch.compiler.disable`, without its cost per call and without loading the compiler.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -48,10 +48,10 @@ def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def delay_abort() -> Callable[[], None]:
-    """Delay an abort of this process by six seconds, in which the watchdog can answer; returns a function to undo that.
+    """Delay an abort of this process by six seconds, so that the watchdog can answer; returns a function to undo it.
 
-    gloo aborts, from a thread of its own, when a message is longer than expected. The signal's handler is the C
-    library's `sleep`, which takes the signal's number, 6, for its seconds: no Python runs in a broken process.
+    gloo aborts in its own thread if a message is longer than expected. The signal handler is the C function `sleep`; it
+    takes the signal's number, 6, as seconds. No Python code runs in the broken process.
     """
     if os.name != "posix":
         return lambda: None
@@ -62,9 +62,9 @@ def delay_abort() -> Callable[[], None]:
 
 
 def is_aborting() -> bool:
-    """Return True while a thread of gloo is in the signal handler of `delay_abort` (Linux)."""
+    """Return True while a gloo thread is in the signal handler of `delay_abort` (Linux)."""
     for task in Path("/proc/self/task").glob("*/status"):
-        with suppress(OSError, KeyError):  # a thread that has just ended
+        with suppress(OSError, KeyError):  # the thread has just ended
             status = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
             if status["Name"].startswith("gloo") and int(status["SigBlk"], 16) >> (signal.SIGABRT - 1) & 1:
                 return True

@@ -1,9 +1,9 @@
 """A watchdog for collectives that some ranks never enter.
 
-Such a call hangs, fails with an obscure error, or meets another call of the same size and exchanges wrong numbers. The
-watchdog records every collective that Python calls, on every rank. Its thread notices that training is idle, collects a
-report of every rank through the launcher's store, and ends the run with one sentence if the ranks' calls cannot belong
-together, or if some rank does not come.
+Such a call hangs, fails with an obscure error, or meets a different call of the same size and exchanges wrong numbers.
+The watchdog records every collective called from Python on every rank. When training is idle, its thread collects a
+report of every rank through the launcher's store. It ends the run with a one-sentence error if the ranks' calls do not
+match, or if a rank does not enter the collective.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from crosstrain.distributed.watchdog.torch_hooks import delay_abort, is_aborting
 from crosstrain.utils.errors import RankLost, TrainingError, UserError
 from crosstrain.utils.logging import log
 
-_POLL = 0.5  # seconds between two looks at training
-_ANSWER = 1.5  # seconds in which other ranks have to report
-_FEW_CALLS = 64  # in reports at first
+_POLL = 0.5  # polling interval in seconds
+_ANSWER = 1.5  # seconds for other ranks to report
+_FEW_CALLS = 64  # calls per group in the first reports
 _ALL_CALLS_AFTER = 3 * SETTLED  # idle seconds after which reports hold all recorded calls
-_EXIT_DELAY = 5.0  # seconds that a rank stays after another has reported the problem; launchers blame the first to end
+_EXIT_DELAY = 5.0  # seconds until other ranks exit, so that the rank with the report exits first and is blamed
 
 _watchdog: Watchdog | None = None
 
 
 def install(limit: float | None) -> None:
-    """Watch the collectives of this process from now on, if there are other ranks. Collective.
+    """Start watching the collectives of this process, if there are other ranks. Collective.
 
-    A rank that enters one `limit` seconds later than another ends the run; None: nothing is watched.
+    limit: the run ends if a rank enters a collective this many seconds later than the others. None: no watchdog.
     """
     global _watchdog
     remove()
@@ -52,7 +52,7 @@ def install(limit: float | None) -> None:
 
 
 def remove() -> None:
-    """Stop watching. Call it where all ranks are about to leave."""
+    """Stop watching. Call it when all ranks are about to exit."""
     global _watchdog
     if _watchdog is not None:
         _watchdog.close()
@@ -60,20 +60,20 @@ def remove() -> None:
 
 
 class Watchdog:
-    """Records this rank's collectives, reports them to the other ranks, and looks for the cause when it is idle."""
+    """Records this rank's collectives, reports them to other ranks, and looks for the cause if training is idle."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident or 0
-        self._question = 0  # the last one heard
-        self._progress: Any = None  # of the main thread, when it last moved
+        self._question = 0  # number of the latest question received
+        self._progress: Any = None  # last position of the main thread
         self._moved = time.monotonic()
-        self._mute: set[int] | None = None  # ranks without any answer since training is idle here; None: not asked yet
-        # A launcher that starts workers again may keep the store, and what earlier watchdogs wrote there.
+        self._mute: set[int] | None = None  # ranks without an answer since training is idle here; None: not asked yet
+        # A launcher may keep the store across restarts, with values of earlier watchdogs.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
-        # A connection of its own: the process group's may be in the hands of a thread that waits.
+        # A separate connection: the process group's may be blocked by a waiting thread.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         self._store = dist.PrefixStore(f"crosstrain/watchdog/{name[0]}", store)
@@ -94,13 +94,13 @@ class Watchdog:
         self._undo_delay()
 
     def _explain(self, desynced: str | None = None) -> None:
-        """End the run if the ranks' calls show why a collective failed, or met others on the group `desynced`."""
-        with suppress(RuntimeError):  # the store went with the process that kept it
+        """End the run if the ranks' calls explain a failed collective; desynced: group with mismatched calls."""
+        with suppress(RuntimeError):  # the process that hosts the store has ended
             self._diagnose(MAX_CALLS, failed=True, desynced=desynced)
 
     def _watch(self) -> None:
-        due = patience = SETTLED + self._rank // 16  # in a large world not all ask at once
-        with suppress(RuntimeError):  # as above
+        due = patience = SETTLED + self._rank // 16  # staggered, so that large worlds do not ask all at once
+        with suppress(RuntimeError):  # the process that hosts the store has ended
             while not self._stop.wait(_POLL):
                 self._answer()
                 idle = self._idle_seconds()
@@ -108,7 +108,7 @@ class Watchdog:
                 if idle < SETTLED and not dying:
                     due, self._mute = patience, None
                 elif idle >= due or dying:
-                    # A long step is no hang: asking costs little against the time that training has been idle.
+                    # A long step is not a hang. Asking costs little compared with the idle time.
                     self._diagnose(MAX_CALLS if dying or idle >= _ALL_CALLS_AFTER else _FEW_CALLS)
                     due = self._limit if idle < self._limit < 2 * idle else 2 * idle
 
@@ -118,17 +118,17 @@ class Watchdog:
         mine = self._report(depth)
         problem = find_desync(mine, reports, failed=failed, desynced=desynced)
         problem = problem or find_deadlock(mine, answered, failed=failed)
-        if any(report.aborting for report in (mine, *answered)):  # which leaves no time to wait for the others
+        if any(report.aborting for report in (mine, *answered)):  # no time to wait for the others
             problem = problem or find_absent(mine, answered, silent=[])
         if problem:
             self._end_run(TrainingError(problem))
         late = mine.idle_seconds >= self._limit and not failed
         if late and (problem := find_absent(mine, answered, silent) or find_mute(mine, sorted(self._mute))):
-            # A process that does not answer is lost, rather than in another call.
+            # A process that does not answer is lost, not in a different call.
             self._end_run(RankLost(problem) if silent else TrainingError(problem))
 
     def _idle_seconds(self) -> float:
-        """Return the time that the main thread has been at one instruction, with no collective entered elsewhere."""
+        """Return the seconds since the main thread moved or any thread entered a collective."""
         frame = sys._current_frames()[self._main]
         progress = (id(frame), frame.f_lasti, self._recorder.progress(self._main))
         if progress != self._progress:
@@ -144,19 +144,19 @@ class Watchdog:
     # ---- messages between the ranks' watchdogs
 
     def _answer(self) -> None:
-        """Report to a rank that has asked; leave if one has ended the run."""
+        """Answer a question of a rank; exit if a rank has ended the run."""
         question = self._store.add("question", 0)
         if question != self._question:
             self._question = question
             if self._store.add("ended", 0):
                 worker_errors.exit_silently(_EXIT_DELAY)
             depth = int(self._store.get("depth"))  # set before the first question
-            self._store.set(str(self._rank), self._report(depth).dumps())  # type: ignore[arg-type]  # bytes do as well
+            self._store.set(str(self._rank), self._report(depth).dumps())  # type: ignore[arg-type]  # bytes also work
 
     def _ask(self, seconds: float, depth: int) -> tuple[list[RankReport], list[RankReport], list[int]]:
         """Ask the other ranks for reports with their latest `depth` calls on each group.
 
-        Returns the latest report of each rank, the reports that answer this question, and the ranks that did not.
+        Returns the latest report of each rank, the reports that answer this question, and the ranks without an answer.
         """
         self._store.set("depth", str(depth))
         question, deadline = self._store.add("question", 1), time.monotonic() + seconds
@@ -175,10 +175,10 @@ class Watchdog:
         return list(reports.values()), answered, sorted(silent)
 
     def _end_run(self, problem: UserError) -> NoReturn:
-        """End the run; of several ranks that find a problem, one shows it."""
+        """End the run; if several ranks find a problem, only the first reports it."""
         if self._store.add("ended", 1) > 1:
             worker_errors.exit_silently(_EXIT_DELAY)
         worker_errors.report_error(problem)
         self._store.set("depth", str(_FEW_CALLS))
         self._store.add("question", 1)
-        worker_errors.exit_silently(2 * _POLL)  # when the others have heard: none complains of a lost connection
+        worker_errors.exit_silently(2 * _POLL)  # let the others exit first, so that none reports a lost connection

@@ -1,10 +1,10 @@
-"""Attention implementations of transformers, and attention within documents that share a sequence.
+"""Attention implementations of transformers, with document masking for packed sequences.
 
-transformers' attention functions get the documents' boundaries as keyword arguments of the model's forward: flash
-attention as `cu_seq_lens_q` and its like, flex attention as a block mask. `sdpa` knows none, so it is called for each
-document. All but `eager` are wrapped here under names of our own: they note which blocks have kept to the documents,
-and ranks that share sequences exchange parts around them. Nothing is left to transformers' detection of restarting
-positions only, which an attention mask or a cache switches off without a word.
+transformers' attention functions get the document boundaries as keyword arguments of the model's forward: flash
+attention as `cu_seq_lens_q` and related arguments, flex attention as a block mask. `sdpa` takes no boundaries, so it is
+called once per document. All functions but `eager` are wrapped here and registered under names of our own. The wrappers
+record the modules that respect the boundaries, and do the exchanges of context parallelism. We do not rely on
+transformers' detection of restarting positions: an attention mask or a cache silently disables it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from crosstrain.modeling import dropped_attention
+from crosstrain import ConfigError, has_values
 from crosstrain.modeling.context import Context
-from crosstrain.modeling.meta_init import has_values
-from crosstrain.utils.errors import ConfigError
+
+from . import dropped_attention
 
 Attention = Literal[
     "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2",
@@ -41,11 +41,11 @@ Attention = Literal[
 
 
 def choose_attention(asked: Attention | None, model: type[PreTrainedModel], config: PreTrainedConfig) -> Attention:
-    """Return what is asked for; by default `sdpa` where the model has it, else `eager`.
+    """Return the requested attention; the default is `sdpa` if the model supports it, else `eager`.
 
-    Raises ConfigError, which says what is missing.
+    Raises ConfigError if the model, the machine or the installation does not support the requested attention.
     """
-    capped = bool(getattr(config, "attn_logit_softcapping", None))  # which transformers' sdpa refuses
+    capped = bool(getattr(config, "attn_logit_softcapping", None))  # not supported by transformers' sdpa
     has = {
         "sdpa": model._supports_sdpa and not capped, "eager": True, "flex_attention": model._supports_flex_attn,
         "flash attention": model._supports_flash_attn,
@@ -61,7 +61,7 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
             raise ConfigError(f"model.attention: {asked} needs a CUDA GPU and the package {missing}; use sdpa")
         try:
             lazy_import_flash_attention(asked)
-        except Exception as error:  # of a kernel that was built for another torch, or cannot be downloaded
+        except Exception as error:  # a kernel built for a different torch version, or a failed download
             raise ConfigError(f"model.attention: {asked} cannot be loaded ({error}); use sdpa") from None
     return asked
 
@@ -71,7 +71,7 @@ def is_flash(attention: str) -> bool:
 
 
 def _missing(flash: str) -> str | None:
-    """The package of flash attention, if it or a GPU is missing."""
+    """Name of the flash attention package, if the package or a GPU is missing."""
     package, there = {
         "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
         "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
@@ -81,23 +81,23 @@ def _missing(flash: str) -> str | None:
 
 @dataclass
 class Documents:
-    """Boundaries of the documents in a batch, and the modules whose attention has kept to them.
+    """Boundaries of the documents in a batch, and the ids of modules that respect them in attention.
 
-    With a `context`, its ranks have parts of the rows, and attention gets them together.
+    With a `context`, each rank has a part of every row, and attention runs on whole rows.
     """
 
     rows: int
-    length: int  # tokens of a row
-    starts: list[int]  # of the documents, in the rows one after another; and the number of all tokens
+    length: int  # tokens per row
+    starts: list[int]  # start of each document in the flattened rows, then the total number of tokens
     context: Context | None = None
     seen: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(position_ids: Tensor, context: Context | None = None) -> Documents | None:
-        """Find the documents in position_ids [batch, length], which begin with 0.
+        """Find the documents in position_ids [batch, length]; the positions of each document start at 0.
 
-        None if each row is a single one, and no context has parts of it. position_ids without values say that, too: a
-        plan counts attention as if nothing was packed.
+        None if each row is a single document and there is no context. position_ids without values are treated as one
+        document per row: a plan estimates attention without packing.
         """
         rows, length = position_ids.shape
         starts = [*range(0, rows * length, length)]
@@ -108,38 +108,38 @@ class Documents:
         return Documents(rows, length, [*starts, rows * length], context) if len(starts) > rows or context else None
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
-        """The row and the place in it of every document, in order."""
+        """Yield the row of each document and its slice in the row, in order."""
         for start, stop in itertools.pairwise(self.starts):
             row, begin = divmod(start, self.length)
             yield row, slice(begin, begin + stop - start)
 
     def numbers(self) -> Tensor:
-        """The number of the document of each token [batch, length]."""
+        """Document number of each token [batch, length], from 1."""
         numbers = torch.zeros(self.rows * self.length, dtype=torch.long)
         numbers[self.starts[:-1]] = 1
         return numbers.cumsum(0).view(self.rows, self.length)
 
     def mask(self) -> Tensor:
-        """The causal mask within documents, boolean [batch, 1, length, length]."""
+        """Causal mask within documents, boolean [batch, 1, length, length]."""
         numbers = self.numbers()
         return (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
 
     def blocks(self, device: torch.device) -> Any:
-        """The same as flex attention's block mask."""
+        """The same mask as a block mask of flex attention."""
         numbers = self.numbers().to(device)
 
         def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (query >= key) & (numbers[row, query] == numbers[row, key])
 
         make: Any = torch_flex.create_block_mask
-        make = torch.compile(make) if device.type == "cuda" else make  # else it holds integers for each pair
+        make = torch.compile(make) if device.type == "cuda" else make  # uncompiled: allocates integers for each pair
         return make(within, self.rows, None, self.length, self.length, device=device.type)
 
     def arguments(self, attention: str, uniform: bool, device: torch.device) -> dict[str, Any]:
-        """Arguments of a transformers model's forward. `uniform`: every block attends to the whole past."""
+        """Arguments for the forward of a transformers model. `uniform`: every block uses full causal attention."""
         if attention == "sdpa":
-            # transformers passes a mask of four dimensions on as it is, instead of making a dense one. Attention that
-            # does not know of documents fails over this one, which fits no keys.
+            # transformers passes a 4-D mask through unchanged and builds no dense mask. This mask has no keys, so
+            # attention that ignores `documents` fails on it.
             length = self.context.share(self.length) if self.context else self.length
             unread = torch.empty(self.rows, 1, length, 0, dtype=torch.bool, device=device)
             return {"documents": self} | ({"attention_mask": unread} if uniform else {})
@@ -150,12 +150,15 @@ class Documents:
         starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         longest = max(place.stop - place.start for _, place in self)
         return {
-            "documents": self, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest,
+            "documents": self,
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": longest,
             "max_length_k": longest,
-        }  # fmt: skip
+        }
 
     def check_seen(self, blocks: Iterable[nn.Module]) -> None:
-        """Raise ConfigError for a block with parameters none of whose modules has kept to the documents."""
+        """Raise ConfigError for a block that has parameters but no module that respects the documents."""
         for number, block in enumerate(blocks):
             if next(block.parameters(), None) is not None and not any(id(m) in self.seen for m in block.modules()):
                 raise ConfigError(
@@ -166,28 +169,52 @@ class Documents:
 
 
 Compute = Callable[..., tuple[Tensor, Any]]
+
+
 def _sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-    position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' sdpa attention, with a kernel of our own where torch has none."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention; dropout on a CPU uses our own kernel, because torch has no fused one."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
     if dropout and plain and dropped_attention.has_no_kernel(query.device):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return dropped_attention.dropped_attention(query, key, value, scale, dropout).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-        position_bias=position_bias, **kwargs,
-    )  # fmt: skip
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        position_bias=position_bias,
+        **kwargs,
+    )
 
 
 def _each_apart(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    documents: Documents | None = None, position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' sdpa attention, applied to each document by itself; [batch, length, heads, width]."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    documents: Documents | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention, called once per document; returns [batch, length, heads, width]."""
     if documents is None:
         return _sdpa(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
     mask = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
@@ -207,9 +234,10 @@ def _each_apart(
 
 
 def _flex(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """transformers' flex attention; on a CPU by the operator's plain form, which is slow.
+    """transformers' flex attention; on a CPU the uncompiled operator, which is slow.
 
-    torch refuses gradients there, because compiled kernels have no backward; the plain form has one (seen with 2.14).
+    torch rejects gradients on a CPU, because the compiled kernels have no backward. The uncompiled operator has one
+    (seen with 2.14).
     """
     if args[1].device.type != "cpu":
         return transformers_flex.flex_attention_forward(*args, **kwargs)
@@ -226,7 +254,7 @@ def _flex(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
 
 @dataclass
 class _Seen:
-    """A module, or its configuration, under the name that transformers' function asks it for."""
+    """A proxy for a module or its configuration that returns transformers' own name of the attention."""
 
     of: Any
     _attn_implementation: str
@@ -240,18 +268,18 @@ class _Seen:
 
 
 def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """The attention `name` of transformers."""
-    if name == "eager":  # each family has its own, beside its attention
+    """Call the attention `name` of transformers."""
+    if name == "eager":  # each family defines its own function in its module
         return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
     compute: Compute = {"sdpa": _each_apart, "flex_attention": _flex}.get(name) or ALL_ATTENTION_FUNCTIONS[name]
     return compute(_Seen(module, name) if is_flash(name) else module, *args, **kwargs)
 
 
 def register_attention(name: str, masked: str) -> str:
-    """Register transformers' attention function `name` under a name of our own, which is returned; eager has none.
+    """Register a wrapper of transformers' attention function `name`; returns the wrapper's name. `eager` is returned.
 
-    Ours notes documents, and exchanges parts of sequences around it. Masks, caches and tensors without values it leaves
-    to the function `masked`, sdpa or eager.
+    The wrapper records modules in `documents`, and does the exchanges of context parallelism. For masks, caches and
+    tensors without values it calls the function `masked`, sdpa or eager.
     """
     own = f"crosstrain_{name}_or_{masked}".replace("/", "_")
     if name == "eager" or own in ALL_ATTENTION_FUNCTIONS:
@@ -266,10 +294,16 @@ def register_attention(name: str, masked: str) -> str:
         return make(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
-        documents: Documents | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """With a context, `length` is that of this rank's part, of the tensors that come and of the one that goes."""
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        documents: Documents | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """Compute attention. With a context, inputs and output have the length of this rank's part."""
         by = name
         if isinstance(attention_mask, Tensor) or query.shape[2] != key.shape[2] or not has_values(query):
             by = masked

@@ -7,8 +7,8 @@
     int32[S] tokens per sequence     int64[S]  byte offset of each sequence in prefix.bin
     int64[D + 1]  document index: document d consists of sequences index[d] to index[d + 1]
 
-as `megatron/core/datasets/indexed_dataset.py` writes it. Dtype codes 6 and 7 are floating point and refused: no tokens
-were ever stored so, and the meaning of the codes has changed once.
+This is the format of `megatron/core/datasets/indexed_dataset.py`. Dtype codes 6 and 7 are floating point and are
+rejected: tokens were never stored as floats, and the meaning of these codes has changed once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from crosstrain.data.byte_source import LocalBytes, RemoteBytes, byte_source
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError
+
+from .byte_source import LocalBytes, RemoteBytes, byte_source
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES: dict[int, np.dtype] = {
@@ -35,22 +36,23 @@ DTYPES: dict[int, np.dtype] = {
 _HEADER = struct.Struct("<9sQBQQ")
 _SPOT_CHECKS = 16
 _COPY = 1 << 22  # bytes copied at once
-_DOCUMENTS = 1 << 16  # copied at once
-_CHUNK = 1 << 20  # entries of an index handled at once
-_NEAR = 1 << 12  # documents, by which one is off its share of the tokens where lengths differ by chance alone
+_DOCUMENTS = 1 << 16  # documents copied at once
+_CHUNK = 1 << 20  # index entries processed at once
+# Half-width of the search window, in documents, around the interpolated position; enough for random document lengths.
+_NEAR = 1 << 12
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 if the ids fit, else int32: Megatron's choice, at Megatron's threshold."""
+    """Return uint16 if the token IDs fit, else int32; the threshold is Megatron's."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 class TokenFile:
-    """Tokens of `prefix.bin` by `prefix.idx`, files or objects in a bucket; opening takes the same time for any size.
+    """Tokens in `prefix.bin`, indexed by `prefix.idx`: local files, or objects in a bucket.
 
-    The files are read, not mapped: a process that maps a file is killed without a message when the file is cut.
-    Raises DataError if a file is missing, is not in the format, or its lengths contradict each other. Opening checks
-    only a few entries of the index; `verify()` checks all.
+    The files are read, not memory-mapped: if a mapped file is truncated, the process is killed without a message.
+    Opening takes constant time and checks only a few entries of the index; `verify()` checks all. Raises DataError if a
+    file is missing, is not in this format, or has inconsistent lengths.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -99,11 +101,11 @@ class TokenFile:
             if self.num_sequences:
                 self._check(sequence, sequence + 1)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path]]:  # a worker opens the files again
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path]]:  # workers reopen the files
         return TokenFile, (self.prefix,)
 
     def _check(self, first: int, stop: int) -> None:
-        """Raise DataError unless each of the sequences [first, stop) begins where the one before it ends."""
+        """Raise DataError unless each of the sequences [first, stop) begins where the previous one ends."""
         starts, sizes = self.pointers[first : stop + 1], self.sizes[first:stop]
         if stop == self.num_sequences:
             starts = np.append(starts, self._bin.size)
@@ -113,7 +115,7 @@ class TokenFile:
             raise DataError(f"{self.idx_path} is damaged: sequence {where} does not end where the next one begins")
 
     def verify(self) -> None:
-        """Check every entry of the index, in time proportional to it. DataError names the first wrong one."""
+        """Check every entry of the index, in linear time. Raises DataError with the first wrong entry."""
         for start in range(0, self.num_sequences, _CHUNK):
             self._check(start, min(start + _CHUNK, self.num_sequences))
         for start in range(0, self.num_documents, _CHUNK):
@@ -126,13 +128,13 @@ class TokenFile:
         return len(self.document_index) - 1
 
     def document_start(self, document: int) -> int:
-        """Return the position of a document's first token among all tokens; `num_documents` gives their end."""
+        """Return the token offset at which a document starts; for `num_documents`, the total number of tokens."""
         if not 0 <= document <= self.num_documents:
             raise IndexError(f"{self.prefix} has {self.num_documents} documents, no document {document}")
         return self.sequence_start(int(self.document_index[document]))
 
     def sequence_start(self, sequence: int) -> int:
-        """Return the position of a sequence's first token among all tokens; `num_sequences` gives their end."""
+        """Return the token offset at which a sequence starts; for `num_sequences`, the total number of tokens."""
         if not 0 <= sequence <= self.num_sequences:
             raise DataError(f"{self.idx_path} is damaged: a document begins at sequence {sequence}")
         if sequence == self.num_sequences:
@@ -143,7 +145,7 @@ class TokenFile:
         return start
 
     def document_at(self, position: int) -> int:
-        """Return the document of the token at `position` among all tokens."""
+        """Return the index of the document with the token at offset `position`."""
         low = max(position * self.num_documents // max(self.num_tokens, 1) - _NEAR, 0)
         high = min(low + 2 * _NEAR, self.num_documents)
         if not self.document_start(low) <= position < self.document_start(high):
@@ -151,7 +153,7 @@ class TokenFile:
         return bisect.bisect_right(range(self.num_documents), position, low, high, key=self.document_start) - 1
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the positions in [start, stop), start > 0, at which documents begin."""
+        """Return the token offsets in [start, stop) at which documents begin; `start` must be above 0."""
         starts = []
         for document in range(self.document_at(start - 1) + 1, self.num_documents):
             if (position := self.document_start(document)) >= stop:
@@ -160,32 +162,32 @@ class TokenFile:
         return np.unique(np.array(starts, np.int64))
 
     def document(self, document: int) -> np.ndarray:
-        """Return the tokens of one document, all its sequences joined."""
+        """Return the tokens of one document, with all its sequences joined."""
         return self.tokens(self.document_start(document), self.document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) of all documents, in the file's dtype. DataError if the file was cut."""
+        """Return tokens [start, stop) in the file's dtype. Raises DataError if the file was truncated."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"{self.prefix} has {self.num_tokens} tokens, not a range [{start}, {stop})")
         return self._tokens.read(start, stop)
 
     @property
     def remote(self) -> bool:
-        """True for objects in a bucket, where `announce` saves time."""
+        """True for objects in a bucket, for which `announce` saves time."""
         return isinstance(self._bin, RemoteBytes)
 
     def announce(self, ranges: list[tuple[int, int]]) -> None:
-        """Fetch tokens [start, stop) of each range, which will be asked for soon."""
+        """Start to fetch token ranges [start, stop) that will be read soon."""
         if isinstance(self._bin, RemoteBytes):
             width = self.dtype.itemsize
             self._bin.announce((start * width, stop * width) for start, stop in ranges)
 
 
 class TokenWriter:
-    """A writer of `prefix.bin` and `prefix.idx`, with one sequence per document, in constant memory.
+    """Writes `prefix.bin` and `prefix.idx` in constant memory, with one sequence per document.
 
-    A context manager: when its block ends without an exception, the files take their names, the index last, so an
-    index that exists is complete. Otherwise nothing is left behind.
+    Use it as a context manager. If its block ends without an exception, the files are renamed to their final names, the
+    index last, so an index that exists is complete. Otherwise the files are deleted.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -199,10 +201,10 @@ class TokenWriter:
         self.num_documents = self.num_tokens = 0
         self._idx: BinaryIO = open(self._partial[0], "w+b")  # noqa: SIM115
         self._bin: BinaryIO = open(self._partial[1], "wb")  # noqa: SIM115
-        self._idx.write(bytes(_HEADER.size))  # counts are known at the end
+        self._idx.write(bytes(_HEADER.size))  # placeholder: the counts are known at the end
 
     def add(self, documents: list[list[int]]) -> None:
-        """Append documents, each a list of token ids. DataError if an id does not fit the dtype."""
+        """Append documents, each a list of token IDs. Raises DataError if an ID does not fit the dtype."""
         sizes = np.array([len(document) for document in documents], dtype="<i4")
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
         self._write(tokens)
@@ -210,7 +212,7 @@ class TokenWriter:
         self.num_documents += len(sizes)
 
     def append(self, sizes: np.ndarray, file: Path) -> None:
-        """Append documents of `sizes` tokens each from `file`, which holds them in this dtype."""
+        """Append documents from `file`, which must hold their tokens in this dtype; `sizes` has their lengths."""
         tokens = int(sizes.sum(dtype=np.int64))
         if file.stat().st_size != tokens * self.dtype.itemsize:
             raise DataError(f"{file} has {file.stat().st_size} bytes, and {tokens} tokens of {self.dtype.name} differ")
@@ -221,7 +223,7 @@ class TokenWriter:
         self.num_tokens += tokens
 
     def copy(self, source: TokenFile, start: int, stop: int) -> None:
-        """Append documents [start, stop) of another file. DataError if an id does not fit the dtype."""
+        """Append documents [start, stop) of `source`. Raises DataError if an ID does not fit the dtype."""
         for first in range(start, stop, _DOCUMENTS):
             last = min(first + _DOCUMENTS, stop)
             begins = np.array([source.document_start(document) for document in range(first, last + 1)])
@@ -278,7 +280,7 @@ def _paths(prefix: str | Path) -> tuple[str, str]:
 
 
 class _Column:
-    """An array in a part of a file, read on access. DataError if the file is too short by then."""
+    """An array in a section of a file, read on access; raises DataError if the file has become too short."""
 
     def __init__(
         self, path: str, source: LocalBytes | RemoteBytes, dtype: npt.DTypeLike, offset: int, count: int
@@ -297,12 +299,12 @@ class _Column:
         return int(self.read(index, index + 1)[0])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return entries [start, stop), which the column has."""
+        """Return entries [start, stop), which must exist."""
         size = self._dtype.itemsize
         position, length = self._offset + start * size, (stop - start) * size
         try:
             data = self._read(position, position + length)
-        except OSError as error:  # os_errors_as would cost a tenth of a sample's time
+        except OSError as error:  # os_errors_as would take 10% of the time per sample
             raise DataError(f"{self._path} cannot be read ({error.strerror or error})") from None
         if len(data) < length:
             raise DataError(f"{self._path} was cut while it was read: it ends before byte {position + length}")

@@ -1,4 +1,4 @@
-"""Files that an export copies from a checkpoint, against those of a process that has never trained."""
+"""Compare the files that an export copies from a checkpoint with those that a process without training writes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from crosstrain.utils.assets import GENERATION_CONFIG
 
 
 def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
-    """Differences of a checkpoint's files beside the tensors, such as a configuration or an adapter, by name."""
+    """Return a dict from file names to differences, for a checkpoint's non-tensor files, such as config.json."""
     reader, model = Reader.open(checkpoint), outline(config, checkpoint)
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)
         model.export.save_config(fresh)
         model.export.save_parts(fresh, reader.names("param"), reader.whole)
-        # To the configuration of generation the data add the tokens at which it ends.
+        # Skip the generation configuration: the dataset adds its stop tokens to it.
         paths = [path for path in sorted(fresh.iterdir()) if path.name != GENERATION_CONFIG]
         return {path.name: what for path in paths if (what := _difference(checkpoint / path.name, path))}
 

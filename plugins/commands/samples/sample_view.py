@@ -1,4 +1,4 @@
-"""A sample for a person to see: where it comes from, its text with the trained tokens marked, its pictures."""
+"""A sample in readable form: its origin, its text with the trained tokens marked, and its images."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,31 +7,30 @@ from typing import Any
 
 import numpy as np
 
+from crosstrain import IGNORE_INDEX, IMAGE, Sample, require
 from crosstrain.data.tokenizer import TextTokenizer
-from crosstrain.data.vision.conversations import IMAGE, IMAGE_ID, SHARED
+from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
 from crosstrain.utils.errors import printable
-from crosstrain.utils.optional_deps import require
-from crosstrain.utils.types import IGNORE_INDEX, Sample
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
-_SHOWN = 16  # numbers of another array
+_SHOWN = 16  # maximum number of values to show of other arrays
 
-_Token = tuple[int, bool, str]  # id, trained, and the line before it where something else begins
+_Token = tuple[int, bool, str]  # ID, trained, and a heading if a new document or conversation begins here
 
 
 @dataclass(frozen=True)
 class SampleView:
-    """A sample as the model is given it. `print` shows it, trained tokens in «»."""
+    """A sample as the model receives it. `print` shows it, with trained tokens in «»."""
 
-    title: str  # its number, index and origin
-    data: Mapping[str, Any]  # arrays, as `Dataset.get` returns them; of a shortened sample those of a batch of it alone
+    title: str  # number, index and origin of the sample
+    data: Mapping[str, Any]  # arrays, as from `Dataset.get`; for a shortened sample, from a batch with only this sample
     tokenizer: TextTokenizer | None
-    normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of pixels, by channel
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and std of each channel
 
     @property
     def rows(self) -> list[Sample]:
-        """The sequences of tokens in the sample; none for data that are not tokens."""
+        """The token sequences in the sample; none for data without tokens."""
         if "rows" in self.data or "input_ids" not in self.data:
             return self.data.get("rows", [])
         keys = [key for key in _OF_TOKENS if key in self.data]
@@ -39,7 +38,7 @@ class SampleView:
         return [{key: arrays[key][row] for key in keys} for row in range(len(arrays["input_ids"]))]
 
     def text(self, *, ids: bool = False, colour: bool = False) -> str:
-        """The tokens of each row as text, or as `ids`, the trained ones in «» or green; then the other arrays."""
+        """Return the tokens of each row as text or IDs, with trained ones in «» or green, and then the other arrays."""
         decode = self.tokenizer.decode if self.tokenizer and not ids else None
         lines = []
         for number, row in enumerate(self.rows):
@@ -53,7 +52,7 @@ class SampleView:
 
     @property
     def pictures(self) -> list[Any]:
-        """PIL images of what a vision encoder is given; of unknown normalization, stretched to all grey values."""
+        """PIL images of the vision encoder's input; without a known normalization, values fill the full range."""
         made, image = [], require("PIL.Image", "showing pictures")
         given = np.asarray(self.data.get("pixel_values", np.empty((0, 3, 1, 1))))
         for pixels in given.reshape(-1, *given.shape[-3:]):
@@ -67,7 +66,7 @@ class SampleView:
 
     @property
     def turns(self) -> list[tuple[str, bool]]:
-        """The words without special tokens and placeholders, stretch by stretch, and if they are learned."""
+        """Stretches of text, each with True if it is trained on; special tokens and placeholders are left out."""
         said = []
         for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
             ids = [token for token, _, _ in group if token != IMAGE_ID]
@@ -80,7 +79,7 @@ class SampleView:
 
 
 def _tokens(row: Sample) -> Iterator[_Token]:
-    """Yield the tokens of a row, and the targets that no input holds. A label is the token after its place."""
+    """Yield the tokens of a row, and the targets that are not in the input. A label is the token that comes next."""
     ids, labels = (np.asarray(row[key]).tolist() if key in row else [] for key in ("input_ids", "labels"))
     labels = labels or [IGNORE_INDEX] * len(ids)
     begins = _beginnings(row, len(ids))
@@ -88,14 +87,14 @@ def _tokens(row: Sample) -> Iterator[_Token]:
         yield ids[0], False, ""
     for place, (label, following) in enumerate(zip(labels, [*ids[1:], None], strict=True)):
         learned, begin = label != IGNORE_INDEX, begins.get(place + 1, "")
-        if learned and (begin or following is None):  # the last of its document
+        if learned and (begin or following is None):  # last token of its document
             yield label, True, ""
         if following is not None:
             yield following, learned and not begin, begin
 
 
 def _beginnings(row: Sample, length: int) -> dict[int, str]:
-    """Return the places at which another document, or another conversation about the same images, begins."""
+    """Return the positions where a new document, or a new conversation about the same images, begins."""
     if "segments" in row:
         segments = np.asarray(row["segments"]).tolist()
         changes = (i for i in range(1, length) if SHARED != segments[i - 1] != segments[i])

@@ -1,8 +1,8 @@
-"""Causal attention with dropout on CPUs, where torch's fused kernel has none.
+"""Causal attention with dropout on CPUs; torch's fused CPU kernel does not support dropout.
 
-torch then holds three whole matrices of each head (probabilities, mask, product) and draws each element of the mask
-from two random numbers. Here the queries go block by block over the keys that they see, two elements share a random
-number, and the one matrix that is kept for the backward holds both: probabilities, negative where they are dropped.
+Without a fused kernel, torch holds three full matrices per head (probabilities, mask, product) and draws two random
+numbers per element of the mask. Here queries are processed in blocks over their visible keys, and two elements share a
+random number. Only one matrix is kept for the backward: the probabilities, negated if they are dropped.
 """
 
 from typing import Any
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_QUERIES = 128  # of a block
-_PART = 1 << 21  # elements of probabilities at a time, which stay in the processor's cache
+_QUERIES = 128  # queries per block
+_PART = 1 << 21  # probabilities per block: small enough to stay in the processor's cache
 
 
 def has_no_kernel(device: torch.device) -> bool:
-    """Return True where torch has no fused attention with dropout, and nothing compiles one."""
+    """Return True if torch has no fused attention with dropout on the device and is not compiling one."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def dropped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-    """Dropout of softmax(scale * query @ key.T), causal, times value; all [batch, heads, length, width].
+    """Compute dropout(softmax(scale * query @ key.T)) @ value with a causal mask; all [batch, heads, length, width].
 
-    The rate of dropout is rounded to a multiple of 2**-16. Saved for the backward, beside the arguments and the result:
-    half of the matrix [length, length] of each head.
+    The dropout rate is rounded to a multiple of 2**-16. The backward needs the arguments, the result, and half of the
+    matrix [length, length] of each head.
     """
     shape = query.shape
     query, key, value = (x.reshape(-1, *shape[2:]) for x in (query * scale, key, value))
@@ -31,7 +31,7 @@ def dropped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, d
 
 
 def _blocks(shape: torch.Size) -> list[tuple[slice, slice, slice]]:
-    """Heads, queries, and the keys that the last of these sees."""
+    """Slices of heads, of queries, and of the keys visible to the last query of the block."""
     heads, length, _ = shape
     at_once = max(_PART // (min(_QUERIES, length) * length), 1)
     return [
@@ -45,15 +45,15 @@ def _blocks(shape: torch.Size) -> list[tuple[slice, slice, slice]]:
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rate: int) -> Tensor:
-        """Arguments [heads, length, width]; of 2**16 elements `rate` are dropped."""
+        """Arguments are [heads, length, width]; the dropout rate is `rate` / 2**16."""
         out, signed = torch.empty_like(query), []
         for heads, queries, seen in _blocks(query.shape):
             q, k = query[heads, queries], key[heads, seen].mT
             future = q.new_full((q.shape[1], k.shape[2]), -torch.inf).triu(queries.start + 1)
-            # Selective checkpointing keeps what bmm returns, so it is not what a softmax is taken of.
+            # baddbmm, because selective checkpointing would keep the results of bmm.
             p = torch.softmax(torch.baddbmm(future, q, k), -1)
             draws = torch.empty(-(-p.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-            # Signs and their clamps, because torch fills by a mask of booleans one element at a time.
+            # Signs and clamps are faster than boolean masks: torch fills by a mask one element at a time.
             signs = draws[: p.numel()].view(p.shape).ge_(rate - 2**15).mul_(2).sub_(1).to(p.dtype)
             signed.append(torch.copysign(p, signs))
             out[heads, queries] = torch.bmm(signed[-1].clamp(min=0.0), value[heads, seen])
@@ -66,8 +66,8 @@ class _DroppedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, out, *signed = ctx.saved_tensors
         exact = torch.promote_types(grad.dtype, torch.float32)
-        # Of the gradient of a softmax's row, the sum of p * dp: dropout changes nothing (FlashAttention, Dao et al.,
-        # 2022, appendix B.4).
+        # The sum of p * dp in the gradient of a softmax row equals the sum of grad * out, also with dropout
+        # (FlashAttention, Dao et al., 2022, appendix B.4).
         mean = (grad.to(exact) * out).sum(-1, keepdim=True).to(grad.dtype)
         grad = grad / ctx.kept
         grad_query = torch.empty_like(query)

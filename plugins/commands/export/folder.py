@@ -1,7 +1,7 @@
-"""Export of a checkpoint, from any runner and number of ranks, as a plain Hugging Face model folder.
+"""Export a checkpoint, from any runner and number of ranks, as a plain Hugging Face model folder.
 
-Tensors are copied from the checkpoint's boxes to the new files one at a time: memory holds the largest one, not the
-model.
+Tensors are copied one at a time from the checkpoint's boxes to the new files. Memory holds only the largest tensor,
+not the model.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Shard, whole_pieces
+from crosstrain import CheckpointError, Group, Merge, Model, Shard, UserError, whole_pieces
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
+from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
-from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fingerprints
-from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Model
-from crosstrain.modeling.export import Merge, Part
+from crosstrain.modeling.export import Part
 from crosstrain.utils import storage
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
-from crosstrain.utils.errors import CheckpointError, UserError, explained, sentence
+from crosstrain.utils.errors import explained, sentence
 from crosstrain.utils.files import write_json
 
 _INDEX = "model.safetensors.index.json"
-# Keys by which a configuration sends transformers for code, other weights or other files.
+# Keys that make transformers load code, other weights or other files.
 _REDIRECTIONS = {
     "auto_map", "custom_generate", "custom_pipelines", "init_inputs", "use_pretrained_backbone", "assistant_model",
     "quantization_config",
@@ -44,27 +42,33 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Exported:
-    """Contents of an exported folder."""
+    """Summary of an exported folder."""
 
     parameters: int
-    bytes: int  # of tensors
-    files: int  # that hold tensors
-    architecture: str | None  # transformers' class that opens the folder; None: it has none of that name
+    bytes: int  # total size of the tensors
+    files: int  # number of files with tensors
+    architecture: str | None  # transformers class that loads the folder; None: transformers has no such class
 
 
 def export(
-    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, max_shard_bytes: int,
-    progress: Callable[[str], None], pretrained: PretrainedWeights | None = None,
-    merges: dict[str, Merge] | None = None, part: Part = (("",), None), weights: str | None = None,
-) -> Exported:  # fmt: skip
-    """Write the model in a verified `checkpoint` to the folder `output`, which appears when it is complete.
+    checkpoint: Path,
+    output: str | Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    progress: Callable[[str], None],
+    pretrained: PretrainedWeights | None = None,
+    merges: dict[str, Merge] | None = None,
+    part: Part = (("",), None),
+    weights: str | None = None,
+) -> Exported:
+    """Write the model in a verified `checkpoint` to the folder `output`, which appears only when complete.
 
-    In a bucket, config.json comes last.
+    In a bucket, config.json is uploaded last.
 
-    Floating-point tensors are converted to `dtype`, unless it is None. `progress` gets a line for each file.
-    `pretrained` has the frozen parameters, which the checkpoint does not hold; `merges` says which parameters are
-    merged into others. Of a `part`, one of `Export.parts`, only its tensors are written; `weights` as for
-    `Reader.open`. Raises UserError where `output` is not empty or cannot be written, and CheckpointError for a
+    Floating-point tensors are converted to `dtype`, unless it is None. `progress` is called with a line for each file.
+    `pretrained` provides the frozen parameters, which the checkpoint does not hold. `merges` lists the parameters to
+    merge into others. With a `part`, one of `Export.parts`, only its tensors are written. `weights` is passed
+    to `Reader.open`. Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a
     malformed checkpoint.
     """
     reader = Reader.open(checkpoint, weights)
@@ -75,12 +79,16 @@ def export(
 
 
 def export_adapter(
-    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, model: Model, progress: Callable[[str], None],
+    checkpoint: Path,
+    output: str | Path,
+    dtype: torch.dtype | None,
+    model: Model,
+    progress: Callable[[str], None],
     weights: str | None = None,
-) -> None:  # fmt: skip
-    """Write the adapter of a verified `checkpoint`, whose model is `model`, to the folder `output` as peft does.
+) -> None:
+    """Write the adapter of a verified `checkpoint` of `model` to the folder `output`, in peft's format.
 
-    Raises UserError as `export` does, where there is no adapter, and where what it is added to was trained, too.
+    Raises UserError as `export` does, and also if there is no adapter or if the base weights were trained too.
     """
     reader = Reader.open(checkpoint, weights)
     if model.export.merges().keys() & reader.names("param"):
@@ -98,7 +106,7 @@ def export_adapter(
 
 @contextmanager
 def _folder(place: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes `place` at the end of the block."""
+    """Yield a temporary folder, and rename it to `place` at the end of the block."""
     output = Path(place)
     if isinstance(place, str) and storage.is_url(place):
         if storage.listing(place):
@@ -114,7 +122,7 @@ def _folder(place: str | Path) -> Iterator[Path]:
     temporary = final.with_name(f".{final.name}.export")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # what an earlier attempt left that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # left by an earlier attempt that was killed
         temporary.mkdir()
         yield temporary
         for path in (*temporary.iterdir(), temporary):
@@ -129,13 +137,13 @@ def _folder(place: str | Path) -> Iterator[Path]:
 
 @dataclass
 class _Parameters:
-    """The parameters to export: those of the checkpoint, and the frozen ones from pretrained weights."""
+    """The parameters to export: those in the checkpoint, and the frozen ones from pretrained weights."""
 
     reader: Reader
     pretrained: PretrainedWeights | None
     merges: dict[str, Merge]
-    owned: tuple[str, ...]  # beginnings of the names that are exported
-    prefix: str  # of all of these names, which are exported without it
+    owned: tuple[str, ...]  # prefixes of the names to export
+    prefix: str  # common prefix of these names; it is stripped from the exported names
 
     def __post_init__(self) -> None:
         if self.reader.frozen and self.pretrained is None:
@@ -143,7 +151,7 @@ class _Parameters:
             raise CheckpointError(f"{self.reader.folder}: {name} was frozen and its source is not known")
 
     def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Types and shapes of all exported parameters, on the meta device."""
+        """Return the dtypes and shapes of all exported parameters, as tensors on the meta device."""
         found = {n: (t.shape, _DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"}
         found |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
         merged = {other for merge in self.merges.values() for other in merge.others}
@@ -155,7 +163,7 @@ class _Parameters:
         }
 
     def read(self, name: str, outline: Tensor, memory: Tensor) -> Tensor:
-        """Read a parameter, in the type and shape of `outline`, to the beginning of `memory`."""
+        """Read a parameter into the start of `memory`, with the dtype and shape of `outline`."""
         name = self.prefix + name
         value = memory[: outline.nbytes].view(outline.dtype).view(outline.shape)
         if name in self.merges:
@@ -178,12 +186,17 @@ class _Parameters:
 
 
 def _write(
-    source: _Parameters, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
+    source: _Parameters,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    progress: Callable[[str], None],
     part: Model | None,
-) -> Exported:  # fmt: skip
+) -> Exported:
     tensors = source.outlines(dtype)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
-    memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)  # for one at a time
+    # One buffer is reused for each tensor.
+    memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)
     for file, names in split.filename_to_tensors.items():
         outlines = {name: tensors[name] for name in names}
         entry = write_safetensors(
@@ -197,11 +210,11 @@ def _write(
     for name, path in paths.items():
         content = _copy(path, folder / name, progress)
         config = content if name == "config.json" else config
-    if part is not None:  # its configuration is made here, and holds keys that transformers does not have
+    if part is not None:  # this configuration has keys that transformers does not know
         part.export.save_config(folder)
         config = read_json(folder / "config.json")
     if dtype is not None and isinstance(config, dict):
-        config.pop("torch_dtype", None)  # transformers' name before version 4.56
+        config.pop("torch_dtype", None)  # the name of this key before transformers 4.56
         config["dtype"] = str(dtype).removeprefix("torch.")
         write_json(folder / "config.json", config)
     sizes = sum(t.numel() for t in tensors.values()), sum(t.nbytes for t in tensors.values())
@@ -209,14 +222,14 @@ def _write(
 
 
 def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
-    """Copy a file that is what its name says; return the contents of a configuration, without its redirections."""
+    """Copy a file if its contents match its name; if it is a configuration, return it without redirections."""
     if misnamed(path):
         progress(f"{path.name}: left out, because it does not hold what its name says")
         return None
     if not path.name.endswith("config.json"):
         shutil.copyfile(path, target)
         return None
-    with explained(f"{path}: not a configuration", CheckpointError):  # it may be nested too deep
+    with explained(f"{path}: not a configuration", CheckpointError):  # it may be nested too deeply
         given = read_json(path)
         content = _without_redirections(given)
         if path.name in MODEL_FILES and isinstance(content, dict):
@@ -228,11 +241,11 @@ def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
 
 
 def _known(config: dict[str, Any], of_generation: bool) -> dict[str, Any]:
-    """Return the keys that transformers has for such a configuration, and numbers: they send no program elsewhere."""
+    """Return the safe entries: keys that transformers defines for this configuration, and values without strings."""
     from transformers import GenerationConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-    if not of_generation and "model_type" not in config:  # of a model that transformers does not open
+    if not of_generation and "model_type" not in config:  # transformers cannot load this model
         return {key: value for key, value in config.items() if key != "architectures"}
     known = {"model_type", "torch_dtype", *GenerationConfig().to_dict()}
     kind = str(config.get("model_type"))
@@ -257,7 +270,7 @@ def _without_redirections(value: Any) -> Any:
 
 
 def _architecture(config: Any) -> str | None:
-    """Return the transformers class that a configuration names; None where there is no such class, or are several."""
+    """Return the transformers class that a configuration names; None if it does not exist, or several are named."""
     named = config.get("architectures") if isinstance(config, dict) else None
     first = named[0] if isinstance(named, list) and len(named) == 1 else None
     if not isinstance(first, str):
@@ -266,6 +279,6 @@ def _architecture(config: Any) -> str | None:
 
     try:
         found = getattr(transformers, first, None)
-    except Exception:  # its module cannot be imported here
+    except Exception:  # importing the class's module failed
         return None
     return first if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None

@@ -7,16 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crosstrain.modeling.export import Export
+from crosstrain import DataError, Export
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
-from crosstrain.utils.errors import DataError
 
 if TYPE_CHECKING:
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from .base import TransformersModel
 
 
 class TransformersExport(Export):
-    """The model's configuration without padding, and the pretrained model's settings of generation."""
+    """Exports the configuration without padding, and the generation settings of the pretrained model."""
 
     model: TransformersModel
 
@@ -24,13 +23,13 @@ class TransformersExport(Export):
         super().__init__(model)
         self._generation: list[Path] = []
         if model.source is not None:
-            with suppress(DataError):  # a link to elsewhere stays there; the model itself is sound
+            with suppress(DataError):  # a link out of the folder is not copied; the model itself is fine
                 self._generation = plain_files(model.source, {GENERATION_CONFIG})
 
     def save_config(self, folder: Path) -> None:
         config = copy.deepcopy(self.model.config)
         lm = self.model.lm
         config.architectures = [type(lm).__name__]
-        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # as it is saved
+        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # type of the weights
         config.save_pretrained(folder)
         copy_files(self._generation, folder)

@@ -1,7 +1,7 @@
-"""Filling of a model's weights from a checkpoint, from pretrained folders, or with initial values.
+"""Fill a model's weights from a checkpoint, from pretrained folders, or with initial values.
 
-Frozen parameters are not stored: the checkpoint has a hash of each, and loading it reads them from the pretrained
-folders. The hashes tell whether these are the weights that the run started from.
+Frozen parameters are not stored: a checkpoint has only their hashes. Loading the checkpoint reads the parameters from
+the pretrained folders and compares the hashes, to detect weights other than those that the run started from.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from crosstrain.modeling.pretrained import Place, Source, Stack, names_at
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.rng import generator
 
-_ELEMENTS = 1 << 20  # hashed at a time, which takes some tens of bytes for each
+_ELEMENTS = 1 << 20  # elements hashed at a time; each takes tens of bytes of memory
 _WORD = (1 << 64) - 1
 _OTHER = ": is `model` the one that was trained?"
 
 
 @dataclass
 class PretrainedWeights:
-    """The pretrained folders that a model starts from, and that its frozen parameters are read from."""
+    """The pretrained folders with the model's starting weights and its frozen parameters."""
 
     parts: list[tuple[Source, Reader]]
 
     @staticmethod
     def of(model: Model) -> PretrainedWeights:
-        """Open the model's folders. Raises CheckpointError for one that is no checkpoint and no Hugging Face folder."""
+        """Open the model's folders. Raises CheckpointError if one is neither a checkpoint nor a Hugging Face folder."""
         return PretrainedWeights([(source, open_weights(source.folder)) for source in model.weights.sources()])
 
     def verify(self) -> None:
-        """Raise CheckpointError for a damaged checkpoint; Hugging Face folders have no checksums."""
+        """Raise CheckpointError for a damaged checkpoint. Hugging Face folders have no checksums."""
         for _, reader in self.parts:
             reader.verify()
 
     def summary(self, names: Collection[str]) -> list[str]:
-        """Return lines that tell where each of the model's parameters, and each tensor of the folders, goes.
+        """Return lines for the log: how many parameters each folder provides, and how many others it has.
 
-        Raises CheckpointError for a parameter that its folder lacks, and for one of an earlier run that has no use.
+        Raises CheckpointError for a parameter that its folder lacks, and for a parameter of an earlier run that the
+        model does not use.
         """
         left, found = set(names), dict[Path, tuple[int, set[str]]]()
         for source, reader in self.parts:
@@ -76,7 +77,10 @@ class PretrainedWeights:
         return any(source.covers(name) for source, _ in self.parts)
 
     def fill(self, shards: list[Shard]) -> dict[str, Source]:
-        """Fill the parameter shards that a folder covers; returns it by their names. Raises as `Reader.fill` does."""
+        """Fill the parameter shards that a folder covers, and return parameter name -> source.
+
+        Raises CheckpointError as `Reader.fill` does.
+        """
         filled = dict[str, Source]()
         for source, reader in self.parts:
             names = reader.names("param")
@@ -86,7 +90,7 @@ class PretrainedWeights:
         return filled
 
     def as_published(self, shards: list[Shard]) -> Iterator[Shard]:
-        """Yield the shards in fp32, one after another; those kept in less precision are read again."""
+        """Yield the shards in fp32, one after another. Shards in lower precision are read from the folders again."""
         for shard in shards:
             if all(p.data.dtype == torch.float32 for p in shard.pieces):
                 yield shard
@@ -98,9 +102,9 @@ class PretrainedWeights:
 
 
 def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, FrozenParameter]:
-    """Read a model's quantized parameters whole, one at a time, and quantize them; returns their hashes.
+    """Read the parameters that a model keeps quantized, one at a time, and quantize them. Returns their hashes.
 
-    Raises ConfigError for one that no pretrained folder covers.
+    Raises ConfigError for a parameter that no pretrained folder covers.
     """
     hashes = {}
     for name, parameter in model.weights.quantized().items():
@@ -114,7 +118,7 @@ def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, Fro
 
 
 def open_weights(folder: Path, weights: str | None = None) -> Reader:
-    """Open a checkpoint or a Hugging Face folder; `weights` as for `Reader.open`.
+    """Open a checkpoint or a Hugging Face folder. `weights` is as for `Reader.open`.
 
     Raises CheckpointError for a folder that is neither, and for weights that it does not have.
     """
@@ -126,7 +130,7 @@ def open_weights(folder: Path, weights: str | None = None) -> Reader:
 
 
 def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
-    """Describe the same memory as parts of the tensors that a folder holds."""
+    """Yield shards of the tensors in a pretrained folder that share the memory of a shard of the model."""
     if isinstance(place, str):
         yield Shard(shard.kind, place, shard.shape, shard.pieces)
         return
@@ -148,9 +152,9 @@ def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
 
 
 def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
-    """Fill parameter shards with initial values, a function of (seed, canonical name, logical shape) alone.
+    """Fill parameter shards with initial values. They depend only on (seed, canonical name, logical shape).
 
-    One logical tensor exists at a time, so a rank needs no more memory than its share and the largest tensor.
+    Only one logical tensor exists at a time, so a rank needs memory for its share and the largest tensor.
     """
     for shard in shards:
         if shard.kind != "param" or not shard.pieces:
@@ -162,14 +166,16 @@ def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
 
 
 def load_shards(
-    reader: Reader, shards: list[Shard], pretrained: PretrainedWeights | None = None,
+    reader: Reader,
+    shards: list[Shard],
+    pretrained: PretrainedWeights | None = None,
     names: Collection[str] | None = None,
-) -> set[str]:  # fmt: skip
-    """Fill every piece from a checkpoint, frozen parameters from `pretrained`; returns the names of the latter.
+) -> set[str]:
+    """Fill every piece from a checkpoint, and frozen parameters from `pretrained`. Returns the names of the latter.
 
-    Nothing is gathered. `names` are the model's parameters, where `shards` lack those of other ranks. Raises
-    CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no pretrained
-    weights. `check_frozen` compares the frozen ones with the checkpoint's hashes.
+    No tensor is gathered. Pass the `names` of all parameters of the model if `shards` lack those of other ranks. Raises
+    CheckpointError if model and checkpoint do not hold the same parameters, or a frozen one has no pretrained weights.
+    `check_frozen` compares the frozen ones with the checkpoint's hashes.
     """
     pretrained = pretrained or PretrainedWeights([])
     known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
@@ -181,7 +187,7 @@ def load_shards(
             f"{reader.folder}: {missing[0]} was frozen and is not in the checkpoint; name in `model` the "
             f"pretrained weights that it came from"
         )
-    for shard in parameters:  # before the optimizer's state, which would be missing for the same reason
+    for shard in parameters:  # check these first: a missing parameter also lacks its optimizer state
         stored = reader.tensors.get(("param", shard.name))
         if stored is None and shard.name not in reader.frozen:
             raise CheckpointError(f"{reader.folder}: lacks the model's {shard.name}{_OTHER}")
@@ -198,12 +204,12 @@ def load_shards(
             )
     pretrained.fill(borrowed)
     _check_shared(reader, shards)
-    reader.fill([s for s in shards if s.name not in reader.frozen])  # the state of what was frozen begins with zeros
+    reader.fill([s for s in shards if s.name not in reader.frozen])  # optimizer state of the others starts at zero
     return {s.name for s in borrowed}
 
 
 def _check_used(reader: Reader, extra: set[str]) -> None:
-    """Raise CheckpointError for parameters that the model lacks."""
+    """Raise CheckpointError if the checkpoint has `extra` parameters that the model lacks."""
     if extra:
         raise CheckpointError(
             f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}{_OTHER}"
@@ -211,7 +217,7 @@ def _check_used(reader: Reader, extra: set[str]) -> None:
 
 
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:
-    """Raise CheckpointError where a runner keeps one number for parameters whose numbers differ in the checkpoint."""
+    """Raise CheckpointError if a shared scalar of the optimizer state differs between parameters in the checkpoint."""
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
     users = Counter(s.pieces[0].data.data_ptr() for s in scalars)
     scalars = [s for s in scalars if users[s.pieces[0].data.data_ptr()] > 1]
@@ -240,10 +246,10 @@ def check_frozen(reader: Reader, hashes: dict[str, FrozenParameter]) -> None:
 
 
 def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, FrozenParameter]:
-    """Hash every parameter that some rank of `group` holds pieces of. Collective.
+    """Hash every parameter that the ranks of `group` hold together. Collective.
 
-    A hash is the sum, modulo 2^64, of a mix of each element's position and value, so that ranks can add up their
-    pieces. It finds different weights; it does not withstand an attacker.
+    A hash is the sum, modulo 2^64, of a mix of each element's position and value, so that ranks can add up the hashes
+    of their pieces. It detects different weights, but does not protect against an attacker.
     """
     mine = {(s.name, s.shape, p.box): fingerprint(p.data, p.box, s.shape) for s in shards for p in s.pieces}
     boxes = {key: value for held in group.all_gather(mine) for key, value in held.items()}
@@ -254,7 +260,7 @@ def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, FrozenParam
 
 
 def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Hash a box, as its share in the hash of its tensor; `data` counts as fp32."""
+    """Return the contribution of a box to the hash of its tensor. `data` is converted to fp32."""
     total = 0
     rows = max(1, _ELEMENTS * data.shape[0] // max(1, data.numel())) if data.ndim else 1
     for start in range(0, data.shape[0] if data.ndim else 1, rows):
@@ -272,7 +278,7 @@ def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """Compute `rng.splitmix64` in torch, whose int64 wraps and whose right shift keeps the sign."""
+    """Compute `rng.splitmix64` in torch. int64 products wrap; the masks undo the sign extension of right shifts."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & (_WORD >> shift))) * (factor - (1 << 64))
     return z ^ ((z >> 31) & (_WORD >> 31))

@@ -1,4 +1,4 @@
-"""Bytes of a file by their places: of a local file, or of an object in a bucket, fetched before they are asked for."""
+"""Read byte ranges of local files, and of objects in buckets; ranges in buckets can be fetched ahead of time."""
 
 import os
 from collections.abc import Iterable
@@ -10,20 +10,20 @@ from typing import cast
 from crosstrain.utils import storage
 from crosstrain.utils.files import open_regular
 
-Range = tuple[int, int]  # first byte, last byte + 1
+Range = tuple[int, int]  # (first byte, last byte + 1)
 
-_BLOCK, _BLOCKS = 1 << 16, 256  # what is not announced comes in blocks of so many bytes; so many are kept
-_HELD = 64 << 20  # bytes that were announced and are not yet read
-_STALE = 64  # announcements after which what was not read is forgotten, as after a roll-back
+_BLOCK, _BLOCKS = 1 << 16, 256  # block size and number of cached blocks, for reads that were not announced
+_HELD = 64 << 20  # maximum number of bytes that are announced but not read
+_STALE = 64  # unread ranges, for example of a run that was rolled back, are dropped after this many announcements
 
 
 def byte_source(place: str | Path) -> "LocalBytes | RemoteBytes":
-    """Open a file or an object. Raises FileNotFoundError or another OSError, and StorageError."""
+    """Open a file or an object. Raises OSError, such as FileNotFoundError, and StorageError."""
     return RemoteBytes(place) if isinstance(place, str) and storage.is_url(place) else LocalBytes(Path(place))
 
 
 class LocalBytes:
-    """A file, read and not mapped."""
+    """A file that is read, not memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
@@ -33,22 +33,25 @@ class LocalBytes:
         """Return bytes [first, last), or fewer at the end of the file."""
         data = os.pread(self._file.fileno(), last - first, first)
         while (left := last - first - len(data)) and (more := os.pread(self._file.fileno(), left, last - left)):
-            data += more  # one call reads 2 GiB at most
+            data += more  # one call reads at most 2 GiB
         return data
 
 
 class RemoteBytes:
-    """An object, of which memory holds a bounded part: ranges that were announced, and the blocks last read."""
+    """An object in a bucket; announced ranges and the most recently read blocks are kept in bounded memory."""
 
     def __init__(self, url: str) -> None:
         self._url, self.size = url, storage.size(url)
-        # Number of the announcement, its ranges to be, and the place among them; the oldest first.
+        # range -> (index of the announcement, future of its data, position in the announcement), oldest first
         self._announced: dict[Range, tuple[int, Future[list[bytes]], int]] = {}
         self._count, self._held, self._threads = 0, 0, cast("ThreadPoolExecutor | None", None)
         self._block = lru_cache(_BLOCKS)(lambda n: storage.read(url, n * _BLOCK, min((n + 1) * _BLOCK, self.size)))
 
     def announce(self, ranges: Iterable[Range]) -> None:
-        """Fetch ranges that will be read soon, each once; neighbours together. Those beyond a bound come when read."""
+        """Start to fetch ranges that will be read soon, adjacent ones together.
+
+        Ranges beyond the memory limit are fetched when they are read.
+        """
         self._count += 1
         while self._announced and next(iter(self._announced.values()))[0] < self._count - _STALE:
             first, last = next(iter(self._announced))
@@ -69,7 +72,7 @@ class RemoteBytes:
         if (found := self._announced.pop((first, last), None)) is not None:
             self._held -= last - first
             parts, place = found[1].result(), found[2]
-            data, parts[place] = parts[place], b""  # the others stay until they are read
+            data, parts[place] = parts[place], b""  # the announcement's other ranges stay until they are read
             return data
         if last - first > _BLOCK:
             return storage.read(self._url, first, last)

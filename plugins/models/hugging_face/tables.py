@@ -17,5 +17,5 @@ NOT_CAUSAL, COMPARE_NAMES = set(_TABLE["not_causal"]), set(_TABLE["compare_names
 
 
 def keys_beside_fields(family: str) -> set[str]:
-    """Keys that the configuration of a family reads beside its fields."""
+    """Keys that the configuration of a family reads in addition to its fields."""
     return {*_TABLE["read_by_all"], *_TABLE["older_keys"].get(family, ())}

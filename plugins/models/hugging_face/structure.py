@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from crosstrain.modeling import hf_internals
+from crosstrain import ConfigError, Ends, Structure
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.modeling.structure import Ends, Structure
-from crosstrain.utils.errors import ConfigError
+
+from . import internals
 
 if TYPE_CHECKING:
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from .base import TransformersModel
 
 # transformers' names for the styles of `Structure.tensor_parallel_plan`.
 _STYLES = {
     "colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed",
-    "embedding_rowwise": "vocabulary",  # of tied embeddings, in older transformers
+    "embedding_rowwise": "vocabulary",  # tied embeddings, in older transformers
     "moe_tp_experts": "experts",
 }  # fmt: skip
 
 
 class TransformersStructure(Structure):
-    """What transformers and its configurations tell of a model."""
+    """The structure of a model, read from transformers and its configuration."""
 
     model: TransformersModel
 
@@ -67,17 +67,17 @@ class TransformersStructure(Structure):
         return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
 
     def experts(self) -> dict[str, nn.Module]:
-        return {name: module for name, module in self.model.named_modules() if hf_internals.holds_experts(module)}
+        return {name: module for name, module in self.model.named_modules() if internals.holds_experts(module)}
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """transformers' own plan, with the vocabulary sharded; empty where it has none, or other styles than ours."""
+        """transformers' plan, with a sharded vocabulary; empty if there is none or it uses styles that we lack."""
         theirs = dict(self.model.lm.config.base_model_tp_plan or {})
         for stack in [pattern for pattern, style in theirs.items() if style == "moe_tp_experts"]:
             theirs = {pattern: style for pattern, style in theirs.items() if not pattern.startswith(f"{stack}.")}
         if not theirs or not set(theirs.values()) <= _STYLES.keys():
             return {}
         plan = {f"{self.model.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
-        # A plan is of a family: it names layers that this configuration may not have.
+        # A plan belongs to a family, and may name layers that this configuration does not have.
         everything = (*self.model.named_modules(), *self.model.named_parameters())
         names = [self.model.weights.canonical_name(name) for name, _ in everything]
         plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
@@ -96,9 +96,9 @@ class TransformersStructure(Structure):
         return super().checkpointing(mode)
 
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
-        """Elements of each module's matrices, of all or of `experts` alone, and the share of them that a token uses."""
-        for module in self.model.skeleton.modules():  # whole under every runner
-            expert = hf_internals.holds_experts(module)
+        """Yield each module's number of matrix elements and the fraction used per token; `experts`: of experts only."""
+        for module in self.model.skeleton.modules():  # never sharded
+            expert = internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:
                 share = self.model.config.num_experts_per_tok / module.num_experts if expert else 1.0
                 yield sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1), share
@@ -108,7 +108,7 @@ class TransformersStructure(Structure):
         return sum(round(elements * (1 - share)) for elements, share in self._matrices(experts=True))
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Six operations per element of a matrix that a token uses, and attention's (Narayanan et al., 2021, 5.1)."""
+        """Six operations per matrix element used by a token, plus attention (Narayanan et al., 2021, 5.1)."""
         length = sequence_length or self.model.max_length
         layers, heads = (getattr(self.model.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
         composite = self.model.text_config is not self.model.config

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from crosstrain.modeling import hf_internals
+from crosstrain import Weights
 from crosstrain.modeling.pretrained import Place, Stack
-from crosstrain.modeling.weights import Weights
+
+from . import internals
 
 if TYPE_CHECKING:
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from .base import TransformersModel
 
-# Parts of stacked weights of experts, by the names that a single MLP's have: of most families, and of Mixtral.
+# Parts of stacked expert weights, by their names in a single MLP: those of most families, then Mixtral's.
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
 def published_experts(name: str, available: set[str], experts: int) -> Place | None:
-    """The place of a mixture's parameter in a folder that has a tensor for each expert; None if it is not there."""
+    """Find an expert parameter in a published folder, stacked or as one tensor per expert; None if it is absent."""
     for published in (name, name.replace(".mlp.", ".block_sparse_moe.")):
         stem, _, own = published.rpartition(".experts.")
         for parts in _EXPERT_PARTS.get(own, ()) if stem else ():
@@ -33,7 +34,7 @@ def published_experts(name: str, available: set[str], experts: int) -> Place | N
 
 
 def dense_place(name: str, available: set[str], experts: int) -> Place:
-    """The place of a mixture's parameter in a dense model's folder, whose MLP every expert copies."""
+    """Find an expert parameter in a dense model's folder; every expert starts as a copy of the dense MLP."""
     stem, _, own = name.rpartition(".experts.")
     copies = [tuple(f"{stem}.{part}.weight" for part in parts) for parts in _EXPERT_PARTS.get(own, ())]
     return next((Stack((names,) * experts) for names in copies if available.issuperset(names)), name)
@@ -48,7 +49,7 @@ class TransformersWeights(Weights):
         super().__init__(model)
         lm = model.lm
         self.vocabulary_multiple = model.options.make_vocab_size_divisible_by
-        # A head may have a bias under two names, tied.
+        # The bias of a head may be registered under two tied names.
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         rows = {id(p) for module in words if module is not None for p in module.parameters(recurse=False)}
         self._vocabulary = {n for n, p in lm.named_parameters(remove_duplicate=False) if id(p) in rows}
@@ -60,13 +61,13 @@ class TransformersWeights(Weights):
         return torch.Size((self.model.vocab_size, *shape[1:])) if name in self._vocabulary else shape
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Fill `value` with transformers' own initial value."""
-        hf_internals.initialize(self.model.skeleton, name, value, rng)
+        """Fill `value` with transformers' initial value."""
+        internals.initialize(self.model.skeleton, name, value, rng)
 
     def folder(self) -> Path | None:
         return self.model.source
 
     def place(self, name: str, available: set[str]) -> Place:
-        """The name with or without the base model's prefix: GPT-2 is published without. Experts are published apart."""
+        """The name with or without the base model's prefix (GPT-2 has none); experts may be separate tensors."""
         short = name.removeprefix(f"{self.model.lm.base_model_prefix}.")
         return name if name in available else published_experts(name, available, self.model.num_experts) or short

@@ -1,4 +1,4 @@
-"""The platform's hooks, in the order in which they are called; the run's callbacks come between the two groups."""
+"""The platform's hooks in call order; the run's callbacks are called between the two groups."""
 
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.profiling import Profiling
@@ -9,7 +9,7 @@ from crosstrain.training.tracking import Tracking
 from crosstrain.training.validation import BestPointer, Validation
 
 BEFORE_CALLBACKS = {"profile": Profiling, "bad_steps": BadSteps}
-# Each of these uses what those before it have left: log and validation fill the row, best asks for a save.
+# The order matters: log and validation fill the row for tracking, and best requests a save.
 AFTER_CALLBACKS = {
     "log": StepLog,
     "validation": Validation,

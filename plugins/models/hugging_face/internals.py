@@ -1,10 +1,10 @@
-"""Everything that touches private parts of transformers (seen with 5.24; at least 5.15).
+"""All code that uses private parts of transformers (seen with 5.24; at least 5.15).
 
-- `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, which constructors call.
-- The names of the logits' scale and softcap are in a table, `hf_tables`. A head that is not there computes all logits.
-- Initial values are in `_init_weights` alone, so it is run.
-- `_can_record_outputs` says which modules are routers.
-- Modules of experts are those that the decorator `use_experts_implementation` has marked.
+- `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, called by constructors.
+- `tables` lists the attributes for scale and softcap of the logits. Models without an entry compute the full logits.
+- Initial values are only defined in `_init_weights`, so it is run.
+- `_can_record_outputs` names the class of the routers.
+- Modules of experts are marked by the decorator `use_experts_implementation`.
 """
 
 import copy
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from crosstrain.modeling.attention import Attention, choose_attention
-from crosstrain.modeling.hf_tables import NOT_CAUSAL, PRODUCTS, SCALES, SOFTCAPS
-from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, parameters_on_meta
+
+from .attention import Attention, choose_attention
+from .tables import NOT_CAUSAL, PRODUCTS, SCALES, SOFTCAPS
 
 
 def padded(
     config: PreTrainedConfig, multiple: int, attention: Attention | None, model: type[PreTrainedModel]
 ) -> PreTrainedConfig:
-    """The configuration with a vocabulary padded to a multiple of `multiple`, and an attention that `model` has."""
+    """Copy a configuration with its vocabulary padded to a multiple of `multiple`, and choose the attention."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.vocab_size = -(-text.vocab_size // multiple) * multiple
     config._attn_implementation = choose_attention(attention, model, config)
-    # Training reads nothing that a forward returns beside the hidden states.
+    # Training only reads the hidden states of a forward.
     config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
     return config
 
@@ -39,7 +39,7 @@ def padded(
 def build_transformers(
     auto: Any, config: PreTrainedConfig, multiple: int = 1, attention: Attention | None = None
 ) -> PreTrainedModel:
-    """A module without initial values, of `auto`: one of transformers' classes of models, or of its Auto classes.
+    """Build a model without initial values; `auto` is a model class of transformers or one of its Auto classes.
 
     The vocabulary is padded to a multiple of `multiple`.
     """
@@ -50,7 +50,7 @@ def build_transformers(
 
 
 def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
-    """The routers of a mixture of experts, which return logits, weights and choices."""
+    """The routers of a mixture of experts; each returns logits, weights and choices."""
     recorders = getattr(lm, "_can_record_outputs", None)
     recorder: Any = recorders.get("router_logits") if isinstance(recorders, dict) else None
     kind = getattr(recorder, "target_class", None)
@@ -59,27 +59,27 @@ def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_initial_values() -> Iterator[None]:
-    """Let constructors tie weights but fill none: zeroing a pad token's row fails where other ranks hold it."""
+    """Let constructors tie weights but skip initial values: zeroing the pad token's row fails if it is sharded away."""
     with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
         yield
 
 
 def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
-    """Scale and softcap of logits that are a matrix product, as in `Logits`; None: only the model's head gives them.
+    """Scale and softcap of the logits, as in `Logits`; None: the logits are not a plain product of the head.
 
     Raises ConfigError for a model that does not predict the next token.
     """
     config, family = lm.config, lm.config.model_type
     decodes = getattr(config, "is_decoder", None)
     causal = {getattr(module, "is_causal", None) for module in lm.modules()}
-    sees_all = False in causal and True not in causal  # beside causal attention, the others attend to layers or images
+    sees_all = False in causal and True not in causal  # with causal attention, other modules attend to layers or images
     if family in NOT_CAUSAL or (decodes is False and (sees_all or family not in PRODUCTS)):
         raise ConfigError(
             f"model: {family} does not predict the next token from those before it; only causal models can be "
             f"trained{', such as this one with config.is_decoder: true' if decodes is False else ''}"
         )
     other = type(lm.get_output_embeddings()) is not nn.Linear or lm.base_model is lm
-    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # a loss beside the head's
+    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # adds a router loss
         return None
     attribute, exponent = SCALES.get(family, ("", 1))
     scale = getattr(config, attribute, None)
@@ -87,16 +87,16 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
 
 
 def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
-    """The lists of blocks, by transformers' pipeline plan, the classes that it does not split, or their number.
+    """Find the lists of blocks: by the pipeline plan, by `_no_split_modules`, or by the number of layers.
 
-    A model of images and text has several, any other model one.
+    A model of images and text has several lists, any other model has one.
     """
     lists = {name: module for name, module in lm.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     prefix = "" if lm.base_model is lm else f"{lm.base_model_prefix}."
     planned = [lists[at] for name in lm.config.base_model_pp_plan or {} if (at := f"{prefix}{name}") in lists]
     whole = {str(name) for name in lm._no_split_modules or ()}
     kept = [blocks for blocks in lists.values() if any(type(block).__name__ in whole for block in blocks)]
-    if len(kept) > 1 and lm.config.get_text_config() is not lm.config:  # of images and of text
+    if len(kept) > 1 and lm.config.get_text_config() is not lm.config:  # images and text
         return kept
     count = getattr(lm.config, "num_hidden_layers", None)
     counted = [blocks for blocks in lists.values() if len(blocks) == count]
@@ -104,12 +104,12 @@ def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return True for a module whose parameters are stacked by expert."""
+    """Return True for a module with parameters stacked by expert."""
     return all(hasattr(module, mark) for mark in ("is_transposed", "is_concatenated", "has_bias", "num_experts"))
 
 
 def skeleton(lm: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of the class of `lm` for `initialize`: vectors have their constructor's values, matrices no memory."""
+    """Build a model like `lm` for `initialize`: vectors have their constructor's values, matrices have no memory."""
     with torch.random.fork_rng(devices=[]), parameters_on_meta(but=lambda p: p.numel() == max(p.shape, default=1)):
         torch.manual_seed(0)
         return type(lm)(copy.deepcopy(config))
@@ -118,10 +118,10 @@ def skeleton(lm: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
 def initialize(skeleton: PreTrainedModel, name: str, value: Tensor, rng: torch.Generator) -> None:
     """Fill `value` with transformers' initial value of the parameter `name` of a model like `skeleton`.
 
-    Runs the rules of the module that has the parameter and of those around it, with random numbers from `rng`. A part
-    that none of them fills gets its constructor's value, or is drawn from N(0, initializer_range) if it is a matrix.
+    Runs the initialization rules of the parameter's module and of its parent modules, with random numbers from `rng`.
+    Elements that no rule fills get the constructor's value; for a matrix they are drawn from N(0, initializer_range).
     """
-    # A tied parameter begins as the one that it is tied to, also where a family names its head first.
+    # A tied parameter gets the initial value of its source, even if a family lists the head first.
     *path, attribute = skeleton.all_tied_weights_keys.get(name, name).split(".")
     around = [skeleton.get_submodule(".".join(path[:n])) for n in range(len(path) + 1)]
     owner, rules, rule = around[-1], [], skeleton._init_weights

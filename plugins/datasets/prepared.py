@@ -1,4 +1,4 @@
-"""A prepared dataset's summary and its files."""
+"""The summary and files of a prepared dataset."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from crosstrain import DataError
 from crosstrain.utils import storage
-from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import cache_folder, read_regular, write_atomically, write_json
 from crosstrain.utils.program import command
 
 FORMAT_VERSION = 1
-_MOST_BYTES = 1 << 26  # of dataset.json
+_MOST_BYTES = 1 << 26  # maximum size of dataset.json, in bytes
 
 
 @dataclass
@@ -25,18 +25,18 @@ class Summary:
 
     format_version: int
     documents: int
-    dropped: int  # documents that were read and are not in it
-    tokens: int  # with one end-of-text token per document
-    text_bytes: int  # of the kept and the dropped documents, as UTF-8
+    dropped: int  # documents that were read but left out
+    tokens: int  # including one end-of-text token per document
+    text_bytes: int  # total size of kept and dropped documents, in bytes of UTF-8
     vocab_size: int
     eod_id: int
     dtype: str
-    tokenizer_sha256: str  # of tokenizer/tokenizer.json
-    options: dict[str, Any]  # the PrepareOptions it was made with
+    tokenizer_sha256: str  # hash of tokenizer/tokenizer.json
+    options: dict[str, Any]  # the PrepareOptions that were used
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
-        """Read the summary of a prepared folder. DataError if there is none that this version can read."""
+        """Read the summary of a prepared folder. Raises DataError if this version cannot read it."""
         path = folder / "dataset.json"
         try:
             content = json.loads(read_regular(path, _MOST_BYTES))
@@ -47,7 +47,7 @@ class Summary:
         raise DataError(f"{path} has format version {version}, not {FORMAT_VERSION}: prepare it again")
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raise DataError unless the tokenizer in a prepared folder is the one that made its tokens."""
+        """Raise DataError unless the tokenizer in a prepared folder is the one that encoded its tokens."""
         path = folder / "tokenizer" / "tokenizer.json"
         if not path.is_file() or hash_of(path) != self.tokenizer_sha256:
             problem = f"{path} is not the tokenizer that made the tokens beside it"
@@ -63,10 +63,10 @@ def hash_of(tokenizer: Path) -> str:
 
 
 def locate(where: str | Path) -> tuple[str | Path, Path | None]:
-    """Return (prefix of the token files, the prepared folder if they are in one) for a path or URL that names either.
+    """Return (prefix of the token files, prepared folder or None) for the path or URL of either.
 
-    Of a prepared folder in a bucket it is a copy without the tokens. Raises DataError if there are no tokens or several
-    files of them, and StorageError.
+    For a prepared folder in a bucket, the returned folder is a local copy without the tokens. Raises DataError if there
+    are no tokens or several token files, and StorageError if the bucket cannot be read.
     """
     if isinstance(where, str) and storage.is_url(where):
         return locate_remote(where.rstrip("/"))
@@ -81,7 +81,7 @@ def locate(where: str | Path) -> tuple[str | Path, Path | None]:
 
 
 def _only(found: list[str], path: str | Path) -> str:
-    """Return the prefix of the one index that was found. DataError for none or several."""
+    """Return the prefix of the only index file. Raises DataError if there is none or more than one."""
     if len(found) > 1:
         names = ", ".join(name.rpartition("/")[2].removesuffix(".idx") for name in found)
         raise DataError(f"{path} holds several token files ({names}): path must name one")
@@ -99,9 +99,9 @@ def _only(found: list[str], path: str | Path) -> str:
     return found[0].removesuffix(".idx")
 
 
-@lru_cache(maxsize=64)  # asked for each split
+@lru_cache(maxsize=64)  # called for each split
 def locate_remote(url: str) -> tuple[str, Path | None]:
-    """Return what `locate` does, of a URL."""
+    """Return what `locate` returns, for a URL."""
     if url.endswith((".idx", ".bin")):
         return url[:-4], None
     inside = storage.files(url)

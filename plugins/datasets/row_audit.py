@@ -1,4 +1,4 @@
-"""Account for the rows that a reader takes in: keys that nothing reads, and rows that cannot be used."""
+"""Audit the rows of a dataset: count unread keys, and rows that cannot be used."""
 
 from __future__ import annotations
 
@@ -6,41 +6,42 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from crosstrain.utils.errors import DataError, printable
+from crosstrain import DataError
+from crosstrain.utils.errors import printable
 
-_NAMED = 1000  # dropped rows that the plain form lists
-_LONGEST = 80  # characters of a key in a sentence
-_KINDS = 100  # kinds of reasons and names of keys that are kept apart; names in data may be anything
+_NAMED = 1000  # maximum number of dropped rows listed in the plain form
+_LONGEST = 80  # maximum length of a key in a message, in characters
+_KINDS = 100  # maximum number of reasons, and of keys, to count separately, because data may contain any number
 
 
 class RowAudit:
-    """Counts of rows, of keys that were not read, and of dropped rows by the kind of reason, each with its first place.
+    """Counts rows, unread keys, and dropped rows per kind of reason, each with the first location.
 
-    Every reader of rows reports here, so that a key with a meaning is never left out in silence. A key is named by its
-    path: `source` for a column, `messages.weight` for a key of a turn. `plain` is its JSON form.
+    All code that reads rows reports here, so that no key is silently ignored. A key is named by its path: `source` for
+    a column, `messages.weight` for a key of a turn. `plain` is the JSON form of the counts.
     """
 
     def __init__(self, ignore_columns: Collection[str] = ()) -> None:
-        """ignore_columns: names or paths that are not reported; a name covers everything below it."""
+        """ignore_columns: paths of keys that are not reported; a path includes all keys below it."""
         self.ignore_columns = frozenset(ignore_columns)
         self.plain: dict[str, Any] = {"rows": 0, "dropped": 0, "unread": {}, "reasons": {}, "named": []}
 
     def row(self, place: str, unread: Iterable[str] = ()) -> None:
-        """Count a row that is used, and the paths of its keys that were not read."""
+        """Count a row that is used, and the paths of its unread keys."""
         self.plain["rows"] += 1
         for path in unread:
             if not self._ignored(path):
                 _count(self.plain["unread"], path, 1, place)
 
     def drop(self, place: str, reason: str) -> None:
-        """Count a row that is not used. Reasons that differ in their numbers only are of one kind."""
+        """Count a dropped row. Reasons that differ only in their digits are the same kind."""
         self.plain["rows"] += 1
         self.plain["dropped"] += 1
         _count(self.plain["reasons"], re.sub(r"\d+", "N", reason), 1, f"{place}: {reason}")
         self.plain["named"] = [*self.plain["named"], f"{place}: {reason}"][:_NAMED]
 
     def add(self, plain: dict[str, Any]) -> None:
-        """Add the plain form of other counts, but keys to ignore; call it in the order of the input."""
+        """Merge `plain` from an audit of later rows, except ignored keys."""
         for name in ("rows", "dropped"):
             self.plain[name] += plain[name]
         for name in ("unread", "reasons"):
@@ -50,7 +51,7 @@ class RowAudit:
         self.plain["named"] = (self.plain["named"] + plain["named"])[:_NAMED]
 
     def notices(self) -> list[str]:
-        """Return a sentence about keys that were not read, and one about dropped rows, where there are such."""
+        """Return a sentence about unread keys and one about dropped rows, if there are any."""
         said, total = [], self.plain["rows"]
         if unread := self.plain["unread"]:
             parts = [
@@ -66,7 +67,7 @@ class RowAudit:
         return [printable(text) for text in said]
 
     def check(self, source: str, max_dropped: float) -> None:
-        """Raise DataError where more rows of `source` than the share `max_dropped` are dropped, or all of them."""
+        """Raise DataError if the fraction of dropped rows is above `max_dropped`, or if all rows are dropped."""
         dropped, total = self.plain["dropped"], self.plain["rows"]
         if dropped and (dropped == total or dropped > max_dropped * total):
             raise DataError(

@@ -1,8 +1,9 @@
-"""Order the samples of several sources by their shares, in exact proportion at every prefix.
+"""Interleave the samples of several sources so that every prefix is in proportion to their shares.
 
-The shares are quantised to whole numbers that add up to a period. A table of that length lists the turns; it is made
-by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), whose counts are
-less than one sample off at any prefix. Sample number n is then looked up, not counted to.
+The shares are quantized to integers; their sum is the period. A table lists the source of each sample in a period. It
+is built by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), so that in every
+prefix the count of each source is less than one sample off its share. The table gives the source of any sample in
+constant time.
 """
 
 import math
@@ -11,13 +12,14 @@ from fractions import Fraction
 
 import numpy as np
 
-LONGEST = 1 << 16  # period of shares that no shorter one gives exactly
+LONGEST = 1 << 16  # period for shares that no shorter period represents exactly
 
 
 def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
-    """Return whole numbers above 0 in the proportions of `weights`: exactly, if their sum can be at most `longest`.
+    """Return positive integers proportional to `weights`, exactly if their sum can be at most `longest`.
 
-    Otherwise they add up to `longest`, each less than one off its share of it, or 1 where that is less.
+    Otherwise they add up to `longest`, and each is less than one off its share. Shares below 1 become 1; the sum may
+    then be above `longest`.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -32,25 +34,28 @@ def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
 
 
 class MixtureOrder:
-    """The source of each sample. `counts`, from `quantise`, are the samples of each source in a period."""
+    """Maps samples to sources; `counts`, from `quantise`, has the number of samples per period of each source."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.period = list(counts), sum(counts)
         self._turn = _turns(self.counts)
-        self._before = np.zeros(self.period, np.int64)  # earlier turns of the same one in the period
+        self._before = np.zeros(self.period, np.int64)  # earlier turns of the same source in the period
         for k in range(len(self.counts)):
             mine = np.flatnonzero(self._turn == k)
             self._before[mine] = np.arange(len(mine))
 
     def place(self, n: int) -> tuple[int, int]:
-        """Return (source of sample number n, number of that source's earlier samples)."""
+        """Return (source of sample n, number of earlier samples from that source)."""
         periods, position = divmod(n, self.period)
         k = int(self._turn[position])
         return k, periods * self.counts[k] + int(self._before[position])
 
 
 def _turns(counts: list[int]) -> np.ndarray:
-    """Return the source of each turn, int64 [period]: of those far enough behind, the one with the nearest deadline."""
+    """Return the source of each turn, int64 [period].
+
+    Among the sources that are far enough behind their shares, the one with the earliest deadline is next.
+    """
     shares = np.array(counts, np.int64)
     period, number = int(shares.sum()), len(counts)
     turns = np.zeros(period, np.int64)
@@ -59,7 +64,7 @@ def _turns(counts: list[int]) -> np.ndarray:
     scale = 2 * number - 2
     had = np.zeros(number, np.int64)
     for step in range(1, period + 1):
-        behind = scale * (shares * step - period * had)  # by how many samples, times period * scale
+        behind = scale * (shares * step - period * had)  # number of samples behind, times period * scale
         left = np.where(behind >= period, (period * (scale - 1) - behind) / shares, np.inf)
         turns[step - 1] = chosen = int(np.argmin(left))
         had[chosen] += 1

@@ -1,0 +1,76 @@
+"""The lines of a logged step, for people or in Megatron-LM's notation."""
+
+from datetime import timedelta
+
+from crosstrain.config.run_options import LogOptions
+from crosstrain.monitor.metrics import StepMetrics
+
+
+def log_lines(
+    metrics: StepMetrics, max_iters: int, options: LogOptions, targets: str = "tokens", first: bool = False
+) -> list[str]:
+    """Return the lines of a logged step.
+
+    targets: noun for the items over which the loss is a mean; first: no step was logged before.
+    """
+    megatron = options.format == "megatron"
+    lines = [_megatron_line(metrics, max_iters, targets) if megatron else _line(metrics, max_iters)]
+    if megatron or options.timers:
+        timers = [f"{phase}: {milliseconds:.2f}" for phase, milliseconds in metrics.timers.items()]
+        lines.append("time (ms) | " + " | ".join(timers))
+    if megatron and first:
+        memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())
+        lines.append("memory (MB) | " + " | ".join(memory))
+    return lines
+
+
+def _line(metrics: StepMetrics, max_iters: int) -> str:
+    """Example: step  20/400  loss 6.816  lr 7.5e-04  grad_norm 1.22  7,164 tok/s  572 ms  1.1 GB  eta 3:37."""
+    tokens, samples = metrics.tokens_per_second, metrics.samples_per_second or 0
+    parts = [
+        f"step {metrics.step:{len(str(max_iters))}d}/{max_iters}",
+        f"loss {_number(metrics.loss, '.4g' if abs(metrics.loss or 1) < 1 else '.3f')}",
+        f"lr {metrics.lr:.1e}",
+        f"grad_norm {_number(metrics.grad_norm, '.2f')}",
+    ]
+    if metrics.loss_scale != 1:
+        parts.append(f"loss_scale {metrics.loss_scale:g}")
+    parts += [f"{name} {value:.4g}" for name, value in metrics.recorded.items()]
+    if metrics.skipped_steps:
+        parts.append(f"skipped {metrics.skipped_steps}")
+    parts.append(f"{samples:,.1f} samples/s" if tokens is None else f"{tokens:,.0f} tok/s")
+    parts.append(f"{metrics.step_ms:,.0f} ms")
+    if metrics.mfu is not None:
+        parts.append(f"MFU {100 * metrics.mfu:.1f}%")
+    parts.append(f"{metrics.memory['memory_peak_mb'] * 2**20 / 1e9:.1f} GB")
+    if metrics.step < max_iters:
+        left = timedelta(milliseconds=(max_iters - metrics.step) * metrics.step_ms)
+        parts.append(f"eta {_clock(left)}")
+    return "  ".join(parts)
+
+
+def _megatron_line(metrics: StepMetrics, max_iters: int, targets: str) -> str:
+    parts = [
+        f"iteration {metrics.step:8d}/{max_iters:8d}",
+        f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
+        f"learning rate {metrics.lr:.3E}",
+        f"{'lm loss' if targets == 'tokens' else 'loss'} {_number(metrics.loss, '.6E')}",
+        f"loss scale {metrics.loss_scale:.1f}",
+        f"grad norm {_number(metrics.grad_norm, '.3f')}",
+        metrics.throughput,
+    ]
+    parts += [f"{name} {value:.6g}" for name, value in metrics.recorded.items()]
+    if metrics.skipped_steps:
+        parts.append(f"skipped steps {metrics.skipped_steps}")
+    if metrics.mfu is not None:
+        parts.append(f"MFU {100 * metrics.mfu:.1f}%")
+    return " | ".join(parts)
+
+
+def _clock(time: timedelta) -> str:
+    """Format as 3:37, 2:03:37 or 1 day, 2:03:37."""
+    return str(timedelta(seconds=round(time.total_seconds()))).removeprefix("0:").removeprefix("0")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "overflow" if value is None else format(value, form)
