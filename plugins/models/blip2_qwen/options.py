@@ -17,8 +17,8 @@ class Part:
     """Options common to all parts."""
 
     freeze: bool = True  # do not train the part: eval mode, no gradient, no optimizer state
-    precision: Literal["fp32", "bf16", "fp16"] | None = None  # type of computation; None: as run.amp
-    weights: Literal["bf16", "fp16"] | None = None  # type of stored frozen matrices; None: fp32
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # compute dtype; None: as run.amp
+    weights: Literal["bf16", "fp16"] | None = None  # dtype in which frozen matrices are stored; None: fp32
     lr_scale: PositiveFloat = 1.0  # multiplies run.init_lr
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as in run
 
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(kw_only=True)
 class Vision(Part):
-    """A vision transformer of timm. None for a size: as in the pretrained weights, or timm's default."""
+    """A timm vision transformer. None for a size: as in the pretrained weights, or timm's default."""
 
     sizes: ClassVar = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
     published: ClassVar = ("encoder", "image_size", *sizes)
@@ -47,7 +47,7 @@ class Vision(Part):
     class_token: bool | None = None  # add a class token to the patch tokens
     drop_path_rate: DropRate = 0.0  # rate of stochastic depth
     position_std: PositiveFloat = 0.02  # standard deviation of the initial position embedding
-    attention: Literal["sdpa", "eager"] = "sdpa"  # sdpa: torch's fused operator; eager: separate matrix products
+    attention: Literal["sdpa", "eager"] = "sdpa"  # sdpa: torch's fused operator; eager: separate matmuls
 
 
 @dataclass(kw_only=True)
@@ -90,7 +90,7 @@ class Projector(Part):
 
 @dataclass
 class Lora:
-    """Low-rank adapters (Hu et al., 2021) by peft. They always train, even if the part is frozen."""
+    """Low-rank adapters (Hu et al., 2021) from peft. They are always trained, even if the part is frozen."""
 
     rank: Size = 8  # rows of A and columns of B
     alpha: PositiveFloat = 16.0  # adapter outputs are scaled by alpha / rank
