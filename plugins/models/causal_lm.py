@@ -103,7 +103,7 @@ class _Weights(TransformersWeights):
     model: CausalLM
 
     def sources(self) -> list[Source]:
-        """Return the source `pretrained`, or the dense model; routers then start from initial values."""
+        """Return `pretrained` as the source, or else the dense model, with routers at their initial values."""
         if self.model.dense is None:
             return super().sources()
         there = open_weights(self.model.dense).names("param")

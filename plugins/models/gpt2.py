@@ -31,7 +31,7 @@ class GPT2(TransformersModel):
 
     @dataclass
     class Options:
-        """None for a size: as in the pretrained model, or in GPT-2 small."""
+        """Sizes that are None are those of the pretrained model, or of GPT-2 small."""
 
         published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 

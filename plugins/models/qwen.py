@@ -34,11 +34,11 @@ class Qwen(TransformersModel):
 
     @dataclass
     class Options:
-        """None for a size: as in the pretrained model, or transformers' default for the family, under the same name."""
+        """Sizes that are None are those of the pretrained model, or transformers' defaults for the family."""
 
         published: ClassVar = ("family", *_SIZES, "rope_theta")
 
-        pretrained: Text | None = None  # Hugging Face name or folder, sets the family; None: random initialization
+        pretrained: Text | None = None  # Hugging Face name or folder; it sets the family; None: random initialization
         family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalizes queries and keys
         vocab_size: Size | None = None  # number of token ids
         hidden_size: Size | None = None  # width of the residual stream

@@ -31,7 +31,7 @@ class Group:
         return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def all_gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order. For small Python objects, not for tensors."""
+        """Return every rank's value, in rank order. Use it for small Python objects, not for tensors."""
         if self.process_group is None:
             return [value]
         out: list[Any] = [None] * self.size
@@ -39,7 +39,7 @@ class Group:
         return out
 
     def broadcast(self, value: T) -> T:
-        """Return the first rank's value. For small Python objects, not for tensors."""
+        """Return the first rank's value. Use it for small Python objects, not for tensors."""
         if self.process_group is None:
             return value
         out: list[Any] = [value]

@@ -14,7 +14,7 @@ from crosstrain.utils.errors import ConfigError, RankLost, first_line
 
 _QUIET = 5.0  # seconds until a waiting rank prints a note; afterwards it prints one every minute
 _STRANGE = 20.0  # seconds until an error is raised because the program at the port is not this run's rank 0
-_SHOWN = 64  # notes list missing ranks only among this many first ranks
+_SHOWN = 64  # number of ranks, counted from rank 0, that a note checks and lists
 # Environment variables that identify a cluster job; each launcher sets some of them.
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 
@@ -33,7 +33,7 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
     # Our launcher and torchrun choose a new port for each restart.
     in_use = RankLost if "TORCHELASTIC_RUN_ID" in os.environ else ConfigError
     found, began, due, error = dict[str, Any](), time.monotonic(), _QUIET, None
-    # This runs in a thread, because the call into torch may never return, and Python's signal handlers would wait.
+    # This runs in a thread, because the call into torch may never return, and blocks Python's signal handlers.
     Thread(target=_arrive, args=(found, (host, int(port)), rank, size, timeout), daemon=True).start()
     while error is None and (waited := time.monotonic() - began) < timeout:
         store, error = found.get("store"), found.get("error")

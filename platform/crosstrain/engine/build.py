@@ -46,7 +46,7 @@ _MOST_RANKS = 2**16
 
 
 def make_runner(config: Config) -> Runner:
-    """Create the configured runner; `setup` has not been called."""
+    """Create the configured runner; the caller has to call `setup`."""
     return registry.get("runner", config.run.runner.name)(config.run.runner.options, config.run)
 
 

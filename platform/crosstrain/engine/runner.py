@@ -191,7 +191,7 @@ class Runner:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on the gradients after `forward_backward`: the loss scale, divided by the number of averaged ranks.
+        """Factor on the gradients after `forward_backward`: the loss scale, divided by the number of ranks.
 
         Engines average gradients over ranks. The true gradient is the sum over ranks, because each rank's loss is
         already divided by the total number of targets.

@@ -61,7 +61,7 @@ def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
 
 
 class Encoders:
-    """Processes that encode texts and chats as token IDs; each call has its own process, so calls do not wait.
+    """Processes that encode texts and chats as token IDs; each call has its own process, so no call delays another.
 
     The constructor raises CheckpointError if the tokenizer cannot be loaded.
     """

@@ -68,8 +68,8 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
         raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
 
 
-# Options of `run` that are taken from a checkpoint: from anybody's, and from one that this user trained. Other options
-# get their defaults; unknown options are rejected.
+# Options of `run` that are taken from any checkpoint, and from a checkpoint that this user trained. Other options get
+# their defaults; unknown options are rejected.
 _FROM_ANYBODY = {"device", "amp"}
 _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics", "objective"}
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required options that evaluation ignores
@@ -144,8 +144,8 @@ def open_on_workers(
     alone: start only one worker.
 
     If the runner does not support the number of workers, and the user chose neither, plain torch in one process is
-    used. Raises ConfigError for the reasons of `open_config` and for an impossible layout, and CheckpointError for the
-    reasons of `outline`.
+    used. Raises ConfigError in the same cases as `open_config` and for an impossible layout, and CheckpointError in the
+    same cases as `outline`.
     """
     config = open_config(checkpoint, project, options, trust_data)
     how = Launch.detect(nproc_per_node or (1 if alone else None), config.run.device)

@@ -19,8 +19,8 @@ from torch import Tensor
 from crosstrain.utils.types import IGNORE_INDEX
 
 # fp16 rounds values below 6e-8 to zero, and such probabilities are common in a large vocabulary. The gradient of a
-# logit lies in [-1, 1], so multiplying it by this factor cannot overflow. Its matmuls have fp32 outputs, and the
-# backward divides them by the factor.
+# logit lies in [-1, 1], so multiplying it by this factor cannot overflow. Matmuls with this gradient have fp32 outputs,
+# and the backward divides the outputs by the factor.
 _FP16_LIFT = 2.0**15
 
 # Number of rows of logits per softmax call on a CPU: small enough to stay in the cache in fp32.
@@ -63,10 +63,10 @@ def token_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Sum -log softmax(hidden @ weight.T)[label] over target tokens; an fp32 scalar (fp64 for fp64 inputs).
 
-    hidden: [*, H]. weight: [V, H], the head's; rows from `vocab_size` on are padding and get no probability. labels:
-    [*] int64, IGNORE_INDEX if there is no target. logits: converts hidden @ weight.T to logits. Matmuls use autocast's
-    dtype if it is enabled; the softmax and the sums over chunks are in fp32 or better. Besides the gradients, memory is
-    needed for one chunk's logits, `chunk_tokens` x V, and for as much again with a softcap.
+    hidden: [*, H]. weight: [V, H], the weight of the head; its rows from `vocab_size` on are padding and get no
+    probability. labels: [*] int64, IGNORE_INDEX if there is no target. logits: converts hidden @ weight.T to logits.
+    Matmuls use autocast's dtype if autocast is enabled; the softmax and the sums over chunks are in fp32 or better.
+    Besides the gradients, memory is needed for one chunk's logits, `chunk_tokens` x V, and as much again for a softcap.
 
     With a `group` of P ranks, rank r holds the rows [V/P, H] of `weight` from r V/P on, and the same part of a bias.
     Only two values per token are exchanged, never the logits. Every rank returns the loss; the true gradient of

@@ -163,7 +163,7 @@ class BadSteps(Callback):
             log.warning("%s", sentence)
 
     def suspects(self, micro_batches: list[MicroBatch]) -> list[Suspect]:
-        """Return samples with a non-finite loss, or else all micro batches in order of falling loss. Collective."""
+        """Return samples with a non-finite loss, or else all micro batches sorted by descending loss. Collective."""
         mine = {
             micro_batch.numbers: float(loss) / max(micro_batch.num_targets, 1)
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)

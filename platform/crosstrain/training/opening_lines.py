@@ -7,7 +7,7 @@ from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 
-# The validation loss is uncertain below this number of tokens; standard deviation of a token's loss, roughly, in nats.
+# With fewer tokens, the uncertainty of a validation is logged; rough standard deviation of a token's loss, in nats.
 _FEW_TOKENS, _DEVIATION = 10_000, 2.5
 _LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 

@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(kw_only=True)
 class Vision(Part):
-    """A timm vision transformer. None for a size: as in the pretrained weights, or timm's default."""
+    """A timm vision transformer. Sizes that are None come from the pretrained weights, or are timm's defaults."""
 
     sizes: ClassVar = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
     published: ClassVar = ("encoder", "image_size", *sizes)
@@ -52,7 +52,7 @@ class Vision(Part):
 
 @dataclass(kw_only=True)
 class QFormer(Part):
-    """BLIP-2's querying transformer (Li et al., 2023). None for a size: as in the pretrained weights, or BLIP-2's."""
+    """BLIP-2's querying transformer (Li et al., 2023). Sizes that are None are the pretrained weights' or BLIP-2's."""
 
     sizes: ClassVar = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     published: ClassVar = (*sizes, "cross_attention_frequency", "layer_norm_eps")

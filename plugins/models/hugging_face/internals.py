@@ -74,7 +74,7 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
     config, family = lm.config, lm.config.model_type
     decodes = getattr(config, "is_decoder", None)
     causal = {getattr(module, "is_causal", None) for module in lm.modules()}
-    sees_all = False in causal and True not in causal  # with causal attention, other modules attend to layers or images
+    sees_all = False in causal and True not in causal  # causal models may also attend to layers or images
     if family in NOT_CAUSAL or (decodes is False and (sees_all or family not in PRODUCTS)):
         raise ConfigError(
             f"model: {family} does not predict the next token from those before it; only causal models can be "

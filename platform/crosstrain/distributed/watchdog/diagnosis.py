@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
-SETTLED = 2.0  # idle seconds before calls are compared: if they really mismatch, they never complete
-DEADLOCKED = 6.0  # idle seconds before a deadlock is reported: two ranks may both be waiting for a third one
+SETTLED = 2.0  # idle seconds before calls are compared; calls that do not match never complete
+DEADLOCKED = 6.0  # idle seconds before a deadlock is reported, because both ranks may only be waiting for a third one
 FORGIVEN = 1024  # a mismatch followed by this many calls is ignored: the ranks agree, and a call was not recorded
 
 _RULE = "a collective must be called by every rank"

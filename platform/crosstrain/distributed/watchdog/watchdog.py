@@ -73,7 +73,7 @@ class Watchdog:
         # A launcher may keep the store across restarts, with values of earlier watchdogs.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
-        # A separate connection: the process group's may be blocked by a waiting thread.
+        # The watchdog has its own connection, because a waiting thread may block that of the process group.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         self._store = dist.PrefixStore(f"crosstrain/watchdog/{name[0]}", store)
