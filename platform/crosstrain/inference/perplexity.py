@@ -41,7 +41,7 @@ class LossMetrics:
 
     @property
     def named(self) -> dict[str, float]:
-        """All metrics: name -> value. Raises TrainingError for a duplicate name."""
+        """All metrics, as name -> value. Raises TrainingError for a duplicate name."""
         return disjoint({"loss": self.loss} | ({"perplexity": self.perplexity} if self.of_tokens else {}), self.more)
 
     def line(self, form: str) -> str:

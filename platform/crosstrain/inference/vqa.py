@@ -27,7 +27,7 @@ _ON_SHEET = 48  # maximum number of images on a contact sheet
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a question about sample `sample` of a split; it has no image, because ranks exchange answers."""
+    """An answer to a question about sample `sample` of a split, without the image: ranks send answers to each other."""
 
     sample: int
     kind: str

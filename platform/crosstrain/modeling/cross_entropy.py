@@ -78,7 +78,7 @@ def token_cross_entropy(
     `hits` is called with a boolean for each target: True if the target is the argmax.
 
     `token_losses` replaces -log softmax. It gets the logits of a chunk in fp32 or better, which it may differentiate,
-    and the chunk's slice of the flattened labels. The ranks of a group gather the logits of a chunk for it.
+    and the chunk's slice of the flattened labels. With a `group`, its ranks first gather the chunk's full logits.
 
     `traced_rows` is for tracing memory without values: only the first rows of each chunk go through the softmax, in one
     call. The other rows would reuse the same memory, so the peak is the same.

@@ -67,7 +67,7 @@ class Objective:
         """Return the sum of the units' losses, an fp32 scalar that is differentiable with respect to `losses`.
 
         losses: fp32 [rows, length], 0 for tokens without a target. batch: has `labels` and the dataset's `fields`.
-        Control flow may only depend on shapes: a plan traces this method without values.
+        Control flow may depend only on shapes, because a plan traces this method without values.
         """
         return losses.sum()
 

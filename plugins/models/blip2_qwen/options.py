@@ -102,7 +102,7 @@ class Lora:
 
 @dataclass(kw_only=True)
 class Language(Part):
-    """A registered causal language model; it has its own option `pretrained`."""
+    """A registered causal language model, which has its own option `pretrained`."""
 
     # any registered language model
     model: Annotated[Component, "model"] = field(default_factory=lambda: Component("qwen"))

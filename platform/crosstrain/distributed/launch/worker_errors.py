@@ -27,7 +27,7 @@ _launcher_shows_errors = False  # our own launcher started this process
 
 
 class WorkerFailure(Exception):
-    """A worker failed, and the user is not the cause; the message holds the traceback."""
+    """A worker failed with an error that is not a UserError; the message holds the traceback."""
 
     def __init__(self, rank: int, trace: str) -> None:
         super().__init__(f"rank {rank} failed:\n{trace}")

@@ -74,7 +74,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a collective, with the properties that ranks can compare."""
+    """A call to a collective, with the properties that ranks can compare."""
 
     operation: str
     size: str  # such as "7 float32"; empty if it may differ between ranks
