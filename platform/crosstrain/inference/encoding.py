@@ -75,7 +75,7 @@ class Encoders:
 
     @property
     def stuck(self) -> int:
-        """Number of prompts that have been encoding for longer than `_SLOW`."""
+        """Number of prompts whose encoding has taken longer than `_SLOW` so far."""
         return sum(time.monotonic() - since > _SLOW for since in list(self._busy.values()))
 
     def ends(self, tokenizer: Any) -> set[int]:

@@ -31,7 +31,7 @@ class Policy(Protocol):
         """Compute log-probabilities [rows, length] of the `labels`, fp32 on the CPU; 0 at positions without a label."""
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """Compute the same with the run's initial weights; the objective needs `keeps_reference`."""
+        """Compute log-probabilities with the run's initial weights; the objective needs `keeps_reference`."""
 
 
 class Objective:

@@ -50,7 +50,7 @@ class RunnerPolicy:
             return self._runner.evaluate(batch, ForwardMode(reduce=torch.neg)).float().cpu()
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return the same with the run's initial weights."""
+        """Return the labels' log-probabilities under the run's initial weights."""
         self._runner.held.swap(REFERENCE)
         try:
             return self.log_probabilities(batch)
