@@ -40,18 +40,18 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, explained
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import limited_to
 
-_MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
+_MOST_PARAMETERS = 1_000_000  # tensors; ten times as many as in the largest mixture-of-experts models
 _LONGEST_BUILD = 120.0  # seconds
 _MOST_RANKS = 2**16
 
 
 def make_runner(config: Config) -> Runner:
-    """Create the configured runner; `setup` has not been called."""
+    """Create the configured runner; the caller has to call `setup`."""
     return registry.get("runner", config.run.runner.name)(config.run.runner.options, config.run)
 
 
 def make_model(config: Config) -> Model:
-    """Build the configured model. Raises ConfigError if the configuration is not trusted with the weights it names."""
+    """Build the configured model. Raises ConfigError if the configuration is not trusted to name pretrained weights."""
     with limited_to(config.trust):
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
@@ -60,7 +60,10 @@ def make_model(config: Config) -> Model:
 
 
 def make_objective(config: Config, model: Model) -> Objective:
-    """Build the configured objective; the default is the model's own loss. ConfigError if it does not fit the model."""
+    """Build the configured objective; the default is the model's own loss.
+
+    Raises ConfigError if the model does not support the objective.
+    """
     chosen = config.run.objective
     made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
     made.attach(model)
@@ -70,7 +73,10 @@ def make_objective(config: Config, model: Model) -> Objective:
 
 
 def add_adapter(adapter: Component, model: Model, key: str) -> None:
-    """Add the configured adapter to a model in place. ConfigError, at the YAML's `key`, if it does not fit."""
+    """Add the configured adapter to a model in place.
+
+    If the model does not support it, raises a ConfigError that names the YAML `key`.
+    """
     try:
         registry.get("adapter", adapter.name)(adapter.options).add(model)
     except OptionError as error:
@@ -80,7 +86,7 @@ def add_adapter(adapter: Component, model: Model, key: str) -> None:
 def model_on_meta(config: Config) -> Model:
     """Build the configured model on the meta device, for checks and plans.
 
-    Raises ConfigError if the model's libraries refuse its sizes, if it has too many parameter tensors, or if the build
+    Raises ConfigError if the model's libraries reject its sizes, if it has too many parameter tensors, or if the build
     takes minutes.
     """
     what = f"model: {config.model.name} cannot be built with these options"
@@ -91,8 +97,7 @@ def model_on_meta(config: Config) -> Model:
 def check_layout(config: Config, world_size: int, hint: Callable[[int], str] | None = None, step: int = 1) -> None:
     """Raise ConfigError if the runner's layout does not fit `world_size` ranks.
 
-    The message ends with `hint(size)`. `size` is the next larger world size that fits, searched in increments of
-    `step`.
+    The message ends with `hint(size)`, where `size` is the next larger world size that fits, in increments of `step`.
     """
     size_of = partial(registry.get("runner", config.run.runner.name).data_parallel_size, config.run.runner.options)
     try:
@@ -124,7 +129,7 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
 
 
 def _check_apart(config: Config) -> None:
-    """Raise ConfigError for settings that need all ranks in every step; the runner trains ranks independently."""
+    """Raise ConfigError for settings that need all ranks in every step; this runner's ranks train independently."""
     name, run = config.run.runner.name, config.run
     if run.amp.dtype == "fp16":
         raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
@@ -133,10 +138,11 @@ def _check_apart(config: Config) -> None:
 
 
 def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
-    """Build the learning-rate schedule: the rate of the n-th applied step, n = 1, 2, ...; skipped steps do not count.
+    """Build the learning-rate schedule: n -> learning rate of the n-th applied step. n starts at 1.
 
-    The warmup is linear. After it, a registered function of n returns values in [0, 1], scaled to `min_lr` and
-    `init_lr`. `lr_decay_iters` defaults to `max_iters`; `warmup_steps` defaults to `warmup_fraction` of the decay.
+    Skipped steps do not count. The warmup is linear. After it, a registered function of n returns values in [0, 1],
+    which are scaled to the range from `min_lr` to `init_lr`. `lr_decay_iters` defaults to `max_iters`; `warmup_steps`
+    defaults to `warmup_fraction` of `lr_decay_iters`.
     """
     run = config.run
     decay = run.lr_decay_iters or max_iters
@@ -212,7 +218,7 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
 
 
 def check_held(model: Model, runner: type[Runner], config: Config) -> None:
-    """Raise ConfigError if the runner cannot hold the model's quantized parameters or cannot train this model."""
+    """Raise ConfigError if the runner cannot store the model's quantized parameters or cannot train this model."""
     if (ranks := context_size(config.run.runner.options)) > 1:
         if config.run.objective is not None:
             raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
@@ -231,7 +237,7 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
 
 
 def freeze(model: Model, patterns: list[str]) -> None:
-    """Freeze the parameters that match a pattern by canonical name, for example `transformer.h.0.*`.
+    """Freeze the parameters whose canonical names match one of the patterns, such as `transformer.h.0.*`.
 
     The model may already have frozen other parameters. Raises ConfigError if a pattern matches nothing or if no
     trainable parameter is left.
@@ -316,8 +322,8 @@ def build_model(
 def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:
     """Match shards to the kinds in the checkpoint; a rank's own copy may be loaded from the copy shared by all ranks.
 
-    The checkpoint may lack the runner's own tensors; tensors of a different runner are ignored. Raises CheckpointError
-    unless the checkpoint holds exactly the kinds of state of the configured optimizer. Collective.
+    The checkpoint may lack the runner's own tensors; other runners' tensors are ignored. Raises CheckpointError unless
+    the checkpoint holds exactly the kinds of state that the configured optimizer keeps. Collective.
     """
     found = reader.kinds()
     kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may have no trainable parameter

@@ -1,4 +1,4 @@
-"""The hooks of validation: the loss on the val split, and the checkpoint with the lowest loss."""
+"""Validation hooks: the loss on the val split, and the checkpoint with the lowest loss."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from crosstrain.utils.units import disjoint
 
 
 class Validation(Callback):
-    """Validates every `run.eval_interval` steps and at the end; calls `on_validation` of the other hooks."""
+    """Validates every `run.eval_interval` steps and at the end, and then calls `on_validation` of all hooks."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.last: LossMetrics | None = None  # validation of the current step; None: no validation in this step
+        self.last: LossMetrics | None = None  # validation result of the current step; None: no validation in this step
 
     @property
     def at_end(self) -> bool:
-        """True unless validation is off, or the run is shorter than the interval, such as a smoke run."""
+        """True unless validation is off or the run is shorter than the interval, as in a smoke test."""
         interval = self.trainer.run.eval_interval
         return interval == "epoch" or (interval is not None and interval <= self.trainer.max_iters)
 
@@ -40,7 +40,7 @@ class Validation(Callback):
         trainer.row |= disjoint(row, trainer.hooks.scalars())
 
     def on_end(self) -> None:
-        """Log the final perplexity with baselines from token statistics, and the loss on a configured test split."""
+        """Log the final perplexity, with baselines from token statistics, and the loss on the test split, if any."""
         trainer = self.trainer
         if trainer.stopped:
             return
@@ -69,7 +69,7 @@ class Validation(Callback):
 
 
 class BestPointer(Callback):
-    """Tracks the lowest validation loss, and saves its step as `checkpoints/best`."""
+    """Tracks the lowest validation loss, and saves the checkpoint of that step as `checkpoints/best`."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         if self.trainer.state.improves(metrics["val_loss"]) and self.trainer.run.save_best:
