@@ -10,6 +10,7 @@ from crosstrain.data.splits import named_splits, open_split
 from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.training.callback import Callback
+from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import disjoint
 
@@ -72,5 +73,7 @@ class BestPointer(Callback):
     """Tracks the lowest validation loss, and saves the checkpoint of that step as `checkpoints/best`."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
-        if self.trainer.state.improves(metrics["val_loss"]) and self.trainer.run.save_best:
+        if (loss := metrics.get("val_loss")) is None:
+            raise ConfigError("run.callbacks: the validation gives no val_loss, which the best checkpoint is chosen by")
+        if self.trainer.state.improves(loss) and self.trainer.run.save_best:
             self.trainer.save_as("best")
