@@ -29,16 +29,8 @@ from crosstrain.data.splits import (
     vocabulary_size,
 )
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.engine.build import (
-    batch_plan,
-    check_fit,
-    check_held,
-    check_vocabulary,
-    freeze,
-    make_objective,
-    make_schedule,
-    model_on_meta,
-)
+from crosstrain.engine.build import freeze, make_objective, make_schedule, model_on_meta
+from crosstrain.engine.checks import batch_plan, check_fit, check_held, check_vocabulary
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model

@@ -1,4 +1,4 @@
-"""A training worker, from the configuration to the last checkpoint; start reading at `build_trainer`."""
+"""A training worker, from the configuration to the last checkpoint; start reading at `train_worker`."""
 
 import signal
 from contextlib import suppress
@@ -17,7 +17,8 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
+from crosstrain.engine.build import build_model, make_runner, make_schedule
+from crosstrain.engine.checks import check_tokenizer
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback, HookKinds
