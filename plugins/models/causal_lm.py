@@ -1,4 +1,4 @@
-"""Causal language models of transformers, unmodified, from a configuration or a folder."""
+"""transformers' causal language models, unmodified, from a configuration or a folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -41,26 +41,26 @@ _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
 
 @registry.register_model("causal_lm")
 class CausalLM(TransformersModel):
-    """Any model of transformers' AutoModelForCausalLM: Llama, GPT-Neo, OPT and many others."""
+    """Any model that transformers' AutoModelForCausalLM supports: Llama, GPT-Neo, OPT and many others."""
 
     @dataclass
     class Options:
         """`config` or `pretrained` selects the model."""
 
         pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
-        # transformers' configuration with model_type; with pretrained, only the keys to change
+        # transformers' configuration with its model_type; with `pretrained`, only the keys to change
         config: dict[str, Any] = field(default_factory=dict)
         make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         # transformers' attention implementation; None: sdpa if the model supports it, else eager
         attention: Attention | None = None
         from_dense: Text | None = None  # name or folder of a dense model; all experts start from its MLP; None: unused
-        # tokens of the loss that balances a mixture of experts; sequence: each document; batch: the whole step;
-        # micro_batch: a micro batch on one rank; none: no loss
+        # set of tokens over which the balance loss of a mixture of experts is computed; sequence: each document;
+        # batch: the whole step; micro_batch: a micro batch on one rank; none: no loss
         router_loss: Scope = "sequence"
         router_loss_coef: NonNegativeFloat | None = None  # weight of router_loss; None: the model's own, else 0
         # weight of the mean squared log-sum-exp of router logits; None: the model's own, else 0
         router_z_loss_coef: NonNegativeFloat | None = None
-        router_bias_rate: NonNegativeFloat = 0.001  # change per step of the biases that balance some models' routers
+        router_bias_rate: NonNegativeFloat = 0.001  # change per step of the balancing biases of routers, if any
 
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
@@ -86,7 +86,7 @@ class CausalLM(TransformersModel):
         self.route(options)
 
     def route(self, options: Options) -> None:
-        """Attach the balancing of the model's routers, if it has any."""
+        """Add balance losses and biases for the model's routers, if it has any."""
         given = {"router_aux_loss_coef": options.router_loss_coef, "router_z_loss_coef": options.router_z_loss_coef}
         balance, z = (getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items())
         if modules := routers_of(self.lm):
@@ -103,7 +103,7 @@ class _Weights(TransformersWeights):
     model: CausalLM
 
     def sources(self) -> list[Source]:
-        """Return the source `pretrained`, or the dense model; routers then start from initial values."""
+        """Return `pretrained` as the source, or else the dense model, with routers at their initial values."""
         if self.model.dense is None:
             return super().sources()
         there = open_weights(self.model.dense).names("param")
@@ -151,7 +151,7 @@ def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _global(config: PreTrainedConfig, key: str) -> Any:
-    """Return a value of the whole model; None if it is missing or each layer has its own."""
+    """Return a value that applies to the whole model; None if it is missing or each layer has its own."""
     try:
         return getattr(config, key, None)
     except RuntimeError:  # transformers refuses to read some per-layer values
@@ -159,7 +159,7 @@ def _global(config: PreTrainedConfig, key: str) -> Any:
 
 
 def _check_keys(family: str, config: Mapping[str, Any]) -> None:
-    """Raise OptionError for a key that transformers' configuration of this model_type would store but never read."""
+    """Raise OptionError for a key that transformers' configuration class would store, but the model would not read."""
     if str(family) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "transformers' documentation lists them")
         raise OptionError("config.model_type", f"transformers has no causal language model {family!r}; {hint}")

@@ -1,4 +1,4 @@
-"""GPT-2: transformers' GPT2LMHeadModel, unmodified, with a loss that never materializes all logits."""
+"""GPT-2: transformers' GPT2LMHeadModel, unmodified, with a loss that never materializes the full logits."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class GPT2(TransformersModel):
 
     @dataclass
     class Options:
-        """None for a size: as in the pretrained model, or in GPT-2 small."""
+        """Sizes that are None are those of the pretrained model, or of GPT-2 small."""
 
         published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
@@ -60,7 +60,7 @@ class GPT2(TransformersModel):
         if config.n_embd % config.n_head:
             raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
         made = padded(config, options.make_vocab_size_divisible_by, options.attention, GPT2LMHeadModel)
-        # Same function as gelu_new in one operator: faster, with a third of the MLP's activations.
+        # The same function as gelu_new in one operator, which is faster and keeps a third of the MLP's activations.
         if made.activation_function == "gelu_new":
             made.activation_function = "gelu_pytorch_tanh"
         with without_initial_values():
@@ -75,7 +75,7 @@ class _Structure(TransformersStructure):
         return Ends(first, ["lm.transformer.ln_f", "lm.lm_head"])
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Megatron-LM's plan (Shoeybi et al., 2019, section 3): shard heads, the MLP's width and the vocabulary."""
+        """Return Megatron-LM's plan (Shoeybi et al., 2019, section 3): shard heads, MLP width and vocabulary."""
         return {
             "transformer.wte": "vocabulary",
             "transformer.h.*.attn.c_attn": "fused_qkv",
@@ -88,7 +88,10 @@ class _Structure(TransformersStructure):
 
 class _Weights(TransformersWeights):
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Like GPT2PreTrainedModel._init_weights: N(0, initializer_range), output projections / sqrt(2 n_layer)."""
+        """Fill `value` as GPT2PreTrainedModel._init_weights does, with N(0, initializer_range).
+
+        The standard deviation of output projections is divided by sqrt(2 n_layer).
+        """
         if name.endswith(".bias"):
             value.zero_()
         elif ".ln_" in name:

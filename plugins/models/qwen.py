@@ -30,15 +30,15 @@ _SIZES = (*SIZES, "max_position_embeddings", "initializer_range")
 
 @registry.register_model("qwen")
 class Qwen(TransformersModel):
-    """Decoder-only language model with grouped queries, rotary positions and gated MLPs (Qwen team, 2024, 2025)."""
+    """Decoder-only language model with grouped-query attention, RoPE and gated MLPs (Qwen team, 2024, 2025)."""
 
     @dataclass
     class Options:
-        """None for a size: as in the pretrained model, or transformers' default for the family, under the same name."""
+        """Sizes that are None are those of the pretrained model, or transformers' defaults for the family."""
 
         published: ClassVar = ("family", *_SIZES, "rope_theta")
 
-        pretrained: Text | None = None  # Hugging Face name or folder, sets the family; None: random initialization
+        pretrained: Text | None = None  # Hugging Face name or folder; it sets the family; None: random initialization
         family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalizes queries and keys
         vocab_size: Size | None = None  # number of token ids
         hidden_size: Size | None = None  # width of the residual stream
@@ -49,7 +49,7 @@ class Qwen(TransformersModel):
         head_dim: Size | None = None  # qwen3 only; in qwen2 it is hidden_size / num_attention_heads
         max_position_embeddings: Size | None = None  # longest sequence in tokens
         rope_theta: PositiveFloat | None = None  # base of the rotary frequencies
-        tie_word_embeddings: bool | None = None  # the head uses the embedding's weight
+        tie_word_embeddings: bool | None = None  # share the embedding's weight with the head
         initializer_range: PositiveFloat | None = None  # standard deviation of initial weights
         attention_dropout: DropRate = 0.0  # dropout rate of attention weights
         make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
@@ -70,7 +70,7 @@ class Qwen(TransformersModel):
 
 
 def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
-    """Return transformers' configuration with the options' sizes. Raises ConfigError if they do not fit together."""
+    """Return transformers' configuration with the options' sizes. Raises ConfigError if they are inconsistent."""
     given = {key: getattr(options, key) for key in _SIZES if getattr(options, key) is not None}
     given["attention_dropout"] = options.attention_dropout
     family = options.family

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from conftest import Workspace
 from crosstrain import ConfigError, ContextOptions, Runner, RunOptions, registry
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.checks import batch_plan
 from crosstrain.modeling.context import Context
 from fixtures_families import BUILDS, REFUSED, tiny
 from fixtures_qwen import use

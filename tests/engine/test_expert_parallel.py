@@ -17,7 +17,7 @@ from conftest import Workspace
 from crosstrain.checkpoint.files import Reader
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.checks import batch_plan
 from crosstrain.training.preflight import dry_run
 from fixtures_moe import mixture
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train

@@ -9,7 +9,8 @@ import pytest
 
 from conftest import ROOT, Run
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import batch_plan, build_model, make_runner
+from crosstrain.engine.build import build_model, make_runner
+from crosstrain.engine.checks import batch_plan
 from fixtures_ranks import run_ranks, train
 
 TINY = (

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, Run, Workspace
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks
 from fixtures_training import COMMON, HALF_TOLERANCE, SETTINGS, TOLERANCE, assert_equal_training, follow, relative

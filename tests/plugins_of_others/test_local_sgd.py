@@ -12,7 +12,7 @@ import torch
 from conftest import Run, Workspace
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, run_ranks, train
 

@@ -11,16 +11,27 @@ from conftest import Workspace
 from fixtures_ranks import make_trainer, run_ranks, train
 
 PLUGIN = """
-from crosstrain import Callback, registry
+from crosstrain import Callback, Validation, registry
 
 
 @registry.register_callback("quiet_validation")
 class QuietValidation(Callback):
     replaces = "validation"
-    at_end = False
 
     def after_step(self, metrics):
-        self.trainer.row["val_loss"] = 7.0 + metrics.step
+        row = {"val_loss": 7.0 + metrics.step}
+        self.trainer.hooks.call("on_validation", row)
+        self.trainer.row |= row
+
+
+@registry.register_callback("first_samples")
+class FirstSamples(Validation):
+    replaces = "validation"
+
+    def measure(self, dataset):
+        metrics = super().measure(dataset)
+        self.trainer.row["val_measured"] = metrics.loss
+        return metrics
 
 
 @registry.register_callback("doubter")
@@ -70,7 +81,13 @@ def test_a_callback_replaces_the_validation(workspace: Workspace) -> None:
     log = (run.folder / "log.txt").read_text()
     assert "validation at step" not in log
     assert "  loss " in log
-    assert not (run.folder / "checkpoints" / "best").exists()
+    assert (run.folder / "checkpoints" / "best").read_text().strip() == "step_000001"
+
+
+def test_a_callback_that_derives_from_the_validation_changes_what_is_measured(workspace: Workspace) -> None:
+    run = train(project(workspace, "first_samples", max_iters=2, eval_interval=1), "run")
+    assert [row["val_loss"] for row in run.rows] == [row["val_measured"] for row in run.rows]
+    assert (run.folder / "checkpoints" / "best").exists()
 
 
 def test_a_callback_may_refuse_a_step(workspace: Workspace) -> None:

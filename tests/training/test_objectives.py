@@ -24,7 +24,8 @@ from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
-from crosstrain.engine.build import build_model, check_fit, make_objective, model_on_meta
+from crosstrain.engine.build import build_model, make_objective, model_on_meta
+from crosstrain.engine.checks import check_fit
 from crosstrain.engine.runner import Runner
 from crosstrain.training.reference import add_reference
 from crosstrain.utils import storage

@@ -15,7 +15,8 @@ from crosstrain.config.sources import Overrides
 from crosstrain.data.dataset import Dataset, Split
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.distributed.launch.launcher import launch
-from crosstrain.engine.build import check_fit, make_objective
+from crosstrain.engine.build import make_objective
+from crosstrain.engine.checks import check_fit
 from crosstrain.inference.generation import Sampling
 from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 from crosstrain.inference.perplexity import evaluate_loss

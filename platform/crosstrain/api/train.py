@@ -11,7 +11,7 @@ from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.cluster_env import was_restarted
 from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.engine.build import batch_plan, check_layout
+from crosstrain.engine.checks import batch_plan, check_layout
 from crosstrain.training.preflight import preflight
 from crosstrain.training.preflight_check import Start, preflight_checks
 from crosstrain.training.worker import train_worker

@@ -154,7 +154,8 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     if not (isinstance(lower, dict) and isinstance(upper, dict)):
         return upper
     old, new = lower.get(naming), upper.get(naming)
-    if names_replace and isinstance(old, str) and isinstance(new, str) and old != new and naming in ("name", "arch"):
+    named = isinstance(old, str) and old != "???"  # OmegaConf's sign of a value that has yet to be given
+    if names_replace and named and isinstance(new, str) and old != new and naming in ("name", "arch"):
         return upper
     both = [name for name in lower if name in upper]
     merged = (merge(lower[name], upper[name], (*key, str(name)), names_replace=names_replace) for name in both)

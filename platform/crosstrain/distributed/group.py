@@ -12,12 +12,12 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, TrainingError,
 
 T = TypeVar("T")
 
-# Called before the error is raised if ranks of a group meet in different collectives. Set by the watchdog.
+# Called if the ranks of a group enter different collectives, before the error is raised. Set by the watchdog.
 desync_handler: Callable[[dist.ProcessGroup], None] | None = None
 
 
 class Group:
-    """Ranks that work together. A group of one process has no process group."""
+    """A group of ranks. A group of one process has no torch process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(process_group) if process_group else 0
@@ -25,13 +25,13 @@ class Group:
         self.process_group = process_group if self.size > 1 else None
 
     def twin(self) -> "Group":
-        """A gloo group of all ranks, for small messages on the host. Collective."""
+        """Return a gloo group of all ranks, for small messages on the host. Collective."""
         if self.process_group is None:
             return Group()
         return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def all_gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order. For small Python objects, not for tensors."""
+        """Return every rank's value, in rank order. Use it for small Python objects, not for tensors."""
         if self.process_group is None:
             return [value]
         out: list[Any] = [None] * self.size
@@ -39,7 +39,7 @@ class Group:
         return out
 
     def broadcast(self, value: T) -> T:
-        """Return the first rank's value. For small Python objects, not for tensors."""
+        """Return the first rank's value. Use it for small Python objects, not for tensors."""
         if self.process_group is None:
             return value
         out: list[Any] = [value]
@@ -49,8 +49,8 @@ class Group:
     def all_reduce_sum(self, *values: float, tag: str = "") -> list[float]:
         """Return the sums over the ranks, in double precision.
 
-        `tag` names the sums, such as "loss". Raises TrainingError, instead of returning wrong sums, if the ranks call
-        it with different tags.
+        `tag` names the summed values, such as "loss". If the ranks pass different tags, raises TrainingError instead of
+        returning wrong sums.
         """
         if self.process_group is None:
             return list(values)
@@ -68,10 +68,11 @@ class Group:
         return sums
 
     def together(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank; returns the ranks' results. Collective.
+        """Run `action` on every rank and return the results of all ranks. Collective.
 
-        If ranks fail with a UserError or an OSError, one error is raised on every rank. A CheckpointError is raised
-        only if there is no other error: an unreadable bucket or a full disk does not mean a damaged checkpoint.
+        If some ranks fail with a UserError or an OSError, one of the errors is raised on every rank. A CheckpointError
+        is raised only if there is no other error: an unreadable bucket or a full disk does not mean that the checkpoint
+        is damaged.
         """
         result = problem = None
         try:
@@ -93,11 +94,11 @@ def world() -> tuple[int, int]:
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:
-    """Return this rank's device for `run.device`. Raises ConfigError for cuda without a GPU."""
+    """Return this rank's device for `run.device`. Raises ConfigError if cuda is requested and there is no GPU."""
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device: cuda needs a GPU, and torch sees none; use auto or cpu")
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show only one GPU per task
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may expose only one GPU per task
     torch.cuda.set_device(device)
     return device

@@ -1,4 +1,4 @@
-"""The first meeting of all ranks, before process groups exist."""
+"""Rendezvous of all ranks at a TCP store, before process groups exist."""
 
 import os
 import socket
@@ -12,27 +12,28 @@ import torch.distributed as dist
 
 from crosstrain.utils.errors import ConfigError, RankLost, first_line
 
-_QUIET = 5.0  # seconds that a rank waits for the others before it prints a note; then it prints one every minute
-_STRANGE = 20.0  # seconds after which a program at the port that is not this run's rank 0 is an error
-_SHOWN = 64  # only the first ranks are listed by number
-# Environment variables that identify a job of a cluster; launchers set some of them.
+_QUIET = 5.0  # seconds until a waiting rank prints a note; afterwards it prints one every minute
+_STRANGE = 20.0  # seconds until an error is raised because the program at the port is not this run's rank 0
+_SHOWN = 64  # number of ranks, counted from rank 0, that a note checks and lists
+# Environment variables that identify a cluster job; each launcher sets some of them.
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 
 
 def meet(rank: int, size: int, timeout: float) -> dist.Store:
-    """Wait until all ranks have joined the store, for at most `timeout` seconds; returns the store.
+    """Wait at most `timeout` seconds until all ranks have joined the store, and return the store.
 
-    Raises ConfigError if a different program uses the port, and RankLost if a rank does not join.
+    Raises RankLost if a rank does not join. If another program uses the port, raises ConfigError, or RankLost if the
+    launcher chose the port, because a restart can then help.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError("MASTER_ADDR, MASTER_PORT: set them to rank 0's machine and a free port there")
     here, free = socket.gethostname(), "set MASTER_PORT to a free one, the same for every rank"
     at = f"rank {rank} of {size} on {here}"
-    # Our launcher and torchrun choose the port, and choose a new one for each restart.
+    # Our launcher and torchrun choose a new port for each restart.
     in_use = RankLost if "TORCHELASTIC_RUN_ID" in os.environ else ConfigError
     found, began, due, error = dict[str, Any](), time.monotonic(), _QUIET, None
-    # In a thread, because the library call may never return, and blocks signal handlers.
+    # This runs in a thread, because the call into torch may never return, and blocks Python's signal handlers.
     Thread(target=_arrive, args=(found, (host, int(port)), rank, size, timeout), daemon=True).start()
     while error is None and (waited := time.monotonic() - began) < timeout:
         store, error = found.get("store"), found.get("error")
@@ -55,7 +56,10 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
 
 
 def _arrive(found: dict[str, Any], address: tuple[str, int], rank: int, size: int, timeout: float) -> None:
-    """Connect a rank and count it. Sets the time of the first answer in `found`, and the store or an error."""
+    """Connect this rank to the store and count it.
+
+    Sets `found["answered"]`, the time of the first answer, and then either `found["store"]` or `found["error"]`.
+    """
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
     is_host = rank == 0 and not by_agent
     while not is_host and "answered" not in found:

@@ -1,1 +1,1 @@
-"""Everything that computes a training step: the runner, optimizer, precision, gradient norm."""
+"""Everything that computes a training step: the runner, the optimizer, mixed precision and the gradient norm."""

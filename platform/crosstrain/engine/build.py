@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, shared_kind
@@ -19,17 +18,14 @@ from crosstrain.checkpoint.load_weights import (
     load_shards,
 )
 from crosstrain.checkpoint.manifest import FrozenParameter
-from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component, OptionError
-from crosstrain.data.dataset import Dataset
-from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.distributed.group import Group
-from crosstrain.engine.float8 import check_float8, convert
+from crosstrain.engine.checks import check_held
+from crosstrain.engine.float8 import convert
 from crosstrain.engine.held_state import REFERENCE
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.options import context_size
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
@@ -40,18 +36,17 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, explained
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import limited_to
 
-_MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
+_MOST_PARAMETERS = 1_000_000  # tensors; ten times as many as in the largest mixture-of-experts models
 _LONGEST_BUILD = 120.0  # seconds
-_MOST_RANKS = 2**16
 
 
 def make_runner(config: Config) -> Runner:
-    """Create the configured runner; `setup` has not been called."""
+    """Create the configured runner; the caller has to call `setup`."""
     return registry.get("runner", config.run.runner.name)(config.run.runner.options, config.run)
 
 
 def make_model(config: Config) -> Model:
-    """Build the configured model. Raises ConfigError if the configuration is not trusted with the weights it names."""
+    """Build the configured model. Raises ConfigError if the configuration is not trusted to name pretrained weights."""
     with limited_to(config.trust):
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
@@ -60,7 +55,10 @@ def make_model(config: Config) -> Model:
 
 
 def make_objective(config: Config, model: Model) -> Objective:
-    """Build the configured objective; the default is the model's own loss. ConfigError if it does not fit the model."""
+    """Build the configured objective; the default is the model's own loss.
+
+    Raises ConfigError if the model does not support the objective.
+    """
     chosen = config.run.objective
     made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
     made.attach(model)
@@ -70,7 +68,10 @@ def make_objective(config: Config, model: Model) -> Objective:
 
 
 def add_adapter(adapter: Component, model: Model, key: str) -> None:
-    """Add the configured adapter to a model in place. ConfigError, at the YAML's `key`, if it does not fit."""
+    """Add the configured adapter to a model in place.
+
+    If the model does not support it, raises a ConfigError that names the YAML `key`.
+    """
     try:
         registry.get("adapter", adapter.name)(adapter.options).add(model)
     except OptionError as error:
@@ -80,7 +81,7 @@ def add_adapter(adapter: Component, model: Model, key: str) -> None:
 def model_on_meta(config: Config) -> Model:
     """Build the configured model on the meta device, for checks and plans.
 
-    Raises ConfigError if the model's libraries refuse its sizes, if it has too many parameter tensors, or if the build
+    Raises ConfigError if the model's libraries reject its sizes, if it has too many parameter tensors, or if the build
     takes minutes.
     """
     what = f"model: {config.model.name} cannot be built with these options"
@@ -88,55 +89,12 @@ def model_on_meta(config: Config) -> Model:
         return make_model(config)
 
 
-def check_layout(config: Config, world_size: int, hint: Callable[[int], str] | None = None, step: int = 1) -> None:
-    """Raise ConfigError if the runner's layout does not fit `world_size` ranks.
-
-    The message ends with `hint(size)`. `size` is the next larger world size that fits, searched in increments of
-    `step`.
-    """
-    size_of = partial(registry.get("runner", config.run.runner.name).data_parallel_size, config.run.runner.options)
-    try:
-        size_of(world_size)
-    except ConfigError as error:
-        for size in range(world_size + step, _MOST_RANKS, step):
-            if hint and not _is_refused(size_of, size):
-                raise ConfigError(f"{error}; {hint(size)}") from error
-        raise
-
-
-def _is_refused(size_of: Callable[[int], int], world_size: int) -> bool:
-    try:
-        return not size_of(world_size)
-    except ConfigError:
-        return True
-
-
-def batch_plan(config: Config, world_size: int) -> BatchPlan:
-    """Compute the batch sizes of the configured runner on `world_size` workers; no worker needs to be running.
-
-    Raises ConfigError if the layout, the batch sizes or the run's other settings are incompatible.
-    """
-    runner = registry.get("runner", config.run.runner.name)
-    runner.check(config.run.runner.options, config.run)
-    if not runner.capabilities.exact:
-        _check_apart(config)
-    return BatchPlan.of(config.run, runner.data_parallel_size(config.run.runner.options, world_size))
-
-
-def _check_apart(config: Config) -> None:
-    """Raise ConfigError for settings that need all ranks in every step; the runner trains ranks independently."""
-    name, run = config.run.runner.name, config.run
-    if run.amp.dtype == "fp16":
-        raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
-    if run.on_bad_step.policy != "stop":
-        raise ConfigError(f"run.on_bad_step: under {name} a bad step is one rank's only; use stop")
-
-
 def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
-    """Build the learning-rate schedule: the rate of the n-th applied step, n = 1, 2, ...; skipped steps do not count.
+    """Build the learning-rate schedule: n -> learning rate of the n-th applied step. n starts at 1.
 
-    The warmup is linear. After it, a registered function of n returns values in [0, 1], scaled to `min_lr` and
-    `init_lr`. `lr_decay_iters` defaults to `max_iters`; `warmup_steps` defaults to `warmup_fraction` of the decay.
+    Skipped steps do not count. The warmup is linear. After it, a registered function of n returns values in [0, 1],
+    which are scaled to the range from `min_lr` to `init_lr`. `lr_decay_iters` defaults to `max_iters`; `warmup_steps`
+    defaults to `warmup_fraction` of `lr_decay_iters`.
     """
     run = config.run
     decay = run.lr_decay_iters or max_iters
@@ -155,83 +113,8 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     return rate
 
 
-def check_fit(objective: Objective, dataset: Dataset) -> None:
-    """Raise ConfigError if the objective or its model cannot take the dataset's samples."""
-    model = objective.model
-    if objective.row_layout != dataset.row_layout:
-        theirs, ours = (layout or "plain samples" for layout in (objective.row_layout, dataset.row_layout))
-        raise ConfigError(
-            f"run.objective: it takes {theirs}, and the dataset has {ours}; choose another objective, or change the "
-            f"dataset or its options"
-        )
-    check_vocabulary(model, dataset.vocab_size)
-    if model.image_size and (others := sorted(dataset.image_sizes - {model.image_size})):
-        theirs, ours = (" x ".join(map(str, size)) for size in (others[0], model.image_size))
-        raise ConfigError(
-            f"datasets: images have {theirs} pixels and the model takes {ours}: give the image_size of every image "
-            f"processor and of the model one value"
-        )
-    if dataset.documents:
-        model.structure.check_documents()
-    check_tokenizer(model.weights.folder(), dataset)
-    if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
-        raise ConfigError(
-            f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}: "
-            f"lower the dataset's seq_length or max_length, or give the model more positions"
-        )
-
-
-def check_vocabulary(model: Model, ids: int | None) -> None:
-    """Raise ConfigError if the tokenizer has more IDs than the model's vocabulary."""
-    if ids and model.vocab_size and ids > model.vocab_size:
-        raise ConfigError(
-            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has {ids} ids: a "
-            f"new model needs vocab_size={ids}, data for a pretrained one the model's own tokenizer"
-        )
-
-
-def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
-    """Raise ConfigError if the dataset and the tokenizer.json in the weights' `folder` map an ID to different tokens.
-
-    IDs that exist only in the dataset's vocabulary are not compared.
-    """
-    ours = dataset.tokenizer_path
-    if folder is None or ours is None or not all((f / TOKENIZER).is_file() for f in (folder, ours)):
-        return
-    if (folder / TOKENIZER).read_bytes() == (ours / TOKENIZER).read_bytes():
-        return
-    theirs = {number: token for token, number in vocabulary(folder / TOKENIZER).items()}
-    found = sorted((number, token) for token, number in vocabulary(ours / TOKENIZER).items())
-    if changed := [(number, token) for number, token in found if theirs.get(number, token) != token]:
-        number, token = changed[0]
-        raise ConfigError(
-            f"the data was made with another tokenizer than the weights in {folder}: {len(changed)} ids differ, the "
-            f"first is {number}, {token!r} in the data and {theirs[number]!r} there; prepare it with "
-            f"tokenizer={folder}"
-        )
-
-
-def check_held(model: Model, runner: type[Runner], config: Config) -> None:
-    """Raise ConfigError if the runner cannot hold the model's quantized parameters or cannot train this model."""
-    if (ranks := context_size(config.run.runner.options)) > 1:
-        if config.run.objective is not None:
-            raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
-        model.structure.check_context(ranks)
-    if model.weights.quantized() and not runner.capabilities.takes_quantized:
-        adapter, name = config.adapter and config.adapter.name, config.run.runner.name
-        raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
-    if not runner.capabilities.exact and any(r.counts_first or r.bias_rate for r in model.structure.routers()):
-        raise ConfigError("model.router_loss: routers need all ranks' choices in each step; set router_loss=sequence")
-    if config.run.amp.linear == "float8":
-        if config.run.amp.dtype != "bf16":
-            raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
-        if not runner.capabilities.takes_float8:
-            raise ConfigError(f"run.amp.linear: {config.run.runner.name} cannot train in float8; use ddp or fsdp")
-        check_float8(model)
-
-
 def freeze(model: Model, patterns: list[str]) -> None:
-    """Freeze the parameters that match a pattern by canonical name, for example `transformer.h.0.*`.
+    """Freeze the parameters whose canonical names match one of the patterns, such as `transformer.h.0.*`.
 
     The model may already have frozen other parameters. Raises ConfigError if a pattern matches nothing or if no
     trainable parameter is left.
@@ -316,8 +199,8 @@ def build_model(
 def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:
     """Match shards to the kinds in the checkpoint; a rank's own copy may be loaded from the copy shared by all ranks.
 
-    The checkpoint may lack the runner's own tensors; tensors of a different runner are ignored. Raises CheckpointError
-    unless the checkpoint holds exactly the kinds of state of the configured optimizer. Collective.
+    The checkpoint may lack the runner's own tensors; other runners' tensors are ignored. Raises CheckpointError unless
+    the checkpoint holds exactly the kinds of state that the configured optimizer keeps. Collective.
     """
     found = reader.kinds()
     kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may have no trainable parameter

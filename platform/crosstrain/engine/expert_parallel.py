@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank of a group holds some experts whole, and tokens are sent to the ranks of their experts.
+"""Expert parallelism: each rank of a group holds some of the experts, and tokens are sent to their experts' ranks.
 
 transformers has an implementation (`transformers.distributed.expert_parallel`), but only since 5.2x and without
-pipeline parallelism. It also reads split sizes from tensors, and the tensors of a plan have no values. The experts'
-forward is the one of transformers.
+pipeline parallelism. It also reads split sizes from tensors, and tensors have no values when a run is planned. The
+experts' forward is the one in transformers.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def local_forward(experts: nn.Module, *inputs: Tensor) -> Tensor:
 def fully_shard_experts(model: Model, mesh: DeviceMesh, copies: int, **options: Any) -> None:
     """Shard this rank's experts over `mesh`, the ranks that hold the same experts. Call it before sharding the blocks.
 
-    Gradients of experts are already summed over the expert-parallel ranks. Averages therefore divide by `copies`, the
-    number of copies of the model.
+    The experts' gradients are already summed over the expert-parallel ranks. To average, they are therefore divided by
+    `copies`, the number of copies of the model.
     """
     for experts in model.structure.experts().values():
         fully_shard(experts, mesh=mesh, **options)
         experts.set_gradient_divide_factor(float(copies))
-        if mesh.shape[-1] > 1:  # gloo cannot divide; on a single rank torch 2.14 would divide twice
+        if mesh.shape[-1] > 1:  # gloo cannot average; on a single rank torch 2.14 would divide twice
             experts.set_force_sum_reduction_for_comms(True)
 
 
@@ -89,7 +89,7 @@ class ExpertParallel:
     def shard(self, model: Model) -> set[str]:
         """Keep only this rank's experts of a model on the meta device, and replace their forward.
 
-        The new forward exchanges tokens with the other ranks. Returns the model's own names of the sharded parameters.
+        The new forward exchanges tokens with the other ranks. Returns the sharded parameters' names in the model.
         """
         names = set()
         for name, experts in model.structure.experts().items():
@@ -104,7 +104,7 @@ class ExpertParallel:
     def _forward(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Forward of `experts`, a stack that holds only this rank's experts.
 
-        hidden_states: this rank's tokens [tokens, width]. top_k_index: global expert numbers [tokens, k].
+        hidden_states: this rank's tokens [tokens, width]. top_k_index: global expert indices [tokens, k].
         top_k_weights: [tokens, k]. No token is dropped: there is no capacity limit.
         """
         mine, k = experts.num_experts, top_k_index.shape[1]
@@ -115,7 +115,7 @@ class ExpertParallel:
         dist.all_to_all_single(arriving, counts, group=self.group)
         if has_values(counts):
             send, receive = torch.stack([counts, arriving]).view(2, self.size, mine).sum(2).tolist()
-        else:  # in a plan: balanced routing
+        else:  # a plan assumes balanced routing
             send = receive = [len(order) // self.size + (n < len(order) % self.size) for n in range(self.size)]
         rows = _Exchange.apply(hidden_states[order // k], send, receive, self.group)
         numbers = numbers[:mine].repeat(self.size).repeat_interleave(arriving, output_size=sum(receive))

@@ -1,4 +1,4 @@
-"""Estimates of a rank's memory and communication, computed by a runner before any rank is started."""
+"""Estimates of a rank's memory and communication, computed by a runner before any rank starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstrain.utils.types import Batch
 class PlanContext:
     """A planned run: a model on the meta device, with the run's frozen parameters, and the ranks that train it.
 
-    torch's process group is a fake one with `world_size` ranks, and this process is rank 0. Its collectives do nothing.
+    torch's process group is a fake group of `world_size` ranks; this process is rank 0, and collectives do nothing.
     """
 
     model: Model
@@ -28,7 +28,7 @@ class PlanContext:
     world_size: int
     batch: BatchPlan
     device: str  # cpu or cuda
-    replicas: int  # ranks that hold or share copies of the same parameters: data-parallel times context-parallel ranks
+    replicas: int  # number of ranks that copy or shard the same parameters: data-parallel times context-parallel size
 
 
 @dataclass
@@ -39,27 +39,27 @@ class Layout:
     updated: int  # elements that this rank's optimizer updates and keeps state for
     held: int  # elements of parameters that this rank keeps between steps, on the device or the host
     whole: int | None = None  # elements of the model over all ranks, with padding; None: same as on a single rank
-    gradients: int = 0  # gradients allocated for the whole computation of a micro batch
+    gradients: int = 0  # gradients that stay allocated during the whole micro batch
     retained_grad_fraction: float = 0.0  # fraction of each gradient that is kept from the backward until the step
-    retained_grad_fraction_outside: float | None = None  # the same for parameters outside of blocks; None: equal
+    retained_grad_fraction_outside: float | None = None  # the same fraction outside of blocks; None: equal
     masters: int = 0  # the optimizer's master copy of the parameters, not counted as optimizer state
     gathered: int = 0  # peak memory of parameters gathered from other ranks
     buffers: int = 0  # communication buffers while micro batches are computed
-    gradient_buffers: int = 0  # communication buffers from the first gradient of a backward on, with waiting gradients
+    gradient_buffers: int = 0  # communication buffers from the backward's first gradient on, with unsent gradients
     step_buffers: int = 0  # communication buffers between the last backward and the end of the step
-    sent: int = 0  # bytes sent in a step, except for the collectives inside forward and backward: those are traced
-    host: dict[str, int] = field(default_factory=dict)  # host memory by purpose, without optimizer state
+    sent: int = 0  # bytes sent in a step, except by collectives inside forward and backward, which are traced
+    host: dict[str, int] = field(default_factory=dict)  # purpose -> host memory, without optimizer state
     optimizer: Literal["device", "host", "disk"] = "device"  # where the optimizer state is kept
     in_flight: float = 1  # number of micro batches with live activations
-    bubble: float = 0.0  # fraction of the step that a rank waits for other pipeline stages
+    bubble: float = 0.0  # fraction of the step in which a rank waits for other pipeline stages
     model: Model | None = None  # this rank's part of the model, on the meta device; None: the whole model
     head: Head | None = None  # this rank's output head; None: the plain head
-    autocast: bool = True  # False: this rank's part computes in the type of its parameters
+    autocast: bool = True  # False: this rank's part computes in the dtype of its parameters
     computes: str = ""  # key of the memory trace: layouts with equal keys are traced once
     kind: str = ""  # name of this kind of rank, such as a pipeline stage
 
 
-# Fields of a layout that are sums over its parameters.
+# Fields of Layout that are sums over the parameters, so that layouts of two sets of parameters can be added.
 _SUMS = (
     "parameters", "updated", "held", "gradients", "masters", "gathered", "buffers", "gradient_buffers", "step_buffers",
     "sent",
@@ -68,7 +68,7 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in bytes of a model's parameters, inside and outside of blocks; a tied parameter counts once."""
+    """Sizes of a model's parameters, in bytes or elements; a tied parameter counts once."""
 
     parameters: int
     trainable: int
@@ -79,7 +79,7 @@ class Sizes:
 
     @staticmethod
     def of(model: Model, among: Container[nn.Parameter] | None = None) -> Sizes:
-        """Sizes of all parameters, or only of the parameters in `among`."""
+        """Return the sizes of all parameters, or only of the parameters in `among`."""
 
         def some(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
             return [p for p in parameters if among is None or p in among]
@@ -93,7 +93,7 @@ class Sizes:
 
 
 def numbers(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Bytes and elements of parameters; a tied parameter counts once."""
+    """Return the bytes and the elements of parameters; a tied parameter counts once."""
     each = {id(p): p for p in parameters}.values()
     return sum(p.numel() * p.element_size() for p in each), sum(p.numel() for p in each)
 
@@ -122,7 +122,7 @@ def data_parallel(at: PlanContext) -> Layout:
 def with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
     """Layout of a rank when `expert_parallel` of the `copies` ranks share the experts.
 
-    model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on a number of ranks.
+    model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on `ranks` ranks.
     """
     if expert_parallel == 1:
         return describe(Sizes.of(model), copies)
@@ -167,8 +167,8 @@ def fully_sharded(
 
     While a block computes, the next one is gathered; parameters outside of blocks stay gathered. `regather`: blocks are
     freed after their forward. `every`: gradients are reduced after every micro batch, not only after the last.
-    `gathered`: sizes of the gathered parameters, in the types of the computation; None: same as `sizes`. `half_sums`:
-    gradients are summed in the types of `gathered`.
+    `gathered`: sizes of the gathered parameters, in their compute dtypes; None: same as `sizes`. `half_sums`: gradients
+    are summed in the dtypes of `gathered`.
     """
     mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
     rounds, whole = at.batch.accumulation, gathered or sizes

@@ -28,10 +28,10 @@ class HeldState:
     parameters differently, its runner subclasses HeldState and overrides the small methods below; they take parameters,
     not names.
 
-    equal: kinds of tensors that are the same on all ranks with the same box after `Runner.synchronize`; None: all
-    kinds. A checkpoint stores one copy of these kinds, and one copy per rank of all other kinds.
-    extra: the runner's own tensors by kind and parameter, laid out like `weight`. Checkpoints keep them; other runners
-    ignore them.
+    equal: kinds of tensors that, after `Runner.synchronize`, are the same on all ranks that hold the same box; None:
+    all kinds. A checkpoint stores one copy of these kinds, and one copy per rank of all other kinds.
+    extra: kind -> parameter -> tensor of the runner, laid out like `weight`. These tensors are saved in checkpoints;
+    other runners ignore them.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -40,10 +40,11 @@ class HeldState:
         self.extra: dict[str, dict[nn.Parameter, Tensor]] = {}
 
     def shards(self) -> list[Shard]:
-        """This rank's shards of parameters and optimizer state, in live memory: a save reads them, a load writes them.
+        """Return this rank's shards of parameters and optimizer state.
 
-        Persistent buffers are included; quantized parameters are not. Raises CheckpointError for optimizer state that
-        is neither a scalar tensor nor shaped like its parameter.
+        They share memory with the live tensors, so a load into them restores the model. Persistent buffers are
+        included; quantized parameters are not. Raises CheckpointError for optimizer state that is neither a scalar
+        tensor nor shaped like its parameter.
         """
         out, model, optimizer = list[Shard](), self.runner.model, self.runner.optimizer
         quantized = model.weights.quantized()
@@ -73,13 +74,13 @@ class HeldState:
                 )
 
     def _kind(self, kind: str) -> str:
-        """Name of a kind in checkpoints; it includes the rank unless all ranks have equal copies."""
+        """Return the name of a kind in checkpoints; it includes the rank unless all ranks have equal copies."""
         if self.equal is None or kind in self.equal or kind == UPDATE:
             return kind
         return own_kind(self.runner.world.rank, kind)
 
     def gradients(self) -> list[Shard]:
-        """This rank's shards of the gradients, times `gradient_scale`; valid after `forward_backward`."""
+        """Return this rank's shards of the gradients, times `gradient_scale`; valid after `forward_backward`."""
         out = []
         for name, parameter in self.runner.model.weights.parameters().items():
             gradient = self.gradient(parameter)
@@ -89,7 +90,7 @@ class HeldState:
         return out
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        """Full shape of a parameter, with padding, even if the engine replaces it by a shard."""
+        """Full shape of a parameter, with padding, even if the engine replaces the parameter with a shard."""
         return parameter.shape
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
@@ -97,7 +98,7 @@ class HeldState:
         return parameter
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """This rank's optimizer state of a parameter, by the optimizer's names, laid out like `weight`."""
+        """This rank's optimizer state for a parameter, under the optimizer's names, laid out like `weight`."""
         return self.runner.optimizer.state.get(parameter, {}) if self.runner.optimizer else {}
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -128,9 +129,9 @@ class HeldState:
     # ---- the optimizer
 
     def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
-        """Set the runner's optimizer, with its state allocated, over the current parameters.
+        """Build the runner's optimizer over the current parameters, and allocate its state.
 
-        Called by `Runner.prepare`. make_optimizer: None: no optimizer.
+        Called by `Runner.prepare`. If `make_optimizer` is None, the runner gets no optimizer.
         """
         if make_optimizer is None:
             return
@@ -152,7 +153,7 @@ class HeldState:
         return self.runner.model.named_parameters()
 
     def copies(self) -> Group:
-        """The ranks that hold equal copies or other shards of this rank's parameters. Collective."""
+        """The ranks that hold equal copies or the other shards of this rank's parameters. Collective."""
         return self.runner.world if self.equal is None else Group()
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that update whole matrices, under runners that shard them."""
+"""Optimizers that compute updates from whole matrices, even if the runner shards the matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crosstrain.distributed.group import Group
 from crosstrain.utils.errors import ConfigError
 
 UPDATE = "update"  # kind of the results of `direction`, kept in the optimizer state during a step
-Holdings = dict[str, tuple[tuple[int, ...], list[Box]]]  # by matrix name: its shape and one rank's boxes
+Holdings = dict[str, tuple[tuple[int, ...], list[Box]]]  # matrix name -> (shape, boxes held by one rank)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Matrix:
 
 
 def assign_owners(by_rank: list[Holdings]) -> list[list[Matrix]]:
-    """Choose an owner for each matrix: heaviest first, each to the holder with the least work so far.
+    """Choose an owner for each matrix, largest work first: the rank with the least work so far that holds a shard.
 
-    The work of a matrix is m n min(m, n). Returns rounds; in a round each rank owns at most one matrix. The result is
+    The work of a matrix is m n min(m, n). Returns rounds; in each round, a rank owns at most one matrix. The result is
     the same on every rank.
     """
     shapes = {name: shape for held in by_rank for name, (shape, _) in held.items()}
@@ -56,7 +56,7 @@ def assign_owners(by_rank: list[Holdings]) -> list[list[Matrix]]:
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that compute the update of a hidden matrix from the whole matrix.
+    """Base class of optimizers that compute the update of a hidden-layer matrix from the whole matrix.
 
     The runner's boxes describe the shards of a matrix. They are gathered to one of the ranks that hold it, `transform`
     runs there, and the shards of the update are sent back, so every runner computes the same update.
@@ -65,7 +65,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     A subclass implements `transform`, and overrides `direction` and `apply` if needed.
     """
 
-    dtype = torch.float32  # type of the tensors returned by `transform`
+    dtype = torch.float32  # dtype of the tensors returned by `transform`
     _shards: Callable[[], list[Shard]] | None = None
 
     def __init__(
@@ -74,14 +74,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         plain = [group for group in self.param_groups if "matrices" not in group]
         self._rest = rest(plain) if plain else None
-        self._rounds: dict[tuple[int, ...], list[list[Matrix]]] = {}  # by the ids of the parameters in a step
+        self._rounds: dict[tuple[int, ...], list[list[Matrix]]] = {}  # IDs of the parameters in a step -> rounds
 
     # ---- for subclasses
 
     def direction(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        """Compute this rank's shard of the input of `transform`, element by element; may overwrite the gradient.
+        """Compute this rank's shard of the input of `transform`, element by element.
 
-        `state` is the parameter's state, shaped like the gradient: flat or sharded if the parameters are.
+        The gradient may be overwritten. `state` is the parameter's state, shaped like the gradient: flat or sharded if
+        the parameters are.
         """
         return gradient
 
@@ -93,7 +94,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def apply(self, weight: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, ...]) -> None:
-        """Update a shard of a weight in place with the same shard of the update; `shape` is the whole matrix's."""
+        """Update a shard of a weight in place with the same shard of the update; `shape`: shape of the whole matrix."""
         weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     # ---- for runners
@@ -107,7 +108,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters in the current groups; an engine may step some parameters at a time. Collective."""
+        """Update the parameters in the current groups, which an engine may limit to some parameters. Collective."""
         if self._rest is not None:
             self._rest.state = self.state
             self._rest.param_groups = [group for group in self.param_groups if "matrices" not in group]
@@ -147,7 +148,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _transformed(
         self, matrices: list[Matrix], updates: dict[str, dict[Box, Tensor]]
     ) -> list[tuple[Matrix, dict[Box, Tensor]]]:
-        """Return this rank's shards of a round's updates, computed by the owners of the matrices."""
+        """Return this rank's shards of the updates in a round, computed by the owners of the matrices."""
         me, nothing = self._group.rank, [list[Box]()] * self._group.size
         to_owners, to_holders = [list[Tensor]() for _ in nothing], [list[Tensor]() for _ in nothing]
         for matrix in matrices:

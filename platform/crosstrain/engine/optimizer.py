@@ -1,4 +1,4 @@
-"""Parameter groups, optimizer state and gradients, the same for every registered optimizer."""
+"""Parameter groups, optimizer state and gradients, handled the same way for every registered optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,13 +17,13 @@ from crosstrain.utils.errors import ConfigError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 ShapeOf = Callable[[nn.Parameter], torch.Size]
-_BLOCK = 4096  # number of squares that torch sums in fp32 at a time
+_BLOCK = 4096  # number of squares that are summed in fp32 at a time
 
 
 class MakeOptimizer(Protocol):
     """Build the configured optimizer over the runner's parameters after sharding.
 
-    `shape_of` returns the full shape of a parameter that an engine replaces by a shard.
+    `shape_of` returns the full shape of a parameter, even if an engine replaces the parameter with a shard.
     """
 
     def __call__(self, parameters: NamedParameters, shape_of: ShapeOf = ...) -> torch.optim.Optimizer: ...
@@ -36,10 +36,10 @@ def parameter_groups(
     lr_scale: Callable[[str], float] = lambda name: 1.0,
     matrices: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Group the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not.
+    """Group the trainable parameters: weight decay applies to matrices, not to biases and norms.
 
-    Each `lr_scale` and each element size has its own two groups, fp32 first. Parameters named in `matrices` have
-    separate groups that also list their canonical names.
+    Biases and norms are parameters with fewer than two dimensions. Each `lr_scale` and each element size has its own
+    groups, fp32 first. Parameters named in `matrices` have separate groups that also list their canonical names.
     """
     groups: dict[tuple[int, float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, p in parameters:
@@ -57,7 +57,7 @@ def parameter_groups(
 
 
 def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimizer:
-    """Return a function that builds the configured optimizer, for parameters of `model` under the model's own names."""
+    """Return a function that builds the configured optimizer from `model.named_parameters()` or this rank's shards."""
     make = registry.get("optimizer", config.run.optimizer.name)
     more: dict[str, Any] = {} if model is None else {"lr_scale": model.weights.lr_scale}
     if model is not None and isinstance(make, type) and issubclass(make, MatrixOptimizer):
@@ -68,7 +68,7 @@ def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimiz
         if not groups:
             raise ConfigError("the model has no trainable parameter: every part is frozen")
         try:
-            # The rate is set before every step. With rate 0 a missing call is easy to notice: nothing trains.
+            # The learning rate is set before every step. If that call is missing, a rate of 0 makes it easy to notice.
             return make(groups, lr=0.0, options=config.run.optimizer.options)
         except (ValueError, TypeError) as error:  # the optimizer rejects the parameters or the options
             raise ConfigError(f"run.optimizer: {config.run.optimizer.name} refuses: {error}") from error
@@ -80,9 +80,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Allocate the optimizer state now, without changing a parameter.
 
     Optimizers allocate their state in the first step. A checkpoint must be loadable before that step, and complete even
-    if every step so far was skipped. A step with zero gradients and learning rate zero leaves state at zero; the step
-    count is reset. Raises ConfigError for state that does not start at zero, and for state in parameter groups because
-    checkpoints do not store it.
+    if every step so far was skipped. A step with zero gradients and learning rate zero leaves the state at zero; the
+    step count is reset. Raises ConfigError for state that does not start at zero, and for state in parameter groups,
+    which checkpoints do not store.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]  # an engine may keep buffers there
@@ -117,9 +117,10 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients of an optimizer's parameters; zeros if no micro batch used the parameter.
+    """Return the gradients of an optimizer's parameters; a parameter that no micro batch used gets zeros.
 
-    Engines that flatten parameters cannot leave one out of a step. No runner does, so that all update alike.
+    Engines that flatten parameters cannot leave one out of a step. Other runners do not either, so all runners compute
+    the same updates.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
@@ -129,7 +130,7 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def global_norm(tensors: list[Tensor]) -> float:
-    """2-norm of all elements of all tensors; every DTensor counts once. Collective for DTensors.
+    """Return the 2-norm of all elements of all tensors; every DTensor counts once. Collective for DTensors.
 
     The sum is in float64, because runners must agree on the norm and on the clipping that depends on it.
     """
@@ -149,10 +150,10 @@ def global_norm(tensors: list[Tensor]) -> float:
 
 
 def _square(tensors: list[Tensor]) -> Tensor:
-    """Sum of squares of plain tensors on one device, a float64 scalar."""
+    """Return the sum of squares of plain tensors on one device, as a float64 scalar."""
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
-    # On a CPU torch accumulates a norm in fp32: the error is 1e-6 at 10^5 elements and 1e-3 at 10^7.
+    # On a CPU, torch accumulates a norm in fp32: the error is 1e-6 for 10^5 elements and 1e-3 for 10^7.
     total = torch.zeros((), dtype=torch.float64)
     for tensor in tensors:
         flat = tensor.reshape(-1)
@@ -165,7 +166,7 @@ def _square(tensors: list[Tensor]) -> Tensor:
 def check_elementwise(make_optimizer: MakeOptimizer) -> None:
     """Raise ConfigError unless the optimizer is elementwise, for runners that split parameters.
 
-    A trial decides: the update of a matrix must equal the update of the same numbers in two pieces.
+    The check runs the optimizer: updating a matrix must give the same values as updating its two halves separately.
     """
     numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
 

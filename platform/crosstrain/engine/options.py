@@ -1,4 +1,4 @@
-"""Options shared by runners; the `Options` dataclasses of runners inherit them."""
+"""Options shared by several runners, as base classes of their `Options` dataclasses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ class ContextOptions:
     context_parallel: PositiveInt = 1  # ranks that share each sequence; each computes a part of its tokens
 
     def replicas(self, world_size: int) -> list[list[int]]:
-        """Groups of ranks that share or copy the same parameters and sum their gradients; by default, all ranks."""
+        """Groups of ranks that copy or shard the same parameters and sum their gradients; default: all ranks."""
         return [[*range(world_size)]]
 
 

@@ -1,7 +1,7 @@
 """Mixed precision with the same semantics under every runner, and loss scaling with Megatron's semantics.
 
-Master weights, moments and gradients are fp32; autocast runs the forward's matrix products in bf16 or fp16. fp16 needs
-loss scaling, because small gradients would underflow. The loss is multiplied by the scale before the backward, and the
+Master weights, moments and gradients are fp32; autocast runs the forward's matmuls in bf16 or fp16. fp16 needs loss
+scaling, because small gradients would underflow. The loss is multiplied by the scale before the backward, and the
 gradients are divided by it afterwards. A step with overflowed gradients is skipped.
 """
 
@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LossScaler:
-    """Halves the scale on overflow, doubles it after `window` steps without overflow; constant without a window.
+    """Halves the scale on overflow and doubles it after `window` steps without one; constant if `window` is None.
 
     The first `hysteresis - 1` overflows only lower the tolerance, like `delayed_shift` in Megatron-LM
     (fp16/loss_scaler.py). Example: from 2^32 with hysteresis 2, a scale of 2^17 is reached after 16 skipped steps. The
@@ -48,12 +48,12 @@ class LossScaler:
             self.tolerance = self.hysteresis
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint; empty for a constant scale."""
+        """Return the state for a checkpoint; it is empty for a constant scale."""
         names = ("scale", "tolerance", "steps_since_overflow") if self.window is not None else ()
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state`; does nothing if either scale is constant. CheckpointError if it is malformed."""
+        """Restore the result of `state`, unless the scale is or was constant. Raises CheckpointError if malformed."""
         if self.window is not None and state:
             try:
                 self.scale = float(state["scale"])
@@ -70,7 +70,7 @@ class Precision:
         self.options = options
         self.dtype = DTYPES[options.dtype]
         self.device_type = device_type
-        self.in_parameters = False  # True: parameters already have the compute type, so autocast is off
+        self.in_parameters = False  # True: parameters already have the compute dtype, so autocast is off
         dynamic = options.loss_scale is None and options.dtype == "fp16"
         adapting = (options.initial_scale, options.window, options.hysteresis, options.min_scale)
         self.scaler = LossScaler(*adapting) if dynamic else LossScaler(options.loss_scale or 1.0)
@@ -105,6 +105,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def computes_in_half(run: RunOptions, model: Model) -> bool:
-    """True if the weights of linear layers are only read by bf16 products, so they may be rounded in advance."""
+    """True if only bf16 matmuls read the weights of linear layers, so the weights may be rounded in advance."""
     in_bf16 = (run.amp.dtype, run.amp.linear, run.compile) == ("bf16", None, "none")
     return in_bf16 and not (model.structure.reads_across or model.weights.quantized())

@@ -36,7 +36,7 @@ from crosstrain.utils.types import Batch, MicroBatch
 class Capabilities:
     """Features of a runner class."""
 
-    exact: bool = True  # False: steps differ from plain torch's, because ranks train independently for some steps
+    exact: bool = True  # False: results differ from plain torch's, because ranks train independently for some steps
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
     takes_quantized: bool = True  # False: models with quantized parameters (`Model.weights.quantized`) are rejected
     takes_float8: bool = True  # False: `run.amp.linear: float8` is rejected; float8 replaces modules within blocks
@@ -91,7 +91,7 @@ class Runner:
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
-        """Number of ranks with different samples; ConfigError if `world_size` does not fit the options."""
+        """Number of ranks with different samples. Raises ConfigError if `world_size` does not fit the options."""
         sharing = context_size(options)
         if world_size % sharing:
             raise ConfigError(f"run.runner.context_parallel: {sharing} does not divide the {world_size} ranks evenly")
@@ -105,7 +105,7 @@ class Runner:
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
-        """Raise ConfigError if the runner cannot shard this model, given on the meta device; before workers start."""
+        """Raise ConfigError if the runner cannot shard this model on the meta device; called before workers start."""
         if (ranks := expert_size(options)) > 1:
             check_experts(model, ranks)
 
@@ -154,7 +154,7 @@ class Runner:
         return construct(make_model, self.device)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        """Shard or wrap the model, then build the optimizer. make_optimizer: None: evaluation only."""
+        """Shard or wrap the model, then build the optimizer, unless `make_optimizer` is None (evaluation)."""
         self.model = self.module = model
         self.held.build_optimizer(make_optimizer)
 
@@ -164,12 +164,12 @@ class Runner:
     # ---- training
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
-        """Compute the gradients of one optimizer step; returns the step's loss, the same on every rank.
+        """Compute the gradients of one optimizer step, and return the step's loss, which is the same on every rank.
 
         The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
-        `num_targets`. The weight of a micro batch does not depend on the number of ranks, so the overflows of fp16 do
-        not depend on it either. In a step without collectives (`meets`) `num_targets` is None: the rank assumes as many
-        targets on every other rank, and returns its own loss.
+        `num_targets`. The weight of a micro batch does not depend on the number of ranks, so fp16 overflows do not
+        depend on it either. In a step without collectives (see `meets`), `num_targets` is None: each rank assumes that
+        every other rank has as many targets as itself, and returns its own loss.
         """
         own = sum(micro_batch.num_targets for micro_batch in micro_batches) * self.dp.size
         targets = max(own, 1) if num_targets is None else num_targets
@@ -191,9 +191,10 @@ class Runner:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on the gradients after `forward_backward`: the loss scale, divided by the ranks engines average over.
+        """Factor on the gradients after `forward_backward`: the loss scale, divided by the number of ranks.
 
-        The true gradient is the sum over ranks: each rank's loss is already divided by the number of all targets.
+        Engines average gradients over ranks. The true gradient is the sum over ranks, because each rank's loss is
+        already divided by the total number of targets.
         """
         return self.precision.scaler.scale / (self.dp.size * self.context.size)
 
@@ -212,7 +213,10 @@ class Runner:
         return nullcontext()
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
-        """Unscale, clip by global norm, step, zero, adapt the loss scale. `apply=False` discards the gradients."""
+        """Unscale, clip by global norm, step, zero the gradients, and update the loss scale.
+
+        With `apply=False`, the gradients are discarded without a step.
+        """
         assert self.optimizer is not None
         gradients = gradients_of(self.optimizer)
         scale = self.gradient_scale
@@ -246,15 +250,18 @@ class Runner:
     # ---- steps that ranks make independently
 
     def meets(self, step: int) -> bool:
-        """False if the ranks make this step (numbers start at 1) without any collective; the same on every rank.
+        """False if the ranks make this step (counted from 1) without any collective; the same on every rank.
 
-        In such a step each rank has its own loss, norm and update. Parameters and optimizer state differ between ranks
-        until `synchronize`. Only for runners that are not `exact`.
+        In such a step, each rank has its own loss, norm and update. Parameters and optimizer state differ between ranks
+        until `synchronize`. Only runners that are not `exact` return False.
         """
         return True
 
     def synchronize(self) -> None:
-        """Make the kinds of tensors in `held.equal` the same on all ranks, before a save, a validation and the end."""
+        """Make the kinds of tensors in `held.equal` the same on all ranks.
+
+        Called before a checkpoint is saved, before validation and at the end of training.
+        """
 
     # ---- evaluation
 
@@ -275,7 +282,7 @@ class Runner:
 
 
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:
-    """Seed torch's random numbers for a micro batch; context-parallel ranks use different seeds."""
+    """Seed torch's random number generators for a micro batch; context-parallel ranks use different seeds."""
     parts = [runner.context.rank] if runner.context.size > 1 else []
     seed_everything_for(runner.run.seed, micro_batch.first_sample, *parts)
 
@@ -288,7 +295,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
-    """Count the routers' choices in a step, without dropout, if a router loss needs the counts first. Collective."""
+    """Count the routers' choices in a step, without dropout, if a router loss needs them in advance. Collective."""
     for routers in runner.model.structure.routers():
         if routers.counts_first:
             with runner.evaluating():
@@ -298,7 +305,7 @@ def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
 
 
 def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
-    """Means over the ranks of the values recorded by each rank's model (`Model.take_recorded`), by name. Collective."""
+    """Return name -> mean over the ranks of the values recorded by the models (`Model.take_recorded`). Collective."""
     totals: Sums = {}
     for held in group.all_gather(sums):
         add_sums(totals, held)
@@ -310,7 +317,7 @@ def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
 
 
 def _subgroup(rows: list[list[int]], name: str) -> Group:
-    """Create one group per row of ranks; returns the group of this rank."""
+    """Create one group per row of ranks, and return this rank's group."""
     if len(rows[0]) == 1:
         return Group()
     return Group(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rows, group_desc=name)[0]))

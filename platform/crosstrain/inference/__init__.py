@@ -1,1 +1,1 @@
-"""Inference with a trained model: generation, perplexity, visual question answering, lm-eval."""
+"""Inference with a trained model: generation, perplexity, visual question answering and lm-eval tasks."""

@@ -24,11 +24,11 @@ from crosstrain.utils.types import Sample
 class ChatSession:
     """A conversation in the tokenizer's chat template or in the format of the training dataset."""
 
-    prompt: Callable[[Conversation, list[Any]], Sample]  # formats messages and images; UserError if it cannot
+    prompt: Callable[[Conversation, list[Any]], Sample]  # formats messages and images; may raise UserError
     ends: Collection[int]  # tokens that end an answer
     takes_images: bool
     images: list[Any] = field(default_factory=list)  # PIL images
-    waiting: int = 0  # number of images not yet mentioned in a message
+    waiting: int = 0  # number of images that no message contains yet
     history: Conversation = field(default_factory=list)
 
     @staticmethod
@@ -48,7 +48,7 @@ class ChatSession:
         Raises UserError if the dataset has no conversations or no usable format.
         """
         component = training_dataset(config)
-        # The configured processor may not take images, or a library may reject its values.
+        # The configured processor may not support images, or a library may reject its options.
         with explained(f"{checkpoint}: its dataset {component.name} cannot ask"), limited_to(config.trust):
             builder = prompt_builder(component, checkpoint)
         if encoders is not None:
@@ -57,7 +57,7 @@ class ChatSession:
 
     @staticmethod
     def possible(config: Config, checkpoint: Path, encoders: Encoders) -> ChatSession | None:
-        """Start a session without images; None if the model was not trained on conversations."""
+        """Start a session that has no images yet; None if the model was not trained on conversations."""
         try:
             return ChatSession.about([], config, checkpoint, encoders)
         except UserError:
@@ -65,7 +65,7 @@ class ChatSession:
 
     @property
     def commands(self) -> str:
-        """A line that explains the commands."""
+        """One line of help on the commands."""
         return "`image FILE` adds an image, `new` starts over" if self.takes_images else "`new` starts over"
 
     def ask(self, text: str) -> Sample:
@@ -78,7 +78,7 @@ class ChatSession:
         self.waiting = 0
 
     def command(self, text: str) -> bool:
-        """Run `text` if it is a command; False if it is not."""
+        """Run `text` if it is a command; return False if it is not."""
         word, _, rest = text.strip().partition(" ")
         if word == "image" and rest and self.takes_images:
             self.images.append(_open(rest))
@@ -91,8 +91,8 @@ class ChatSession:
         return True
 
     def message(self, text: str) -> Message:
-        """A user message, with placeholders for the waiting images."""
-        if not self.takes_images or text.count(IMAGE) == self.waiting:  # the user placed them
+        """Make a user message, with placeholders for the waiting images."""
+        if not self.takes_images or text.count(IMAGE) == self.waiting:  # the user placed the images
             return Message("user", text)
         return Message("user", IMAGE * self.waiting + text.replace(IMAGE, ""))
 

@@ -1,6 +1,6 @@
-"""Batched decoding under any runner: logits of the next token for sequences that grow a token at a time.
+"""Batched decoding under any runner: next-token logits for sequences that grow one token at a time.
 
-`DecodeState` decodes sequences that start and end together, as in generation and VQA. `Decoder` has slots, in which
+`DecodeState` decodes sequences that start and end together, as in generation and VQA. `Decoder` has slots in which
 sequences start and end independently, as in a server.
 """
 
@@ -17,13 +17,13 @@ from transformers.cache_utils import DynamicLayer
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.types import Sample
 
-BLOCK = 64  # keys; a multiple of the SIMD width
+BLOCK = 64  # keys per block; a multiple of the SIMD width
 
 
 class DecodeState:
     """Prompts decoded together, with a key/value cache if the model has one.
 
-    Prompts of different lengths are padded on the left; the model must then take position IDs.
+    Prompts of different lengths are padded on the left; the model must then accept position IDs.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sample]) -> None:
@@ -38,7 +38,7 @@ class DecodeState:
         }
 
     def logits(self) -> Tensor:
-        """Compute fp32 logits [prompts, vocabulary] of the next token. Collective; call it once for every `append`."""
+        """Compute fp32 logits [prompts, vocabulary] of the next token. Collective. Call it once for every `append`."""
         batch = {"input_ids": self._ids, "cache": self.cache, **self._extra}
         if not self._mask.all():
             positions = (self._mask.cumsum(1) - 1).clamp(min=0)
@@ -46,7 +46,7 @@ class DecodeState:
         return self._runner.evaluate(batch).float()
 
     def append(self, tokens: Tensor) -> None:
-        """Append the tokens [prompts], one to each sequence."""
+        """Append one token to each sequence; tokens: [prompts]."""
         self._mask = pad(self._mask, (0, 1), value=1)
         if self.cache is None:
             self._ids = torch.cat([self._ids, tokens[:, None]], 1)
@@ -69,7 +69,7 @@ class Decoder:
         self._states: dict[int, DecodeState] = {}
 
     def start(self, slots: list[int], prompt: Sample) -> Tensor:
-        """Start these slots with a prompt; returns logits [vocabulary] of the next token on the CPU. Collective."""
+        """Start a prompt in these slots, and return the next token's logits [vocabulary] on the CPU. Collective."""
         states = [DecodeState(self._runner, [prompt]) for _ in (slots if self._kv is None else slots[:1])]
         logits = [state.logits()[0].cpu() for state in states]
         if self._kv is None:
@@ -80,7 +80,7 @@ class Decoder:
         return logits[0]
 
     def step(self, tokens: dict[int, int]) -> dict[int, Tensor]:
-        """Append a token to each slot in `tokens`; returns their logits [vocabulary] on the CPU. Collective."""
+        """Append a token to each slot in `tokens`, and return slot -> logits [vocabulary] on the CPU. Collective."""
         if self._kv is not None:
             logits = self._runner.evaluate(self._kv.batch(tokens)).float().cpu()
             for slot in tokens:
@@ -99,16 +99,16 @@ class Decoder:
 class KVSlots(Cache):
     """A key/value cache with one sequence of any length per slot; one forward computes all slots.
 
-    A slot does not attend to other slots, so its logits depend on them only by rounding. Fixed shapes keep that
-    rounding small: a forward computes all slots, used or not, over a whole number of blocks of keys, and a masked key
-    adds an exact zero. Results are not bitwise reproducible: threads split a product, so the order of a row's sums may
-    depend on the slot's number. The longest sequence also sets the number of blocks read by all slots.
+    A slot does not attend to other slots, so they affect its logits only through rounding. Fixed shapes keep this
+    effect small: a forward computes all slots, used or not, over a whole number of blocks of keys, and a masked key
+    adds an exact zero. Results are not bitwise reproducible: threads split a matmul, so the order of a row's sums may
+    depend on the slot's index. The longest sequence also sets the number of blocks read by all slots.
     """
 
     def __init__(self, slots: int) -> None:
         super().__init__(layers=[])
         self.lengths = [0] * slots
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each [slots, heads, room, width]
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values, each [slots, heads, room, width]
 
     def take(self, slot: int, cache: DynamicCache) -> None:
         """Copy the single sequence in `cache` to a slot."""
@@ -136,7 +136,7 @@ class KVSlots(Cache):
         }
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Store new keys and values [slots, heads, 1, width] of a layer; returns all, [slots, heads, span, width]."""
+        """Store new keys and values [slots, heads, 1, width] of a layer; return all [slots, heads, span, width]."""
         slots = torch.arange(len(self.lengths), device=key_states.device)
         at = self._at.to(key_states.device)
         out = []
@@ -149,9 +149,9 @@ class KVSlots(Cache):
         return max(self.lengths)
 
     def _room(self, layer: int, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's buffers, grown to hold sequences of this length; unused entries are finite.
+        """Return a layer's buffers, after growing them to hold sequences of this length; unused entries are finite.
 
-        Values are stored in the type of the keys, like in `DynamicCache`: under autocast keys may be fp32 and values
+        Values are stored in the dtype of the keys, as in `DynamicCache`: under autocast, keys may be fp32 and values
         bf16.
         """
         held = self._held.get(layer)

@@ -1,4 +1,4 @@
-"""Incremental detokenization: emits whole characters, and ends at a stop string."""
+"""Incremental detokenization, which emits only whole characters and ends at a stop string."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ class TextStream:
     """Text of a growing token sequence.
 
     Incomplete characters are held back, and so is text that may be the start of a stop string. The text ends before
-    the first of `stops`. `strip`: remove leading whitespace.
+    the first stop string found. `strip`: remove leading whitespace.
 
     `tokenizers.decoders.DecodeStream` cannot replace it: under byte fallback, for bytes that are not UTF-8, it raises
     or returns text that differs from decoding all tokens. Models early in training generate such bytes.
@@ -29,7 +29,7 @@ class TextStream:
         return self._text[: self._shown] if self.stopped else self._decode()
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text completed by it."""
+        """Add a token, and return the text that it completes."""
         assert not self.stopped
         self._ids.append(token)
         text = self._decode()
@@ -49,7 +49,7 @@ class TextStream:
         return piece
 
     def _begun(self, text: str) -> int:
-        """Length of the longest suffix of the held-back text that is a prefix of a stop string."""
+        """Return the length of the longest suffix of the held-back text that is a prefix of a stop string."""
         most = min(len(text) - self._shown, max(map(len, self._stops), default=0))
         return next((n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
 

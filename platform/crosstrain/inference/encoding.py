@@ -1,6 +1,6 @@
-"""Encoding with an untrusted tokenizer of a checkpoint: prompts are encoded in processes that can be killed.
+"""Encoding with a checkpoint's untrusted tokenizer: prompts are encoded in processes that can be killed.
 
-A tokenizer's regular expression or chat template may run forever or exhaust the memory.
+A tokenizer's regular expression or chat template may run forever or exhaust memory.
 """
 
 import json
@@ -22,7 +22,10 @@ _MEMORY = 1 << 29  # memory limit of a process in bytes, beyond the tokenizer
 
 
 def open_tokenizer(checkpoint: Path) -> Any:
-    """Load a checkpoint's tokenizer for decoding. CheckpointError if it cannot be loaded or its decoder is unsafe."""
+    """Load a checkpoint's tokenizer for decoding.
+
+    Raises CheckpointError if it cannot be loaded or if its decoder is unsafe.
+    """
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -44,7 +47,7 @@ def check_stored(checkpoint: Path) -> None:
 
 
 def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
-    """Raise CheckpointError unless decoding is linear in the number of tokens: it runs in this process."""
+    """Raise CheckpointError unless decoding, which runs in this process, is linear in the number of tokens."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     steps = [json.loads(decoder.__getstate__())] if decoder is not None else []
     for step in steps:
@@ -58,7 +61,7 @@ def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
 
 
 class Encoders:
-    """Processes that encode texts and chats as token IDs. Each call has a process to itself, so no call delays others.
+    """Processes that encode texts and chats as token IDs; each call has its own process, so no call delays another.
 
     The constructor raises CheckpointError if the tokenizer cannot be loaded.
     """
@@ -68,15 +71,15 @@ class Encoders:
         self._checkpoint = checkpoint
         self.tokenizer = open_tokenizer(checkpoint)  # for decoding
         self._idle: list[LimitedProcess] = []
-        self._busy: dict[LimitedProcess, float] = {}  # start time of the call
+        self._busy: dict[LimitedProcess, float] = {}  # process -> start time of its call
 
     @property
     def stuck(self) -> int:
-        """Number of prompts that have been encoding for longer than `_SLOW`."""
+        """Number of prompts whose encoding has taken longer than `_SLOW` so far."""
         return sum(time.monotonic() - since > _SLOW for since in list(self._busy.values()))
 
     def ends(self, tokenizer: Any) -> set[int]:
-        """Tokens that end an answer: the tokenizer's end of text and the end tokens in generation_config.json."""
+        """Return the tokens that end an answer: the end-of-text token and the end tokens in generation_config.json."""
         path = self._checkpoint / GENERATION_CONFIG
         settings = read_json(path, most_bytes=1 << 20) if path.exists() else {}
         return {tokenizer.eos_token_id} | end_tokens(settings)
@@ -88,7 +91,7 @@ class Encoders:
     def encode(self, kind: Kind, given: Any) -> list[int]:
         """Encode a text, a chat (in the tokenizer's template) or words (text without special tokens) as token IDs.
 
-        Raises LimitError for any error, and if encoding exceeds the limits of time or memory.
+        Raises LimitError if encoding fails or exceeds its time or memory limit.
         """
         try:
             process = self._idle.pop()

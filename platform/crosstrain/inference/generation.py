@@ -19,7 +19,7 @@ from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Sample
 
-OnText = Callable[[int, str], None]  # number of the completion, new piece of its text
+OnText = Callable[[int, str], None]  # called with (index of the completion, new piece of its text)
 
 
 @dataclass
@@ -48,10 +48,10 @@ class Sampling:
 
 @dataclass(eq=False)
 class Sequence:
-    """A growing completion: its random numbers, its text so far and its finish reason."""
+    """A growing completion: its random number generator, its text so far and its finish reason."""
 
     sampling: Sampling
-    number: int  # number of the completion; its random numbers depend only on the seed and this number
+    number: int  # index of the completion; its random numbers depend only on the seed and this index
     ends: Collection[int]  # end tokens
     text: TextStream
     tokens: int = 0
@@ -61,7 +61,7 @@ class Sequence:
         self.rng = generator(self.sampling.seed, "completion", self.number)
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text completed by it."""
+        """Add a token, and return the text that it completes."""
         if token in self.ends:
             self.finish_reason = "stop"
             return ""
@@ -83,7 +83,7 @@ def decode(
 ) -> None:
     """Decode one sequence for each prompt until all are finished. Collective.
 
-    `group`: ranks with different prompts; all of them continue until the last one is finished.
+    `group`: ranks with different prompts; all ranks continue until the last sequence of the group is finished.
     """
     state, sampling = DecodeState(runner, prompts), sequences[0].sampling
     while True:
@@ -106,11 +106,11 @@ def generate(
     end: int | Collection[int] | None = None,
     stops: Iterable[str] = (),
 ) -> list[str]:
-    """Complete `prompt`, a text or a sample without labels; the same results on every rank. Collective.
+    """Complete `prompt`, a text or a sample without labels; results are the same on every rank. Collective.
 
-    `on_text(completion, piece)` is called for each new piece of text. A completion ends at a token of `end`, or before
-    the first of the strings `stops`. The default of `end` is the tokenizer's end-of-text token. Raises UserError if the
-    prompt leaves no room for a token or if the tokenizer does not match the model.
+    `on_text(index, piece)` is called for each new piece of a completion's text. A completion ends at an end token, or
+    before the first of the strings `stops`. `end` defaults to the tokenizer's end-of-text token. Raises UserError if
+    the prompt leaves no room for a token or if the tokenizer does not match the model.
     """
     end = tokenizer.eos_token_id if end is None else end
     ends = [end] if isinstance(end, int) else end
@@ -129,12 +129,15 @@ def generate(
 
 
 def as_prompt(ids: list[int], end: int) -> Sample:
-    """Make a sample of token IDs; an empty prompt becomes `end`, the token before each document in training."""
+    """Make a sample from token IDs; an empty prompt becomes `end`, the token before each document in training."""
     return {"input_ids": np.array([-1 if i is None else i for i in ids] or [end], np.int64)}
 
 
 def room_after(model: Model, sample: Sample, least: int = 1) -> int:
-    """Number of tokens that the model can add to a prompt; UserError below `least`, and for unknown token IDs."""
+    """Return the number of tokens that the model can add to a prompt.
+
+    Raises UserError if it is below `least`, and for token IDs outside the model's vocabulary.
+    """
     ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
     known = (ids >= 0) | (ids == IMAGE_ID)
     if not known.all() or (vocabulary is not None and ids.max() >= vocabulary):
@@ -145,7 +148,7 @@ def room_after(model: Model, sample: Sample, least: int = 1) -> int:
 
 
 def choose(logits: Tensor, sampling: Sampling, random: list[torch.Generator]) -> Tensor:
-    """Sample the next tokens [batch], on the CPU, from fp32 logits [batch, vocabulary]; each row has its generator."""
+    """Sample next tokens [batch], on the CPU, from fp32 logits [batch, vocabulary]; `random`: one generator per row."""
     if sampling.temperature == 0:
         return logits.argmax(-1).cpu()
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

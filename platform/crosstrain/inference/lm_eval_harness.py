@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness (Gao et al., 2021-) under any runner, for `crosstrain evaluate --tasks`.
+"""Tasks from lm-evaluation-harness (Gao et al., 2021-) under any runner, for `crosstrain evaluate --tasks`.
 
-Needs the package lm_eval. Every rank runs the same requests.
+This module needs the package lm_eval. Every rank runs the same requests.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from crosstrain.utils.logging import log
 from crosstrain.utils.types import IGNORE_INDEX
 from crosstrain.utils.units import finite
 
-_LENGTH = 2048  # tokens, if the model has no limit
-_NEW = 256  # new tokens, if the task sets no number
+_LENGTH = 2048  # maximum length in tokens if the model has no limit
+_NEW = 256  # maximum number of new tokens if the task does not set it
 _BOOTSTRAPS = 1000  # bootstrap samples for standard errors without a formula
-Encode = Callable[[str], list[int]]  # text to token IDs
+Encode = Callable[[str], list[int]]  # text -> token IDs
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
 class HarnessModel(TemplateLM):
-    """A model of the harness; log-likelihoods are minus the training loss. Use it inside `runner.evaluating()`."""
+    """Adapter to lm-evaluation-harness; a log-likelihood is the negative of the training loss.
+
+    Use it inside `runner.evaluating()`.
+    """
 
     def __init__(self, runner: Runner, tokenizer: Any, encode: Encode, quiet: bool) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each text in windows of the model's length; the context starts with the prefix token."""
+        """Return each text's log-likelihood, in windows of the model's length; texts start after the prefix token."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             tokens = self.tok_encode(request.args[0])
@@ -70,7 +73,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate texts, greedily unless the task samples; UserError for an unknown setting of a task."""
+        """Generate texts, greedily unless the task samples. Raises UserError for an unknown setting of a task."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             context, given = request.args
@@ -90,14 +93,14 @@ class HarnessModel(TemplateLM):
         return found
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> float:
-        """log p(continuation | context); the start is truncated if both together exceed the model's length."""
+        """Return log p(continuation | context), truncating the start if both together exceed the model's length."""
         ids = (context + continuation)[-(self._length + 1) :]
         labels = torch.tensor([ids[1:]])
         labels[0, : max(0, len(ids) - 1 - len(continuation))] = IGNORE_INDEX
         return -float(self._runner.evaluate({"input_ids": torch.tensor([ids[:-1]]), "labels": labels}))
 
     def _is_greedy(self, context: list[int], continuation: list[int]) -> bool:
-        """True if every token of the continuation is the argmax at its position."""
+        """Return True if every token of the continuation is the argmax at its position."""
         before = context[max(0, len(context) + len(continuation) - self._length - 1) :]
         if not before:
             return False
@@ -118,9 +121,10 @@ def run_tasks(
     limit: int | None,
     is_main: bool,
 ) -> dict[str, Any]:
-    """Return metrics by task, the same on every rank. Collective. UserError for unknown tasks and missing data.
+    """Return task -> metrics, the same on every rank. Collective.
 
-    `folder`: task files in addition to the harness's own. `limit`: number of documents per task; None: all.
+    `folder`: task files in addition to the harness's own. `limit`: number of documents per task; None: all. Raises
+    UserError for unknown tasks and missing data.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if folder is not None and not Path(folder).is_dir():

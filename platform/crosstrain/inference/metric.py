@@ -11,22 +11,22 @@ from crosstrain.utils.types import Batch
 class Metric(ABC):
     """Base class of all metrics. `run.metrics: [{name: ..., <Options>}]` chooses and configures them.
 
-    Validation and `crosstrain evaluate` call it for every batch, with the outputs of an extra forward.
+    Validation and `crosstrain evaluate` call `sums` for every batch, with the outputs of an extra forward.
     """
 
-    token_hits: ClassVar[str | None] = None  # for language models: report the rate of hits under this name, not `sums`
+    token_hits: ClassVar[str | None] = None  # for language models: name of the reported argmax accuracy; skips `sums`
 
     def __init__(self, options: Any) -> None:
         self.options = options
 
     @abstractmethod
     def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return sums over a batch [n], with n the same for all; they are added over batches and ranks in fp64.
+        """Return n sums over a batch, as a tensor [n]; they are added over batches and ranks in fp64.
 
-        outputs: fp32 outputs of the model for the batch without `labels`, such as logits [batch, classes]. For a
-        language model, the logits [batch, vocab_size] after the last position.
+        n must be the same for all batches. outputs: fp32 outputs of the model for the batch without `labels`, such as
+        logits [batch, classes]; for a language model, the logits [batch, vocab_size] after the last position.
         """
 
     @abstractmethod
     def values(self, sums: list[float]) -> dict[str, float]:
-        """Compute named numbers over all samples from their sums; they are reported as val_NAME."""
+        """Compute name -> metric from the sums over all samples; metrics are reported as val_NAME."""

@@ -27,9 +27,9 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, sen
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.trust import Trust, check_source, is_own, limited_to, names_command
 
-# Limits for building a model: address space in bytes, beyond its largest parameter, and seconds.
+# Limits for building a model: address space in bytes, in addition to its largest parameter, and seconds.
 _BYTES, _SECONDS = 1 << 30, 10.0
-_PADDING = 1 << 26  # elements; allowance for padded vocabularies, in addition to twice the checkpoint's elements
+_PADDING = 1 << 26  # extra elements allowed for vocabulary padding, on top of twice the checkpoint's elements
 
 
 def find_model(place: str | Path, weights: str | None) -> Path:
@@ -44,7 +44,7 @@ def find_model(place: str | Path, weights: str | None) -> Path:
 
 
 def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False) -> Config:
-    """Load the configuration in a checkpoint's state, with the user's overrides.
+    """Load the configuration stored in a checkpoint, with the user's overrides.
 
     The configuration is trusted to name data if this user trained with it or if `trust_data` is True. Raises
     CheckpointError if the checkpoint has no configuration, and ConfigError for values that are forbidden or that this
@@ -68,14 +68,15 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
         raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
 
 
-# Options of `run` that are taken from a checkpoint. Other options get their defaults; unknown options are rejected.
+# Options of `run` that are taken from any checkpoint, and from a checkpoint that this user trained. Other options get
+# their defaults; unknown options are rejected.
 _FROM_ANYBODY = {"device", "amp"}
 _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics", "objective"}
-_NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required, and not used
+_NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required options that evaluation ignores
 
 
 def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options: Overrides) -> dict[str, Any]:
-    """Reduce the section `run` of a checkpoint's configuration to the options of evaluation.
+    """Reduce the section `run` of a checkpoint's configuration to the options that evaluation uses.
 
     `own`: the current user trained with this configuration.
     """
@@ -102,11 +103,11 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options:
 
 
 def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
-    """Print the plugins in the configuration, if any, and how to enable them."""
+    """Print a note on the plugins in the configuration, if any, and on how to enable them."""
     run = saved.get("run")
     if isinstance(run, dict) and (plugins := run.get("plugins")):
         named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
-        note = (  # quoted, because the user may paste the end into a shell
+        note = (  # the names are quoted, because the user may paste the end of the note into a shell
             f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if you trust "
             f"them: --cfg-path and the project file, or --options {shlex.quote(f'run.plugins=[{named}]')}"
         )
@@ -116,7 +117,8 @@ def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
 def open_config(checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool) -> Config:
     """Load the configuration `project`, or else the checkpoint's own configuration, with the overrides `options`.
 
-    A Hugging Face folder replaces the project's `model.pretrained`. Without a project it has no dataset.
+    If `checkpoint` is a Hugging Face folder, it replaces the project's `model.pretrained`; without a project, the
+    configuration has no dataset.
     """
     if not is_hugging_face(checkpoint):
         if not project:
@@ -137,12 +139,13 @@ def open_on_workers(
     nproc_per_node: int | None,
     alone: bool = False,
 ) -> tuple[Config, Launch]:
-    """Open a configuration, check its model, and choose the workers.
+    """Open a configuration, check its model, and choose the number of workers.
 
     alone: start only one worker.
 
-    If the runner does not fit the number of workers, and the user chose neither, plain torch in one process is used.
-    Raises ConfigError like `open_config` and for an impossible layout, and CheckpointError like `outline`.
+    If the runner does not support the number of workers, and the user chose neither, plain torch in one process is
+    used. Raises ConfigError in the same cases as `open_config` and for an impossible layout, and CheckpointError in the
+    same cases as `outline`.
     """
     config = open_config(checkpoint, project, options, trust_data)
     how = Launch.detect(nproc_per_node or (1 if alone else None), config.run.device)
@@ -172,8 +175,8 @@ def load_model(config: Config, runner: Runner, checkpoint: Path, weights: str | 
 def outline(config: Config, checkpoint: Path) -> Model:
     """Build the configured model on the meta device, and compare it with the checkpoint's tensors.
 
-    Raises CheckpointError if building fails or exceeds the limits of time and memory, and if the parameters differ from
-    the checkpoint's.
+    Raises CheckpointError if building fails or exceeds its time or memory limit, and if the parameters do not match the
+    checkpoint.
     """
     reader = open_weights(checkpoint)
     with limited_to(config.trust):
@@ -181,8 +184,8 @@ def outline(config: Config, checkpoint: Path) -> Model:
             check_source(f"{checkpoint}: the source of the frozen parameter {name}")
     sizes = [math.prod(tensor.shape) for (kind, _), tensor in reader.tensors.items() if kind == "param"]
     sizes += [math.prod(frozen.shape) for frozen in reader.frozen.values()]
-    # Tied parameters are registered more than once, and libraries may build modules and then replace them. Until it is
-    # registered, a parameter takes address space but no memory.
+    # Tied parameters are registered more than once, and libraries may build modules and then replace them. Before a
+    # parameter is registered, it takes address space but no memory.
     most, memory = 100 + 4 * len(sizes), _BYTES + 8 * max(sizes, default=0)
 
     def build() -> Model:

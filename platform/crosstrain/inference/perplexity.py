@@ -1,4 +1,4 @@
-"""Loss, perplexity and metrics of a split."""
+"""Compute the loss, the perplexity and the metrics of a split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from crosstrain.utils.units import disjoint
 
 @dataclass
 class LossMetrics:
-    """Mean loss per target (in nats for tokens), and the named numbers of the model and of `run.metrics`."""
+    """Mean loss per target (in nats for tokens), and the metrics recorded by the model and by `run.metrics`."""
 
     loss: float
     targets: int
@@ -32,7 +32,7 @@ class LossMetrics:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinity if that overflows a float."""
+        """The exponential of the loss; infinity if it overflows a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
@@ -41,7 +41,7 @@ class LossMetrics:
 
     @property
     def named(self) -> dict[str, float]:
-        """All numbers by name; TrainingError for a duplicate name."""
+        """All metrics, as name -> value. Raises TrainingError for a duplicate name."""
         return disjoint({"loss": self.loss} | ({"perplexity": self.perplexity} if self.of_tokens else {}), self.more)
 
     def line(self, form: str) -> str:
@@ -52,7 +52,10 @@ class LossMetrics:
 def evaluate_loss(
     runner: Runner, dataset: Dataset, micro_batch: int, max_samples: int | None = None, num_workers: int = 0
 ) -> LossMetrics:
-    """Compute loss and metrics over the first `max_samples` samples; None: all. Same on every rank. Collective."""
+    """Compute loss and metrics over the first `max_samples` samples, or all if it is None. Collective.
+
+    The results are the same on every rank.
+    """
     model = runner.model
     metrics: list[Metric] = [registry.get("metric", m.name)(m.options) for m in runner.run.metrics]
     total = targets = 0.0
@@ -89,7 +92,7 @@ def evaluate_loss(
                     with blamed(f"run.metrics: {type(metric).__name__} failed in sums, given {shapes}"):
                         sums.append(metric.sums(outputs, batch).double().cpu())
                 scores = [a + (b if counts else torch.zeros_like(b)) for a, b in zip(scores, sums, strict=True)]
-            model.take_recorded()  # discard values of the metrics' forward
+            model.take_recorded()  # discard values recorded in the forward for metrics
             loss = runner.evaluate(micro.data, mode).item()
             if counts:
                 total += loss

@@ -19,15 +19,15 @@ from crosstrain.utils.logging import log
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.types import Sample
 
-_LONG = 4  # words; longer answers are also scored as captions
+_LONG = 4  # words; if the reference answers are longer on average, they are also scored as captions
 _BATCH = 64  # questions per batch
 _BLOCK = 32  # consecutive samples per rank; batches stay within a block, so they do not depend on the number of ranks
-_ON_SHEET = 48  # images on a contact sheet
+_ON_SHEET = 48  # maximum number of images on a contact sheet
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a question about sample `sample` of a split. Ranks exchange answers, so they hold no images."""
+    """An answer to a question about sample `sample` of a split, without the image: ranks send answers to each other."""
 
     sample: int
     kind: str
@@ -41,7 +41,7 @@ class Answer:
         return _same(self.text, self.truth)
 
     def document(self) -> dict[str, Any]:
-        """The answer as JSON."""
+        """Return the answer as JSON values."""
         return {
             "sample": self.sample,
             "kind": self.kind,
@@ -66,10 +66,10 @@ def answer_questions(
     max_new_tokens: int,
     batch: int,
 ) -> tuple[list[Answer], int]:
-    """Return greedy answers about a split's first samples, and the number of samples without questions.
+    """Answer questions about a split's first samples greedily; also count the samples without questions. Collective.
 
-    Collective: the ranks share the work, and all ranks return all answers. The answers do not depend on the number of
-    ranks. Raises UserError if a question leaves no room for `max_new_tokens`.
+    The ranks share the work, and all ranks return all answers. The answers do not depend on the number of ranks. Raises
+    UserError if a question leaves no room for `max_new_tokens`.
     """
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     mine, silent = list[Answer](), 0
@@ -109,7 +109,7 @@ def answer_questions(
 def _greedy(
     runner: Runner, tokenizer: Any, end: int, prompts: list[Sample], max_new_tokens: int, text_only: bool
 ) -> list[str]:
-    """Answer prompts greedily. `text_only`: with all pixels set to zero. Collective."""
+    """Answer prompts greedily. `text_only`: set all pixels to zero. Collective."""
     longest, limit = max(len(prompt["input_ids"]) for prompt in prompts), runner.model.max_length
     if limit is not None and longest + max_new_tokens > limit:
         raise UserError(
@@ -125,10 +125,10 @@ def _greedy(
 
 
 def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
-    """Scores by kind of question: number of questions, accuracy, and accuracy without the images.
+    """Return kind of question -> scores: number of questions, accuracy, and accuracy without the images.
 
     Kinds with long answers also have BLEU-4 (Papineni et al., 2002) and CIDEr-D (Vedantam et al., 2015), computed by
-    pycocoevalcap, the code of the COCO caption challenge. Scores with the suffix `_blind` are without images.
+    pycocoevalcap, the code of the COCO caption challenge. The suffix `_blind` marks scores without images.
     """
     scores: dict[str, dict[str, float]] = {}
     for kind in sorted({answer.kind for answer in answers}):
@@ -144,7 +144,7 @@ def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
 
 
 def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
-    """CIDEr-D and BLEU-4 of captions, each against one reference caption; words are separated by spaces."""
+    """Compute CIDEr-D and BLEU-4 of captions, each against one reference caption; words are separated by spaces."""
     bleu = require("pycocoevalcap.bleu.bleu", "BLEU")
     cider = require("pycocoevalcap.cider.cider", "CIDEr")
     true, found = ({i: [" ".join(t.lower().split())] for i, t in enumerate(texts)} for texts in (truths, captions))
@@ -155,7 +155,7 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
 def answer_splits(
     config: Config, runner: Runner, tokenizer: Any, job: dict[str, Any], sampling: Sampling, is_main: bool
 ) -> dict[str, Any]:
-    """Score and list the answers of the splits `job["answers"]`; draw the contact sheet `job["sheet"]`. Collective."""
+    """Score and list the answers for the splits in `job["answers"]`, and draw a contact sheet if asked. Collective."""
     component = training_dataset(config)
     results: dict[str, Any] = {}
     pictures: list[tuple[Answer, Any]] = []
@@ -215,9 +215,9 @@ def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tup
 
 
 def answer_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:
-    """Draw answers with their PIL images: a right answer is green, a wrong one red, the truth below it grey.
+    """Draw PIL images with their answers: right answers in green, wrong ones in red, the truth below them in grey.
 
-    Long texts are truncated; the predictions in JSON are not.
+    Long texts are truncated here, but not in the JSON predictions.
     """
     tiles = []
     for answer, picture in shown:

@@ -1,1 +1,1 @@
-"""Models: the base classes, Hugging Face causal models, the loss, initialization on the meta device."""
+"""Models: the base classes, the loss, mixture-of-experts routers and initialization on the meta device."""

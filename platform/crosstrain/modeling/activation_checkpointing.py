@@ -1,6 +1,6 @@
 """Gradient checkpointing: trade compute or host memory for activation memory.
 
-The four modes work for any model and runner. A block's forward is replaced on the instance, so parameter names and
+The four modes work with any model and runner. A block's forward is replaced on the instance, so parameter names and
 checkpoints do not change. Dropout draws the same random numbers in the recomputed forward.
 """
 
@@ -17,7 +17,7 @@ from crosstrain.utils.optional_deps import require
 
 Mode = Literal["none", "full", "selective", "offload"]
 
-# Operations that cost the most to recompute per byte of output: matrix products and attention.
+# Operations that cost the most to recompute per byte of output: matmuls and attention.
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -34,8 +34,8 @@ def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractCo
     """Replace the forward of every block so that it keeps fewer activations for the backward.
 
     - full: keep only the block's input; recompute everything else.
-    - selective: also keep the outputs of matrix products and attention; recompute the rest.
-    - offload: keep the input in host memory (fairscale's checkpoint wrapper).
+    - selective: also keep the outputs of matmuls and attention; recompute the rest.
+    - offload: keep the input in host memory and recompute everything else (fairscale's checkpoint wrapper).
     """
     for block in blocks:
         if mode == "full":
@@ -60,12 +60,12 @@ def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPo
 def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
     wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
     wrapper.checkpoint_utils.patch_batchnorm(block)
-    # fairscale wraps the forward of a module, so the block's forward is put in a module without parameters.
+    # fairscale wraps a module's forward, so the block's forward becomes a module without parameters.
     block.forward = wrapper.checkpoint_wrapper(_Inside(block.forward, autocast), offload_to_cpu=True).__call__
 
 
 class _Inside(nn.Module):
-    """A block's forward under autocast: when fairscale recomputes, it restores autocast only for CUDA."""
+    """A block's forward under autocast; needed because fairscale restores autocast only for CUDA when it recomputes."""
 
     def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()

@@ -12,8 +12,8 @@ class Adapter(ABC):
     """A few trained parameters on a frozen model. `model.adapter: {name: ..., <Options>}` chooses and configures one.
 
     An adapter adds modules to the model before the runner gets it. It replaces the model's `weights`, `structure` and
-    `export` by `Around` objects that also describe the new parameters, so every runner, checkpoint and export supports
-    it.
+    `export` with `Around` objects that also describe the new parameters, so every runner, checkpoint and export
+    supports it.
     """
 
     def __init__(self, options: Any) -> None:
@@ -21,7 +21,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def add(self, model: Model) -> None:
-        """Add the adapter to `model` and freeze all other parameters. Raises ConfigError if it does not fit."""
+        """Add the adapter to `model` and freeze all other parameters.
+
+        Raises ConfigError if the model does not support the adapter.
+        """
 
 
 class Around:
@@ -35,6 +38,6 @@ class Around:
         self.model: Model = inner.model
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("__"):  # copy reads attributes before __init__
+        if name == "inner" or name.startswith("__"):  # the copy module reads attributes before __init__ runs
             raise AttributeError(name)
         return getattr(self.inner, name)

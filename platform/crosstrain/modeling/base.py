@@ -20,7 +20,7 @@ from crosstrain.modeling.weights import Weights
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
-Sums = dict[str, tuple[Any, float]]  # by name: sum of recorded values, or loads [groups, n], and sum of their counts
+Sums = dict[str, tuple[Any, float]]  # name -> (sum of values or loads [groups, n], sum of their counts)
 
 
 def add_sums(totals: Sums, more: Sums) -> None:
@@ -31,13 +31,16 @@ def add_sums(totals: Sums, more: Sums) -> None:
 
 
 def largest_share(loads: Tensor) -> float:
-    """Maximum load over mean load of each group [groups, n], averaged over groups with any load."""
+    """Return the maximum load divided by the mean load of each group, averaged over groups with any load.
+
+    loads: [groups, n].
+    """
     used = loads[loads.sum(1) > 0]
     return float((used.amax(1) / used.mean(1)).mean()) if len(used) else 0.0
 
 
 def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
-    """Call a plugin's `count` method on a batch; TrainingError unless the result is an int."""
+    """Call a plugin's `count` method on a batch. Raises TrainingError unless the result is an int."""
     try:
         return index(found := count(batch))
     except TypeError as error:
@@ -46,7 +49,7 @@ def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
 
 
 def no_match(pattern: str, names: Iterable[str]) -> str:
-    """Error text for a pattern that matches none of the parameter `names`."""
+    """Return the error text for a pattern that matches none of the parameter `names`."""
     near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.0)
     return f"{pattern!r} matches no parameter; names are like {', '.join(near)}"
 
@@ -59,8 +62,8 @@ class Model(nn.Module, ABC):
     unmodified library modules.
     """
 
-    takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
-    routers: Routers | None = None  # watched routers of a mixture of experts; None: no router loss or load
+    takes_positions = False  # True: `forward` takes position_ids and attention_mask; see `LanguageModel.forward`
+    routers: Routers | None = None  # routers watched for router losses and expert loads; None: not watched
     context: Context | None = None  # ranks that share the rows of a batch with targets; None: no context parallelism
     image_size: tuple[int, int] | None = None  # height and width of input images; None: not checked
 
@@ -79,7 +82,7 @@ class Model(nn.Module, ABC):
         For a batch without targets, return fp32 logits [batch, vocab_size] of the next token, without padding IDs. The
         caller may pass a `cache` made by `new_cache`; the batch then holds only tokens that are not in the cache.
 
-        If the forward has the parameter `mode`, it is also called for other results, see `ForwardMode`.
+        If the forward has the parameter `mode`, it is also called for other results; see `ForwardMode`.
         """
 
     @staticmethod
@@ -104,7 +107,7 @@ class Model(nn.Module, ABC):
             seen[name] = total + (values.detach() * counts).double().sum(), count + counts.double().sum()
 
     def record_load(self, name: str, counts: Tensor) -> None:
-        """Add load counts [groups, n], such as tokens per expert; the log shows the mean of `max / mean` by group."""
+        """Add load counts [groups, n], such as tokens per expert; the log shows `max / mean`, averaged over groups."""
         if has_values(counts):
             seen = self._recorded[self.training]
             seen[name] = seen.get(name, (0.0, 0.0))[0] + counts, 1.0
@@ -113,17 +116,17 @@ class Model(nn.Module, ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token IDs, without padding; None: not a model of tokens."""
+        """Number of token IDs, without padding; None: the model has no vocabulary."""
         return None
 
     @property
     def predicts_tokens(self) -> bool:
-        """True for a language model: its loss has a perplexity. The default is True for a model with a vocabulary."""
+        """True for a language model, so that its perplexity is reported. The default is True if it has a vocabulary."""
         return self.vocab_size is not None
 
     @property
     def targets(self) -> str:
-        """Unit of `num_targets`, such as tokens; only a loss of tokens has a perplexity."""
+        """Unit of `num_targets`, such as tokens; perplexity is reported only if the unit is tokens."""
         return "tokens" if self.predicts_tokens else "targets"
 
     @property
@@ -132,7 +135,7 @@ class Model(nn.Module, ABC):
         return None
 
     def new_cache(self) -> Any:
-        """Create an empty key/value cache for generation; None if the model has no cache."""
+        """Return an empty key/value cache for generation; None if the model has no cache."""
         return None
 
     # ---- for the platform
@@ -149,21 +152,23 @@ class Model(nn.Module, ABC):
 
 
 class LanguageModel(Model):
-    """A causal language model that also takes embeddings, so that composite models can insert their own."""
+    """A causal language model that also accepts embeddings, so that composite models can insert their own."""
 
     @abstractmethod
     def forward(self, **batch: Any) -> Tensor:
         """Implement `Model.forward` for `input_ids` [batch, length] or `inputs_embeds` [batch, length, hidden_size].
 
-        Optional arguments: `labels` [batch, length], the target at each position or -100. `cache`. `attention_mask`,
-        either [batch, past + length], nonzero for visible positions, or boolean or additive
-        [batch, 1, length, past + length]; default: all earlier positions. `position_ids` [batch, length]; default:
-        counted from the start.
+        Optional arguments:
+        labels: [batch, length], the target at each position, or -100.
+        cache: see `Model.forward`.
+        attention_mask: [batch, past + length], nonzero where visible; or a boolean or additive mask
+            [batch, 1, length, past + length]. Default: all earlier positions are visible.
+        position_ids: [batch, length]. Default: counted from the start.
         """
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embed tokens [*] as [*, hidden_size]."""
+        """Return the embeddings [*, hidden_size] of token IDs [*]."""
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
 """Context parallelism: ranks share sequences, and each rank computes a part of every row.
 
-In a block, only attention mixes tokens. For attention, ranks exchange parts of the sequence for heads and back
-(DeepSpeed-Ulysses, Jacobs et al., 2023), so each rank computes some heads over whole rows. Masks, documents and dropout
-work as in a single process.
+In a block, only attention mixes tokens. Before attention, all-to-alls exchange sequence parts for heads, and after it,
+heads for parts (DeepSpeed-Ulysses, Jacobs et al., 2023), so each rank computes some heads over whole rows. Masks,
+documents and dropout work as in a single process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from crosstrain.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that share each row of a batch. Rows are padded at the end, so that all parts have the same length."""
+    """The ranks that share each row of a batch; rows are padded at the end, so that all parts have the same length."""
 
     group: dist.ProcessGroup
 
@@ -40,15 +40,16 @@ class Context:
         return nn.functional.pad(x, (0, self.share(x.shape[1]) * self.size - x.shape[1]), value=value)
 
     def part(self, x: Tensor, padding: int = 0) -> Tensor:
-        """This rank's part [batch, share] of [batch, length]."""
+        """Return this rank's part [batch, share] of a tensor [batch, length]."""
         share = self.share(x.shape[1])
         return self.padded(x, padding).narrow(1, dist.get_rank(self.group) * share, share)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange sequence parts for whole sequences of some heads; [batch, heads, share, width] -> [.., length, ..].
+        """Exchange parts of all heads for whole sequences of some heads.
 
-        Key and value heads are repeated if the ranks do not divide their number. Raises ConfigError if the ranks do not
-        divide the number of query heads.
+        Shapes: [batch, heads, share, width] -> [batch, heads / ranks, length, width]. Key and value heads are repeated
+        if the number of ranks does not divide theirs. Raises ConfigError if it does not divide the number of query
+        heads.
         """
         heads, keys = query.shape[1], key.shape[1]
         if heads % self.size:
@@ -62,11 +63,11 @@ class Context:
         return query, key, value
 
     def to_parts(self, x: Tensor) -> Tensor:
-        """The inverse exchange, for the attention output [batch, length, heads, width]."""
+        """Invert the exchange for the attention output [batch, length, heads, width]."""
         return _AllToAll.apply(x, self.group, 1, 2)
 
     def total(self, loss: Tensor) -> Tensor:
-        """Sum the losses of the parts over the ranks; in the backward, each rank gets the gradient of its own part."""
+        """Sum the parts' losses over the ranks; in the backward, each rank gets the gradient of its own part."""
         return _Sum.apply(loss, self.group)
 
 

@@ -2,8 +2,8 @@
 
 With a vocabulary of 50,000, the logits and their gradient are the largest tensors of a training step. Here each chunk
 of tokens goes from logits to both gradients before the next chunk starts, so only one chunk's buffer is allocated, and
-no matrix product is repeated. The gradients are computed in the forward. The incoming gradient of the loss is not known
-there; it is a scalar, so the backward multiplies by it.
+no matmul is repeated. The gradients are computed in the forward, before the incoming gradient of the loss is known;
+that gradient is a scalar, so the backward only multiplies by it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 from crosstrain.utils.types import IGNORE_INDEX
 
 # fp16 rounds values below 6e-8 to zero, and such probabilities are common in a large vocabulary. The gradient of a
-# logit lies in [-1, 1], so multiplying it by this factor cannot overflow. Products of it are fp32, and the backward
-# divides them by the factor.
+# logit lies in [-1, 1], so multiplying it by this factor cannot overflow. Matmuls with this gradient have fp32 outputs,
+# and the backward divides the outputs by the factor.
 _FP16_LIFT = 2.0**15
 
-# Rows of logits per softmax call on a CPU: small enough to stay in the cache in fp32.
+# Number of rows of logits per softmax call on a CPU: small enough to stay in the cache in fp32.
 CPU_SOFTMAX_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits of a head: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap); bias and softcap are optional."""
+    """A head's logits: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap); bias and softcap are optional."""
 
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
 
     def apply_(self, products: Tensor) -> Tensor | float | None:
-        """Turn products [n, V], without bias, into logits in place; returns the derivative, None if it is 1."""
+        """Convert hidden @ weight.T [n, V] to logits in place. Return the derivative, or None if it is 1."""
         if self.bias is not None:
             products.add_(self.bias.to(products.dtype))
         if self.softcap is None:
@@ -53,7 +53,7 @@ class Logits:
 PRODUCTS = Logits()
 Reduce = Callable[[Tensor], Tensor]  # reduces the tokens' losses; tokens without a target have loss 0
 Hits = Callable[[Tensor], None]  # called with booleans [targets]: True if the target is the argmax
-TokenLosses = Callable[[Tensor, slice], Tensor]  # (logits [n, vocab_size], their slice of all tokens) -> losses [n]
+TokenLosses = Callable[[Tensor, slice], Tensor]  # (logits [n, vocab_size], slice of these tokens) -> losses [n]
 
 
 def token_cross_entropy(
@@ -61,30 +61,30 @@ def token_cross_entropy(
     group: dist.ProcessGroup | None = None, logits: Logits = PRODUCTS, traced_rows: int | None = None,
     reduce: Reduce | None = None, hits: Hits | None = None, token_losses: TokenLosses | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
+    """Sum -log softmax(hidden @ weight.T)[label] over target tokens; an fp32 scalar (fp64 for fp64 inputs).
 
-    hidden [*, H]; weight [V, H] of the head: rows from `vocab_size` on are padding and get no probability; labels
-    [*] int64, IGNORE_INDEX if there is no target; `logits` turns the products into logits. Matrix products use
-    autocast's dtype if it is enabled; the softmax and the sums over chunks are in fp32 or better. Memory beyond the
-    gradients: one chunk's logits, `chunk_tokens` x V, and the same again with a softcap.
+    hidden: [*, H]. weight: [V, H], the weight of the head; its rows from `vocab_size` on are padding and get no
+    probability. labels: [*] int64, IGNORE_INDEX if there is no target. logits: converts hidden @ weight.T to logits.
+    Matmuls use autocast's dtype if autocast is enabled; the softmax and the sums over chunks are in fp32 or better.
+    Besides the gradients, memory is needed for one chunk's logits, `chunk_tokens` x V, and as much again for a softcap.
 
     With a `group` of P ranks, rank r holds the rows [V/P, H] of `weight` from r V/P on, and the same part of a bias.
-    Two numbers per token are exchanged, never logits. Every rank returns the loss; its gradient of `hidden` is one term
-    of the sum over the ranks. Collective.
+    Only two values per token are exchanged, never the logits. Every rank returns the loss; the true gradient of
+    `hidden` is the sum of the ranks' gradients. Collective.
 
     `reduce` maps the tokens' losses, in the shape of `labels`, to the returned value; the default is their sum. Its
     gradient is a factor for each token, so the logits are computed twice: for the losses, and for the gradients.
 
     `hits` is called with a boolean for each target: True if the target is the argmax.
 
-    `token_losses` replaces -log softmax. It gets the exact logits of a chunk, which it may differentiate, and the
-    chunk's slice of the flattened labels. The ranks of a group gather the logits of a chunk for it.
+    `token_losses` replaces -log softmax. It gets the logits of a chunk in fp32 or better, which it may differentiate,
+    and the chunk's slice of the flattened labels. With a `group`, its ranks first gather the chunk's full logits.
 
     `traced_rows` is for tracing memory without values: only the first rows of each chunk go through the softmax, in one
-    call. The other rows reuse the same memory, so the peak is the same.
+    call. The other rows would reuse the same memory, so the peak is the same.
 
-    Can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes that do
-    not match, and the error of `torch.gather` for a label outside the vocabulary.
+    The result can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes
+    that do not match, and the error of `torch.gather` for a label outside the vocabulary.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
         shapes = f"hidden {[*hidden.shape]}, weight {[*weight.shape]} and labels {[*labels.shape]}"
@@ -126,7 +126,7 @@ class _Share:
 
     @staticmethod
     def of(weight: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None) -> _Share:
-        """The share of a rank with the rows `weight`. vocab_size: None: no padding."""
+        """Return the share of a rank that holds the rows `weight`. vocab_size: None: no padding."""
         first = 0 if group is None else dist.get_rank(group) * len(weight)
         if vocab_size is None:
             vocab_size = len(weight) * (1 if group is None else dist.get_world_size(group))
@@ -147,16 +147,17 @@ class _Plan:
 
     share: _Share
     chunk_tokens: int
-    dtype: torch.dtype  # type of the matrix products
+    dtype: torch.dtype  # dtype of the matmuls
     head: Logits
     traced_rows: int | None
     hits: Hits | None
     token_losses: TokenLosses | None
 
     def losses_(self, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None) -> Tensor:
-        """Losses [n] of a chunk's logits [n, V/P]; overwrites logits with `lift` x the gradient of the losses' sum.
+        """Return the losses [n] for a chunk's logits [n, V/P], and overwrite the logits with their gradient.
 
-        lift: None: no gradient. labels: of all tokens. Tokens without a target have arbitrary losses and gradients.
+        The gradient is that of the sum of the losses, multiplied by `lift`; None: no gradient. labels: the labels of
+        all tokens. Tokens without a target have arbitrary losses and gradients.
         """
         labels = labels[chunk]
         if self.token_losses is not None:
@@ -199,7 +200,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         factors: Tensor | None,
         each: bool,
     ) -> Tensor:
-        """Sum the tokens' losses times `factors`. each: return all losses [n], without gradients."""
+        """Sum the tokens' losses times `factors`. If `each` is True, return all losses [n], without gradients."""
         dtype, hits = plan.dtype, plan.hits
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
@@ -224,11 +225,12 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 losses[chunk] = plan.losses_(logits, labels, chunk, lift)
                 if slope is not None and lift is not None:
                     logits.mul_(slope)
-                # Tokens without a target are masked in the products; masking the logits would cost a full pass.
+                # Tokens without a target are masked in the matmuls' inputs and outputs, because masking the logits
+                # would cost a full pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
                 h, ones = h.masked_fill(skip, 0.0), (~skip).to(dtype)
-                if factors is not None:  # not multiplied into the logits: fp16 would underflow
+                if factors is not None:  # they are not multiplied into the logits, because fp16 would underflow
                     factor = factors[chunk, None].masked_fill(skip, 0.0)
                     losses[chunk] *= factor[:, 0]
                     h, ones = h * factor.to(dtype), factor.to(dtype)
@@ -251,7 +253,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         factor = grad_loss / ctx.lift
-        # In place to save memory. Saved tensors are versioned, so a second backward raises an error.
+        # This works in place to save memory. Saved tensors are versioned, so a second backward raises an error.
         hidden, weight, bias = (
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -260,7 +262,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _likeliest(logits: Tensor, share: _Share) -> Tensor:
-    """Token ID [n] of each row's highest logit; `logits` [n, V/P] are this rank's share."""
+    """Return the token ID [n] of each row's highest logit; `logits` [n, V/P] are this rank's share."""
     highest, ids = logits.max(-1)
     if share.group is None:
         return ids
@@ -271,12 +273,12 @@ def _likeliest(logits: Tensor, share: _Share) -> Tensor:
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:
-    """Losses of the rows of `logits`; overwrites logits with `lift` x the gradient of the losses' sum.
+    """Return the losses of the rows of `logits`, and overwrite the logits with `lift` x the gradient of the sum.
 
-    logits [n, V]; targets [n, 1], each in range(V); lift: None: no gradient; rows: number of rows per softmax call.
+    logits: [n, V]. targets: [n, 1], each in range(V). lift: None: no gradient. rows: number of rows per softmax call.
     """
     losses = []
-    # On a CPU a small buffer stays in the cache, and converting bf16 once is faster than reducing it.
+    # On a CPU, a small buffer stays in the cache, and converting bf16 once is faster than reductions in bf16.
     buffer = torch.empty_like(logits[:rows], dtype=exact_dtype(logits.dtype)) if logits.device.type == "cpu" else None
     for x, target in zip(logits.split(rows), targets.split(rows), strict=True):
         given = x if buffer is None else buffer[: len(x)].copy_(x)
@@ -292,16 +294,16 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of the softmax and of sums for matrix products in `dtype`."""
+    """Return the dtype of the softmax and of sums if matmuls run in `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _losses_and_gradient_of_share(
     logits: Tensor, targets: Tensor, lift: float | None, rows: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """`_losses_and_gradient` for columns sharded over `group`.
+    """Do the same as `_losses_and_gradient` for columns sharded over `group`.
 
-    logits [n, V/P]; targets [n, 1], relative to this rank's first column: in range on one rank only.
+    logits: [n, V/P]. targets: [n, 1], relative to this rank's first column, so they are in range on one rank only.
     """
     exact = exact_dtype(logits.dtype)
     here = (targets >= 0) & (targets < logits.shape[1])
@@ -322,14 +324,14 @@ def _losses_and_gradient_of_share(
 
 
 def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b without overflow in fp16; the result is fp32 on devices that support it for low-precision inputs."""
+    """Compute a @ b without fp16 overflow; the result is fp32 on devices that support it for low-precision inputs."""
     if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float()) if a.dtype == torch.float16 else torch.mm(a, b)
 
 
 def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, summed in at least fp32; overwrites `total` if it is given."""
+    """Return total + a @ b, summed in at least fp32; `total` is overwritten if it is given."""
     if total is None:
         return _exact_mm(a, b).to(exact_dtype(a.dtype))
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))

@@ -1,4 +1,4 @@
-"""A model's export: the files of a Hugging Face model folder, and the parts that can be exported separately."""
+"""Export of a model: the files of a Hugging Face model folder, and the parts that can be exported separately."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from crosstrain.utils.files import write_json
 if TYPE_CHECKING:
     from crosstrain.modeling.base import Model
 
-ReadParameter = Callable[[str], Tensor]  # canonical name of a parameter to its whole value
+ReadParameter = Callable[[str], Tensor]  # canonical name of a parameter -> its whole value
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A parameter that export combines with others; the exported folder leaves the others out."""
+    """A parameter that export merges with other parameters; the others are left out of the exported folder."""
 
     others: tuple[str, ...]  # canonical names
     combine: Callable[..., Tensor]  # called with the parameter and the others, all fp32 and whole
 
 
-# (prefixes, submodel): export strips the submodel's prefix from the names. Without a submodel, names and the
-# configuration are kept.
+# (prefixes, submodel): the parameters with these name prefixes. Export strips the submodel's prefix from the names.
+# Without a submodel, the names and the configuration are kept.
 Part = tuple[tuple[str, ...], "Model | None"]
 
 
@@ -49,5 +49,5 @@ class Export:
         return {}
 
     def merges(self) -> dict[str, Merge]:
-        """Parameters that export merges, by canonical name; none by default."""
+        """Canonical name -> merge, for the parameters that export merges; none by default."""
         return {}

@@ -1,4 +1,4 @@
-"""The mode of a forward: selects the result of a model, by default the sum of the losses."""
+"""The mode of a forward selects the result that a model returns; by default, it is the sum of the losses."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Head:
         logits: Logits,
         mode: ForwardMode,
     ) -> Tensor:
-        """Return the loss of labels [batch, length], or fp32 logits [batch, vocab_size] without them.
+        """Return the loss for labels [batch, length]; without labels, fp32 logits [batch, vocab_size].
 
-        hidden [batch, length, H]; weight [V, H]: its rows from `vocab_size` on are padding, and so are those of a bias.
-        The logits are those after the last position. If `weight` is None, `hidden` holds the logits [batch, length, V]
-        computed by the model's own head.
+        hidden: [batch, length, H]. weight: [V, H]; its rows from `vocab_size` on are padding, and so are those of a
+        bias. The logits are those after the last position. If `weight` is None, `hidden` holds the logits
+        [batch, length, V] computed by the model's own head.
         """
         if weight is None:
             return self._of_whole(hidden[..., :vocab_size], labels, mode)
@@ -50,7 +50,7 @@ class Head:
         return last
 
     def _of_whole(self, logits: Tensor, labels: Tensor | None, mode: ForwardMode) -> Tensor:
-        """`__call__` for the full logits [batch, length, vocab_size]."""
+        """Implement `__call__` for full logits [batch, length, vocab_size]."""
         if labels is None:
             return logits[:, -1].float()
         given = labels != IGNORE_INDEX
@@ -64,7 +64,7 @@ class Head:
         return losses.sum() if mode.reduce is None else mode.reduce(losses.view(labels.shape))
 
     def add(self, result: Tensor, loss: Tensor) -> Tensor:
-        """Add a loss of modules before the head, such as routers, to the head's loss."""
+        """Add the loss of modules before the head, such as routers, to the head's loss."""
         return result + loss
 
 
@@ -90,12 +90,12 @@ class ForwardMode:
         return self.head(hidden, weight, labels, vocab_size, logits, self)
 
     def of_loss(self) -> dict[str, Any]:
-        """The arguments of `token_cross_entropy` in this mode."""
+        """Return the arguments of `token_cross_entropy` in this mode."""
         names = ("reduce", "hits", "token_losses", "traced_rows")
         return {name: getattr(self, name) for name in names}
 
     def arguments(self) -> dict[str, ForwardMode]:
-        """Keyword arguments that pass this mode to a model's forward; empty for the plain mode."""
+        """Return keyword arguments that pass this mode to a model's forward; empty for the plain mode."""
         return {} if self == PLAIN else {"mode": self}
 
 

@@ -1,7 +1,7 @@
 """Build a model without computing initial values that are then discarded.
 
 Weights come from a checkpoint, a pretrained folder, or `Weights.initialize`, by canonical name. The values drawn in
-library constructors are never used; on the meta device they cost nothing.
+library constructors are never used, and on the meta device they cost nothing.
 """
 
 import math
@@ -20,7 +20,7 @@ _LARGE = 2**28  # elements; smaller tensors fit in the memory of a small machine
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Creates large tensors directly on the meta device: the experts of a layer may exceed the machine's memory."""
+    """Creates large tensors directly on the meta device, because a layer's experts may exceed the machine's memory."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,7 +37,7 @@ def parameters_on_meta(
 ) -> Iterator[None]:
     """Put every parameter registered inside the block on the meta device, unless `but(parameter)`; buffers stay real.
 
-    Raises ValueError for more than `at_most` parameters (None: no limit) and after `seconds`: an untrusted
+    Raises ValueError for more than `at_most` parameters (None: no limit) and after `seconds`, because an untrusted
     configuration may describe a model that takes forever to build.
     """
     register = nn.Module.register_parameter
@@ -81,5 +81,5 @@ def construct(make_model: Callable[[], M], device: torch.device) -> M:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return False for a tensor without memory, such as a fake tensor in the trace of a plan."""
+    """Return False for a tensor without memory, such as a fake tensor while a plan is traced."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

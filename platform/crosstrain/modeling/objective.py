@@ -1,4 +1,4 @@
-"""The interface of objective plugins: the loss minimized by a step. The default is the targets' cross-entropy."""
+"""The interface of objective plugins: the loss that training minimizes. The default is the targets' cross-entropy."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class Policy(Protocol):
         """Generate `n` completions per row of `input_ids`, grouped by row; each ends with a token of `ends`, if any.
 
         If the batch has an `attention_mask` [rows, length], it marks the tokens of the prompts. The random numbers
-        depend only on the run's seed, the sample's number and the completion's number.
+        depend only on the run's seed, the sample's position in the training order and the completion's index.
         """
 
     def log_probabilities(self, batch: Batch) -> Tensor:
-        """Log-probabilities [rows, length] of the `labels`, 0 without a label; fp32 on the CPU, without gradients."""
+        """Compute log-probabilities [rows, length] of the `labels`, fp32 on the CPU; 0 at positions without a label."""
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """The same with the initial weights of the run, for an objective with `keeps_reference`."""
+        """Compute log-probabilities with the run's initial weights; the objective needs `keeps_reference`."""
 
 
 class Objective:
-    """The loss minimized by a step. `run.objective: {name: ..., <Options>}` chooses and configures one.
+    """The loss that training minimizes. `run.objective: {name: ..., <Options>}` chooses and configures one.
 
     `begin_step` may generate the step's samples. `loss` gets -log p of each target token, and the batch with the
     additional `fields` that the model does not read. The results are summed over the micro batches and ranks of a step
-    and divided by the step's `units`, so every runner and batch layout minimizes the same loss. The base class is the
-    model's own loss.
+    and divided by the step's `units`, so every runner and batch layout minimizes the same loss. The base class computes
+    the model's own loss.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()  # fields of the batch that are not passed to the model
     row_layout: ClassVar[str | None] = None  # required `Dataset.row_layout`; None: plain samples
     unit: ClassVar[str | None] = None  # noun for the terms summed by `loss`; None: the model's targets
-    # rows, tokens: the batch field `reference` holds log-probabilities measured once before training, per row or token
+    # rows, tokens: the batch field `reference` holds log-probabilities per row or token, measured before training
     needs_reference: ClassVar[Literal["rows", "tokens"] | None] = None
     keeps_reference: ClassVar = False  # True: keep the initial weights for `Policy.reference_log_probabilities`
     model: Model
@@ -59,7 +59,7 @@ class Objective:
     def begin_step(self, step: Step, policy: Policy) -> Step:
         """Return the micro batches to train on; default: those of the dataset. Called before targets are counted.
 
-        The number of micro batches and their sample numbers must not change.
+        The number of micro batches and their `numbers` must not change.
         """
         return step
 
@@ -67,7 +67,7 @@ class Objective:
         """Return the sum of the units' losses, an fp32 scalar that is differentiable with respect to `losses`.
 
         losses: fp32 [rows, length], 0 for tokens without a target. batch: has `labels` and the dataset's `fields`.
-        Control flow may only depend on shapes: a plan traces this method without values.
+        Control flow may depend only on shapes, because a plan traces this method without values.
         """
         return losses.sum()
 
@@ -75,8 +75,8 @@ class Objective:
         """Number of terms summed by `loss`, such as pairs; counted before any forward."""
         return self.model.num_targets(batch)
 
-    # Optional method `token_losses(logits, place, batch)`: computes token losses [n] from logits [n, vocab_size], in
-    # place of -log p. `place` is the slice of these tokens in the flattened rows.
+    # Optional method `token_losses(logits, place, batch)`: computes token losses [n] from logits [n, vocab_size] that
+    # replace -log p. `place` is the slice of these tokens in the flattened rows.
     token_losses: Callable[..., Tensor] | None = None
 
     def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
@@ -92,11 +92,11 @@ class Objective:
 
     @property
     def makes_samples(self) -> bool:
-        """True if samples are generated at the start of each step; the dataset's own samples then have no loss."""
+        """True if `begin_step` generates the samples of each step; the dataset's own samples then have no loss."""
         return type(self).begin_step is not Objective.begin_step
 
     def attach(self, model: Model) -> None:
-        """Set the model. Raises ConfigError if the objective does not fit it."""
+        """Set the model. Raises ConfigError if the model does not support the objective."""
         self.model = model
         if self.is_plain:
             return
@@ -106,7 +106,7 @@ class Objective:
             raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; give it one")
 
     def inputs(self, batch: Batch, mode: ForwardMode = PLAIN) -> dict[str, Any]:
-        """Arguments for the model's forward to return `loss`, or the result requested by `mode`."""
+        """Return arguments with which the model's forward returns `loss`, or the result requested by `mode`."""
         given = {name: value for name, value in batch.items() if name not in self.fields}
         if "labels" in batch and mode.reduce is None and not self.is_plain:
             mode = replace(mode, reduce=partial(self._reduced, batch=batch))
@@ -120,15 +120,15 @@ class Objective:
         return self.loss(losses, batch)
 
     def num_targets(self, batch: Batch) -> int:
-        """`units` of a batch; TrainingError unless that is an int."""
+        """Return `units` of a batch. Raises TrainingError unless it is an int."""
         return count_targets(self.units, batch)
 
     @property
     def targets(self) -> str:
-        """Unit of `num_targets`, such as tokens; only a loss of tokens has a perplexity."""
+        """Unit of `num_targets`, such as tokens; perplexity is reported only if the unit is tokens."""
         return self.unit or self.model.targets
 
 
 def log_probabilities(losses: Tensor) -> Tensor:
-    """Log-probability [rows] of each row's targets, from the token losses [rows, length]."""
+    """Return the log-probability [rows] of each row's targets, given the token losses [rows, length]."""
     return -losses.sum(1)

@@ -1,4 +1,4 @@
-"""Published models by name or path."""
+"""Find published models by name or path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstrain.utils.trust import check_source
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A parameter that is a slice of a published tensor: its rows from `first` on; the tensor has `rows` rows."""
+    """A parameter that is a slice of a published tensor: rows from `first` on, out of the tensor's `rows` rows."""
 
     name: str
     first: int
@@ -28,7 +28,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter [n, rows, ...] made of published tensors: for each of n, tensors with equal parts of the rows."""
+    """A parameter [n, rows, ...] stacked from published tensors; each of the n entries concatenates equal row parts."""
 
     names: tuple[tuple[str, ...], ...]
 
@@ -45,7 +45,7 @@ _FILES = ["*.safetensors", "*.json", "merges.txt"]  # downloaded from the hub
 
 
 def names_at(place: Place) -> set[str]:
-    """Names of the published tensors in a place."""
+    """Return the names of the published tensors that a place refers to."""
     if isinstance(place, Stack):
         return {name for parts in place.names for name in parts}
     return {place if isinstance(place, str) else place.name}
@@ -53,16 +53,16 @@ def names_at(place: Place) -> set[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of published safetensors weights for some of a model's parameters, all by canonical name."""
+    """A folder of published safetensors weights for some of a model's parameters; names are canonical."""
 
     folder: Path
     place: Callable[[str, set[str]], Place]  # (parameter, names in the folder) -> place of the parameter
     covers: Callable[[str], bool] = lambda name: True
-    of_model: bool = False  # True: weights of an earlier run: all must be used, and checkpoints store them too
+    of_model: bool = False  # True: an earlier run's weights; all must be used, and checkpoints store them too
 
 
 def downloaded(name: str) -> Path | None:
-    """Local folder of a downloaded hub model; None if it is not downloaded or some weights are missing."""
+    """Return the local folder of a downloaded hub model; None if the model or some weights are not downloaded."""
     from huggingface_hub import snapshot_download
 
     with suppress(Exception):  # many types, including errors for invalid names
@@ -87,7 +87,7 @@ def _check_sizes(file: Path) -> None:
 def pretrained_folder(source: str) -> Path:
     """Return a local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or the hub's model.
 
-    Raises CheckpointError if none of these exists, and ConfigError if the configuration is not trusted with `source`.
+    Raises CheckpointError if none of these exists, and ConfigError if the configuration may not name a source.
     Models must open files and folders named in their options through this function, or call
     `crosstrain.utils.trust.check_source` first.
     """

@@ -1,12 +1,12 @@
-"""Losses and loads of the routers of a mixture of experts, computed over the target tokens of a step.
+"""Router losses and expert loads of a mixture of experts, computed over the target tokens of a step.
 
 The balance loss of a layer is E sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e is the number of choices of expert
 e per token, and P_e is its mean probability over the same tokens. Perfect balance gives k, the number of choices per
 token, as in transformers.
 
 The product of two means is not a sum over tokens, so its value depends on the set of tokens. Over the targets of a
-document (DeepSeek-AI, 2024, section 2.1.3), it is the same under every layout. Over all targets of a step, the choices
-must be counted before the first backward.
+document (DeepSeek-AI, 2024, section 2.1.3), it is the same under every batch layout. Over all targets of a step, it
+needs the choices to be counted before the first backward.
 
 All losses are means over layers and over documents, weighted by targets. They therefore add up over micro batches and
 ranks like the targets' losses.
@@ -26,26 +26,26 @@ from torch import Tensor, nn
 from crosstrain.modeling.context import Context
 from crosstrain.utils.types import IGNORE_INDEX
 
-# Tokens of a balance loss: a document (sequence), the whole step (batch), or a micro batch on one rank.
+# Set of tokens for a balance loss: a document (sequence), the whole step (batch), or a micro batch on one rank.
 Scope = Literal["sequence", "batch", "micro_batch", "none"]
 
-Choices = dict[int, tuple[Tensor, Tensor]]  # by layer: logits [tokens, E] and choices [tokens, k] of a micro batch
+Choices = dict[int, tuple[Tensor, Tensor]]  # layer -> logits [tokens, E] and choices [tokens, k] of a micro batch
 
-BIAS = "e_score_correction_bias"  # affects only the choice (Wang et al., 2024); families with it use sigmoid scores
+BIAS = "e_score_correction_bias"  # affects only the choices (Wang et al., 2024); models with it use sigmoid scores
 
 
 class Documents(Protocol):
     """The documents of packed rows, whose attention a model keeps apart."""
 
-    starts: list[int]  # of each document among the tokens of all rows; and the number of tokens
+    starts: list[int]  # start of each document in the flattened rows, then the total number of tokens
     context: Context | None  # ranks that share each row
 
     def numbers(self) -> Tensor:
-        """Number of each token's document, from 1."""
+        """Return the index of each token's document, counted from 1."""
 
 
 class _Layer(NamedTuple):
-    """Sums over targets: choices and probability mass by document [documents, E], and scalars over all documents."""
+    """Sums over targets: choices and probability mass per document [documents, E], and scalars over all documents."""
 
     choices: Tensor
     mass: Tensor
@@ -54,7 +54,10 @@ class _Layer(NamedTuple):
 
     @staticmethod
     def of(logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int) -> _Layer:
-        """Sum over the tokens of one layer; `weight` [tokens] is 1 for targets, else 0; `owner` [tokens]: document."""
+        """Sum over the tokens of one layer.
+
+        weight: [tokens], 1 for targets, else 0. owner: [tokens], document indices; there are `owners` documents.
+        """
         logits = logits.float()
         experts = logits.shape[-1]
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
@@ -68,11 +71,14 @@ class _Layer(NamedTuple):
 
 @dataclass
 class Routers:
-    """The routers of a model, watched by hooks; each returns logits [tokens, E], weights, and choices [tokens, k]."""
+    """The routers of a model, watched by hooks.
+
+    Each router returns logits [tokens, E], weights [tokens, k] and choices [tokens, k].
+    """
 
     modules: list[nn.Module]  # routers of all layers; those on other pipeline stages are never called
     scope: Scope
-    coefficient: float  # factor of the balance loss; 0 for the scope none
+    coefficient: float  # factor of the balance loss; must be 0 if `scope` is none
     z_coefficient: float  # factor of the mean squared log-sum-exp of the logits (Zoph et al., 2022, equation 5)
     bias_rate: float  # change of the choice biases per step
     record: Callable[..., None]  # `Model.record`
@@ -81,11 +87,11 @@ class Routers:
     observe: Callable[[Choices], None] | None = None  # called with the choices of each micro batch in training
     _seen: Choices | None = field(default=None, init=False)
     _choices: Tensor | None = field(default=None, init=False)  # choices since the start of the step [layers, E], fp64
-    _known: Tensor | None = field(default=None, init=False)  # choices of the whole step, counted before it
+    _known: Tensor | None = field(default=None, init=False)  # choices of the whole step, counted in advance
 
     def __post_init__(self) -> None:
         for number, module in enumerate(self.modules):
-            module.register_forward_hook(partial(self._watch, number))  # a copy of the model has its own
+            module.register_forward_hook(partial(self._watch, number))  # a copy of the model has its own hooks
 
     @property
     def has_loss(self) -> bool:
@@ -97,12 +103,12 @@ class Routers:
         return self.scope == "batch" and self.coefficient != 0
 
     def added(self, means: Mapping[str, float]) -> float:
-        """The sum of the router losses, times their coefficients, from recorded means by name."""
+        """Return the sum of the router losses times their coefficients; means: name -> recorded mean."""
         balance, z = (means.get(name, 0.0) for name in ("load_balancing_loss", "router_z_loss"))
         return self.coefficient * balance + self.z_coefficient * z
 
     def begin(self) -> None:
-        """Watch the routers until `loss`."""
+        """Watch the routers until `loss` is called."""
         self._seen = {}
 
     def _watch(self, number: int, _module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
@@ -111,12 +117,12 @@ class Routers:
             self._seen[number] = output[0], output[2]
 
     def loss(self, labels: Tensor, documents: Documents | None, counts: bool = False) -> Tensor:
-        """Router losses since `begin`, a scalar to add to the sum of the targets' losses; labels [batch, length].
+        """Return the router losses since `begin`, as a scalar to add to the sum of the targets' losses.
 
-        counts: only count the choices for the next step; the result is 0.
+        labels: [batch, length]. counts: only count the choices for the next step; the result is 0.
 
-        With `parts` or a context of the documents, every rank returns the loss of whole sequences, with the gradients
-        of its own part.
+        If ranks share sequences (`parts` or the documents' context), every rank returns the loss of whole sequences,
+        with the gradients of its own part.
         """
         seen, self._seen = self._seen or {}, None
         weight, owner, owners = self._tokens(labels, documents, counts)
@@ -142,7 +148,7 @@ class Routers:
             choices, k = self._known[here, None].to(choices), seen[here[0]][1].shape[1]
             sizes = choices[0].sum(-1) / k
         share = choices / sizes.clamp(min=1)[:, None]  # f
-        balance = share.shape[-1] * (share * mass).sum((1, 2))  # by layer, summed over targets
+        balance = share.shape[-1] * (share * mass).sum((1, 2))  # per layer, summed over targets
         for name, sums in (("load_balancing_loss", balance), ("router_z_loss", z), ("router_entropy", entropy)):
             if name != "router_z_loss" or self.z_coefficient:
                 self.record(name, sums / targets.clamp(min=1), targets.expand_as(sums))
@@ -153,7 +159,7 @@ class Routers:
         return loss + (whole - loss.detach())
 
     def _tokens(self, labels: Tensor, documents: Documents | None, counts: bool) -> tuple[Tensor, Tensor, int]:
-        """For the tokens routed on this rank: 1.0 for targets, else 0; document numbers; number of documents."""
+        """Return a target mask and document indices for the tokens routed on this rank, and the number of documents."""
         target = labels != IGNORE_INDEX
         if self.scope != "sequence":
             owner, owners = torch.zeros_like(labels), 1
@@ -167,7 +173,7 @@ class Routers:
         return target.float().flatten(), owner.flatten(), owners
 
     def _count(self, here: list[int], choices: Tensor) -> Tensor:
-        """Add the choices [layers on this rank, E] of a micro batch; returns them for all layers."""
+        """Add a micro batch's choices [layers on this rank, E]; return them as [layers, E], with zeros elsewhere."""
         every = choices.new_zeros(len(self.modules), choices.shape[1], dtype=torch.float64)
         every[here] = choices.double()
         self._choices = every if self._choices is None else self._choices + every
@@ -178,7 +184,7 @@ class Routers:
         self._known = self._summed(*ranks)
 
     def end_step(self, ranks: dist.ProcessGroup | None, applied: bool) -> None:
-        """Update the biases towards balance (Wang et al., 2024, algorithm 1), from the choices of all `ranks`."""
+        """Update the biases to balance the experts (Wang et al., 2024, algorithm 1), using the choices of all ranks."""
         if not self.bias_rate or not any(BIAS in module._buffers for module in self.modules):
             self._choices = None
         elif (choices := self._summed(ranks)) is not None and applied:

@@ -1,4 +1,4 @@
-"""A model's structure: its blocks and the modules around them, for runners that shard, stage or trace a model."""
+"""A model's structure: its blocks and the modules around them, for runners that shard, pipeline or trace a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Structure:
         self.model = model
 
     def ends(self) -> Ends | None:
-        """Modules before and after the blocks, for pipeline stages; None: unknown, the model cannot be staged.
+        """Modules before and after the blocks, for pipeline stages; None: unknown, so the model cannot be pipelined.
 
         A model with ends calls its blocks in order. Each block takes hidden states [batch, length, H] as its first
         argument and returns them. The forward ends with `ForwardMode.output`.
@@ -40,11 +40,11 @@ class Structure:
         return None
 
     def experts(self) -> dict[str, Any]:
-        """Modules with the routed experts of a layer, by the names of `named_modules`; none by default.
+        """Name in `named_modules` -> module with the routed experts of a layer; none by default.
 
-        Their parameters are stacked along the first dimension, by `num_experts` experts. Their inputs are hidden states
-        [tokens, width], the numbers of each token's experts [tokens, k] and the weights of these experts [tokens, k].
-        Tokens are independent of each other.
+        The parameters of `num_experts` experts are stacked along the first dimension. The module's inputs are hidden
+        states [tokens, width], expert indices [tokens, k] and expert weights [tokens, k]. Tokens are independent of
+        each other.
         """
         return {}
 
@@ -54,11 +54,11 @@ class Structure:
         return [model.routers for model in models if model.routers is not None]  # type: ignore[misc]
 
     def chains(self) -> list[list[nn.Module]]:
-        """Lists of blocks that each take the previous block's output tensor first; a plan traces a few per list."""
+        """Lists of blocks whose first input is the previous block's output; a plan traces a few blocks per list."""
         return [self.model.blocks()] if self.ends() is not None else []
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Styles of tensor parallelism by pattern of canonical names: plain data that YAML can override.
+        """Pattern of canonical names -> style of tensor parallelism; the user can override it in YAML.
 
         A pattern such as `transformer.h.*.mlp.c_fc` matches names of parameters or modules; all others are replicated.
         The runner defines the styles.
@@ -83,9 +83,9 @@ class Structure:
         return self.model
 
     def lighter(self, dtype: str) -> dict[str, str]:
-        """Options, by dotted key, that store frozen parameters in less memory without changing results.
+        """Dotted key -> value of options that store frozen parameters in less memory without changing results.
 
-        dtype: the run's autocast type, such as bf16. Default: no options.
+        dtype: the run's autocast dtype, such as bf16. Default: no options.
         """
         return {}
 

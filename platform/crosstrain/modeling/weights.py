@@ -26,13 +26,13 @@ class Quantized(Protocol):
 
 
 class Weights:
-    """Names and values of a model's parameters. The defaults are those of torch.
+    """Names and values of a model's parameters. By default, they are those of the torch module.
 
-    *Canonical* names and *logical* shapes are those of Hugging Face for the same weights. Checkpoints and initial
+    *Canonical* names and *logical* shapes are those of the same weights in Hugging Face models. Checkpoints and initial
     values use them.
     """
 
-    vocabulary_multiple = 1  # on every rank, the rows of embedding and head are padded to a multiple of this
+    vocabulary_multiple = 1  # each rank's rows of the embedding and head are padded to a multiple of this
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -46,7 +46,7 @@ class Weights:
         return shape
 
     def quantized(self) -> Mapping[str, Quantized]:
-        """Quantized parameters by canonical name, loaded from pretrained weights; none by default."""
+        """Canonical name -> quantized parameter, loaded from pretrained weights; none by default."""
         return {}
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
@@ -89,11 +89,11 @@ class Weights:
     # ---- training
 
     def lr_scale(self, name: str) -> float:
-        """Factor on the learning rate of a parameter, by its name in `named_parameters`."""
+        """Factor on the learning rate of a parameter; `name` is its name in `named_parameters`."""
         return 1.0
 
     def matrices(self) -> set[str]:
-        """Names in `named_parameters` of the block parameters that a MatrixOptimizer updates.
+        """Names, as in `named_parameters`, of the block parameters that a MatrixOptimizer updates.
 
         Embeddings and convolutions are excluded. Names of parameters that are not matrices have no effect.
         """
@@ -110,12 +110,12 @@ class Weights:
     # ---- for the platform
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by canonical name; a tied parameter appears once, under its first name."""
+        """Canonical name -> parameter, for all parameters; a tied parameter appears once, under its first name."""
         name_of = self.model.weights.canonical_name
         return {name_of(name): parameter for name, parameter in self.model.named_parameters()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """All persistent floating-point buffers by canonical name; checkpoints store them like parameters."""
+        """Canonical name -> buffer, for persistent floating-point buffers; checkpoints store them like parameters."""
         return {
             self.model.weights.canonical_name(f"{path}.{name}" if path else name): buffer
             for path, module in self.model.named_modules()

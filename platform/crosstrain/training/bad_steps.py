@@ -25,16 +25,17 @@ from crosstrain.utils.logging import TIME_FORMAT, log
 from crosstrain.utils.types import MicroBatch, Step
 from crosstrain.utils.units import finite
 
-_SHOWN = 3  # suspects in a log line
-_RECORDED = 100  # suspects in the file
-_NARROWED = 64  # at most this many samples are evaluated one by one
+_SHOWN = 3  # maximum number of suspects in a log line
+_RECORDED = 100  # maximum number of suspects in bad_steps.jsonl
+_NARROWED = 64  # maximum number of samples that are evaluated one by one
 
-# Samples that may have caused a bad step: the numbers of a micro batch or of one sample, and the mean loss per target.
+# A micro batch or a sample that may have caused a bad step: its sample numbers (positions in the training order), and
+# its mean loss per target.
 Suspect = tuple[tuple[int, ...], float]
 
 
 class RollBack(TrainingError):
-    """Training must reload the last checkpoint. `left_out(checkpoint, state)` returns sample numbers to leave out."""
+    """Training must reload the last checkpoint. `left_out(checkpoint, state)` returns the samples to leave out."""
 
     def __init__(self, message: str, left_out: Callable[[Path, State], Ranges]) -> None:
         super().__init__(message)
@@ -45,7 +46,7 @@ class BadSteps(Callback):
     """Applies the policy of `run.on_bad_step`. All ranks reach the same decision.
 
     Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`. Raises ConfigError for the policy
-    roll_back with a stream: its samples have no numbers to leave out.
+    roll_back with a stream, because the samples of a stream cannot be left out.
     """
 
     def __init__(self, options: Any, trainer: Any) -> None:
@@ -141,7 +142,10 @@ class BadSteps(Callback):
         )
 
     def go_back(self, problem: str, numbers: Sequence[int], to: Path, state: State) -> Ranges:
-        """Return sample numbers to leave out after a roll back; TrainingError after too many from one checkpoint."""
+        """Return the samples to leave out after a rollback, as ranges of positions in the training order.
+
+        Raises TrainingError after too many rollbacks to the same checkpoint.
+        """
         count = self._went_back[1] + 1 if self._went_back[0] == to else 1
         self._went_back = to, count
         _end_after(
@@ -159,7 +163,7 @@ class BadSteps(Callback):
             log.warning("%s", sentence)
 
     def suspects(self, micro_batches: list[MicroBatch]) -> list[Suspect]:
-        """Samples with a non-finite loss; if there are none, all micro batches, highest loss first. Collective."""
+        """Return samples with a non-finite loss, or else all micro batches sorted by descending loss. Collective."""
         mine = {
             micro_batch.numbers: float(loss) / max(micro_batch.num_targets, 1)
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)
@@ -171,7 +175,7 @@ class BadSteps(Callback):
         return [sample for numbers in wrong for sample in self._narrowed(numbers, found[numbers], among=len(wrong))]
 
     def _narrowed(self, numbers: tuple[int, ...], loss: float, among: int) -> list[Suspect]:
-        """Samples of a micro batch with a non-finite loss of their own; if there are none, the micro batch."""
+        """Return the samples of a micro batch that have a non-finite loss by themselves, or else the micro batch."""
         apart = self.dataset.indexed and not self.runner.objective.makes_samples
         if len(numbers) == 1 or len(numbers) * among > _NARROWED or not apart:
             return [(numbers, loss)]

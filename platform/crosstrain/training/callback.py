@@ -1,4 +1,4 @@
-"""The interface of hooks: the platform's own hooks, and the callbacks of a run."""
+"""The interface of hooks, which are the platform's own hooks and the callbacks of a run."""
 
 from __future__ import annotations
 
@@ -28,66 +28,69 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of all hooks. `run.callbacks: [{name: ..., <Options>}]` adds and configures callbacks.
 
-    Every rank creates its own instance after weights and optimizer state are loaded, and a new one after a roll back.
+    Every rank creates its own instance after weights and optimizer state are loaded, and a new one after a rollback.
     Then `state` and the tensors of `shards` are loaded from the checkpoint. All ranks call the methods at the same
     points, in the order of `training/hook_order.py`. A hook may call `trainer.end` and `trainer.save_as`, and add
-    numbers to `trainer.row`.
+    metrics to `trainer.row`.
     """
 
     replaces: ClassVar[str | None] = None  # name of a platform hook that this callback replaces; None: an extra hook
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        """Raise ConfigError if the options do not fit the run's settings; called before workers start."""
+        """Raise ConfigError if the options conflict with the run's settings; called before workers start."""
 
     def __init__(self, options: Any, trainer: Trainer) -> None:
         self.options, self.trainer = options, trainer
         self.state: dict[str, Any] = {}  # JSON values that are saved in checkpoints
-        self.scalars: dict[str, float] = {}  # numbers by name for the next log line and row; only rank 0's are used
+        self.scalars: dict[str, float] = {}  # name -> metric for the next log line and row; only rank 0's are used
 
     def on_start(self) -> None:
-        """Training starts, or resumes from a checkpoint."""
+        """Called when training starts or resumes from a checkpoint."""
 
     def before_batch(self) -> None:
-        """A step starts; its samples are not loaded yet."""
+        """Called at the start of a step, before its samples are loaded."""
 
     def before_step(self, batch: Step) -> None:
-        """The micro batches of this rank are loaded and the learning rate is set; the forward has not started."""
+        """Called before the forward, when this rank's micro batches are loaded and the learning rate is set."""
 
     def after_backward(self, batch: Step, loss: float) -> str | None:
-        """`trainer.runner.held.gradients()` are complete, but neither clipped nor checked.
+        """Called when `trainer.runner.held.gradients()` are complete, but neither clipped nor checked.
 
         Return a reason to discard the gradients, the same on every rank; None: apply them.
         """
 
     def after_step(self, metrics: StepMetrics) -> None:
-        """The weights are updated, unless the step was skipped (`metrics.applied`)."""
+        """Called after the weights are updated, or after the step was skipped (see `metrics.applied`)."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
-        """A validation has finished; `metrics` has its numbers, such as val_loss, the same on every rank."""
+        """Called after a validation; `metrics`, such as val_loss, are the same on every rank."""
 
     def on_save(self, checkpoint: Path) -> None:
-        """A save is about to start; the folder `checkpoint` appears when it is complete."""
+        """Called before a save; the folder `checkpoint` appears when the save is complete."""
 
     def before_end(self) -> None:
-        """Training ends, at its last step or on request; the last checkpoint is written next."""
+        """Called when training ends, at its last step or on request, before the last checkpoint is written."""
 
     def on_end(self) -> None:
-        """The last checkpoint is written."""
+        """Called after the last checkpoint is written."""
 
     def close(self) -> None:
-        """Training has ended, perhaps with an error."""
+        """Called when training has ended, perhaps with an error."""
 
     def places(self) -> list[tuple[str, str]]:
-        """(title, file, address or command) pairs for the closing lines of a run's log."""
+        """Return pairs for the closing lines of a run's log: a title, and a file, an address or a command."""
         return []
 
     def shards(self) -> list[Shard]:
-        """This rank's shards of tensors for checkpoints, in live memory; the callback chooses the kinds."""
+        """Return this rank's shards of the callback's tensors, which checkpoints save and restore in place.
+
+        The callback chooses the names of the kinds.
+        """
         return []
 
     def keep(self) -> set[int]:
-        """Steps with checkpoints that must not be deleted."""
+        """Return the steps whose checkpoints must not be deleted."""
         return set()
 
     # ---- for the platform
@@ -100,19 +103,19 @@ class Callback:
         return json.loads(json.dumps(self.state))
 
 
-HookKinds = Mapping[str, type[Callback]]  # by name, in call order
+HookKinds = Mapping[str, type[Callback]]  # name -> class, in call order
 
 
 class Hooks:
     """The hooks of a run on this rank: platform hooks, the run's callbacks, then the other platform hooks.
 
-    An error in a callback of the run becomes a TrainingError with the names of the callback and the method.
+    An error in one of the run's callbacks becomes a TrainingError that names the callback and the method.
     """
 
     def __init__(self, trainer: Trainer, before: HookKinds, after: HookKinds) -> None:
-        """before, after: platform hooks called before and after the run's callbacks, in order."""
+        """Create all hooks. before, after: platform hooks called before and after the run's callbacks, in order."""
         self._trainer, self._places = trainer, (tuple(before), tuple(after))
-        self.callbacks: dict[str, Callback] = {}  # the run's callbacks by name
+        self.callbacks: dict[str, Callback] = {}  # name -> callback of the run
         self._platform: dict[str, Callback] = {}
         replaced = {registry.get("callback", component.name).replaces for component in trainer.run.callbacks}
         for name, kind in {**before, **after}.items():
@@ -123,7 +126,7 @@ class Hooks:
         self.load(trainer.start)
 
     def load(self, checkpoint: Path | None) -> None:
-        """Create the run's callbacks and load their states from `checkpoint`; callbacks missing there start fresh."""
+        """Create the run's callbacks and load their states from `checkpoint`; callbacks without a state start fresh."""
         trainer, self.callbacks = self._trainer, {}
         for component in trainer.run.callbacks:
             with blamed(f"run.callbacks: {component.name} failed in __init__"):
@@ -151,7 +154,7 @@ class Hooks:
             yield name, known[name]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every hook in order; returns the results."""
+        """Call a method of every hook in order, and return the results."""
         results = []
         for name, hook in self.ordered():
             with blamed(f"run.callbacks: {name} failed in {method}") if name in self.callbacks else nullcontext():
@@ -159,11 +162,11 @@ class Hooks:
         return results
 
     def scalars(self) -> dict[str, float]:
-        """Collect and clear the numbers of all hooks for the next log line."""
+        """Collect and clear the metrics of all hooks for the next log line."""
         return reduce(disjoint, self.call("take_scalars"), {})
 
     def saved_states(self) -> dict[str, dict[str, Any]]:
-        """The states of the run's callbacks by name, for a checkpoint."""
+        """Return name -> state of the run's callbacks, for a checkpoint."""
         states = {}
         for name, callback in self.callbacks.items():
             with blamed(f"run.callbacks: {name} failed in saved_state"):
@@ -171,7 +174,7 @@ class Hooks:
         return states
 
     def shards(self) -> list[Shard]:
-        """This rank's shards of all hooks; the prefix of their kinds keeps them apart from optimizer state."""
+        """Return this rank's shards of all hooks; a prefix of their kinds distinguishes them from optimizer state."""
         found = [replace(shard, kind=CALLBACK + shard.kind) for own in self.call("shards") for shard in own]
         if len({(shard.kind, shard.name) for shard in found}) < len(found):
             raise TrainingError("run.callbacks: two of them name their boxes alike; let one call its kind otherwise")

@@ -23,10 +23,10 @@ def log_end(trainer: Trainer) -> None:
 
 
 def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
-    """(title, command) pairs for the next steps with this run, relative to the working directory."""
+    """Return (title, command) pairs for the next steps with this run; paths are relative to the working directory."""
     run, folder, dataset, tokenizer = trainer.run, trainer.folder, trainer.dataset, trainer.dataset.tokenizer_path
     checkpoint: list[object] = ["--checkpoint", folder.address]
-    if run.plugins or names_command(trainer.config.plain):  # not loaded from a checkpoint without --cfg-path
+    if run.plugins or names_command(trainer.config.plain):  # not allowed from a checkpoint without --cfg-path
         checkpoint += ["--cfg-path", folder.config]
     lines = []
     if trainer.runner.model.predicts_tokens and tokenizer is not None and (tokenizer / TOKENIZER).is_file():

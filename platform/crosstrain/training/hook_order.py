@@ -9,7 +9,7 @@ from crosstrain.training.tracking import Tracking
 from crosstrain.training.validation import BestPointer, Validation
 
 BEFORE_CALLBACKS = {"profile": Profiling, "bad_steps": BadSteps}
-# The order matters: log and validation fill the row for tracking, and best requests a save.
+# The order matters: `log` and `validation` fill the row before `tracking`, and `best` requests a save before `saving`.
 AFTER_CALLBACKS = {
     "log": StepLog,
     "validation": Validation,

@@ -11,7 +11,7 @@ def log_lines(
 ) -> list[str]:
     """Return the lines of a logged step.
 
-    targets: noun for the items over which the loss is a mean; first: no step was logged before.
+    targets: noun for the items over which the loss is averaged. first: True if no step was logged before.
     """
     megatron = options.format == "megatron"
     lines = [_megatron_line(metrics, max_iters, targets) if megatron else _line(metrics, max_iters)]

@@ -7,14 +7,15 @@ from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 
-_FEW_TOKENS, _DEVIATION = 10_000, 2.5  # tokens of a validation; approximate standard deviation of a token's loss, nats
+# With fewer tokens, the uncertainty of a validation is logged; rough standard deviation of a token's loss, in nats.
+_FEW_TOKENS, _DEVIATION = 10_000, 2.5
 _LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 
 
 def log_setup(trainer: Trainer) -> None:
-    """Log model, runner and batch plan. Collective."""
+    """Log the model, the runner and the batch plan. Collective."""
     runner, plan, config = trainer.runner, trainer.plan, trainer.config
-    # Under ZeRO the parameter itself may be empty; tensor parallelism pads the vocabulary.
+    # Under ZeRO the parameter itself may be empty, and tensor parallelism pads the vocabulary.
     mine = {
         n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
         for n, p in runner.model.weights.parameters().items()
@@ -64,7 +65,7 @@ def _log_uncertainty(trainer: Trainer) -> None:
 
 
 def log_restart(world: Group, step: int) -> None:
-    """Log the reason if these workers were restarted. Collective."""
+    """Log the reason for the restart, if these workers were restarted. Collective."""
     reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
     if reasons:
         _, number, most, why = max(reasons)

@@ -21,7 +21,7 @@ class RunnerPolicy:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        # A forward may be a collective, so these ranks decode until the last completion of all of them has ended.
+        # A forward may be a collective, so these ranks decode until every completion on every rank has ended.
         self._ranks = runner.dp if runner.capabilities.exact else Group()
 
     def generate(
@@ -50,7 +50,7 @@ class RunnerPolicy:
             return self._runner.evaluate(batch, ForwardMode(reduce=torch.neg)).float().cpu()
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return the same with the initial weights of the run."""
+        """Return the labels' log-probabilities under the run's initial weights."""
         self._runner.held.swap(REFERENCE)
         try:
             return self.log_probabilities(batch)
@@ -59,14 +59,14 @@ class RunnerPolicy:
 
 
 def _rows(batch: Batch) -> Iterator[Sample]:
-    """The prompts of a batch, without padding."""
+    """Yield the prompts of a batch, without padding."""
     mask = batch.get("attention_mask")
     for number, ids in enumerate(batch["input_ids"]):
         yield {"input_ids": (ids if mask is None else ids[mask[number].bool()]).numpy()}
 
 
 def _draw(logits: Tensor, temperature: float, random: list[torch.Generator]) -> Tensor:
-    """Sample next tokens [rows], on the CPU, from logits [rows, vocabulary]; uses one random number per row."""
+    """Sample next tokens [rows], on the CPU, from logits [rows, vocabulary], with one random number per row."""
     if temperature == 0:
         return logits.argmax(-1).cpu()
     uniform = torch.stack([torch.rand((), generator=g) for g in random]).to(logits.device)

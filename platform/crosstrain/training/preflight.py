@@ -1,4 +1,4 @@
-"""Builds and checks the parts of a run that need no worker."""
+"""Build and check the parts of a run that need no worker."""
 
 from __future__ import annotations
 
@@ -29,16 +29,8 @@ from crosstrain.data.splits import (
     vocabulary_size,
 )
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.engine.build import (
-    batch_plan,
-    check_fit,
-    check_held,
-    check_vocabulary,
-    freeze,
-    make_objective,
-    make_schedule,
-    model_on_meta,
-)
+from crosstrain.engine.build import freeze, make_objective, make_schedule, model_on_meta
+from crosstrain.engine.checks import batch_plan, check_fit, check_held, check_vocabulary
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
@@ -59,7 +51,7 @@ class Preflight:
     model: Model  # on the meta device, with the run's frozen parameters
     max_iters: int | None  # steps of the whole run; None: the run is set in epochs and its data was not opened
     dataset: Dataset | None = None  # the training split; None: not opened
-    absent: list[str] = field(default_factory=list)  # folders of pretrained weights that are not on this machine
+    absent: list[str] = field(default_factory=list)  # names of pretrained weights that are not on this machine
 
     @property
     def runner(self) -> type[Runner]:
@@ -67,7 +59,7 @@ class Preflight:
 
     @cached_property
     def sample(self) -> Batch | None:
-        """One sample as a batch on the meta device; None if neither the dataset's options nor its data give shapes."""
+        """One sample as a batch; None if its shapes follow from neither the dataset's options nor its data."""
         component = training_dataset(self.config)
         shapes = registry.get("dataset", component.name).shapes(component.options)
         if shapes is not None:
@@ -79,9 +71,9 @@ class Preflight:
 
 
 def as_begun(config: Config, fresh: bool) -> Config:
-    """Apply the dataset rules of the checkpoint that the run continues, for settings newer than the checkpoint.
+    """Set dataset keys that did not exist yet when the checkpoint to continue from was written to their legacy values.
 
-    fresh: do not continue the run's own folder. Raises CheckpointError if `run.resume_from` is needed and has no
+    fresh: do not continue from the run's own folder. Raises CheckpointError if `run.resume_from` is needed and has no
     checkpoint.
     """
     run, newest = config.run, None
@@ -99,10 +91,10 @@ def _read(checkpoint: Path) -> None:
 
 
 def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = False) -> Preflight:
-    """Build and check batch plan, data, model, optimizer, schedule and trackers; raises UserError for any mistake.
+    """Build and check the batch plan, data, model, optimizer, schedule and trackers.
 
     dry: download, prepare and write nothing; weights and prepared data may be absent. fresh: see `as_begun`; the result
-    has the configuration returned by it.
+    has the configuration returned by `as_begun`. Raises UserError for any mistake.
     """
     config = as_begun(config, fresh)
     run, runner = config.run, registry.get("runner", config.run.runner.name)
@@ -145,14 +137,14 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
 
 
 def dry_run(config: Config, world_size: int) -> Preflight:
-    """Build the parts needed by a plan; nothing is downloaded or prepared, so weights and data may be absent."""
+    """Build the parts that a plan needs; nothing is downloaded or prepared, so weights and data may be absent."""
     model, absent = _model_without_weights(config)
     freeze(model, config.run.freeze)
     return Preflight(config, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
 
 
 def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
-    """Build the model on the meta device; also returns its weight folders that are not on this machine."""
+    """Build the model on the meta device, and list its pretrained weights that are not on this machine."""
     described, absent = _without_weights(config.model, config.sized)
     adapter = config.adapter
     if adapter is not None:
@@ -162,9 +154,9 @@ def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
 
 
 def _without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:
-    """Remove `pretrained` folders that are not on this machine from the model's options; also returns their names.
+    """Remove and list pretrained weights in the options of a component that are not on this machine.
 
-    `sized` is the same component with all sizes of its presets. Sizes of missing folders are taken from it.
+    `sized` is the same component with all sizes from its presets; they replace the sizes of the missing weights.
     """
     absent: list[str] = []
 

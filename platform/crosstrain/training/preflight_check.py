@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from crosstrain.config.registry import registry
 
-if TYPE_CHECKING:  # checks declare flags before torch is imported
+if TYPE_CHECKING:  # checks declare their flags without importing torch
     from crosstrain.config.load import ProjectLike
     from crosstrain.config.sources import Overrides
     from crosstrain.training.preflight import Preflight
@@ -25,12 +25,12 @@ class Start:
     ready: Preflight
     world_size: int
     fresh: bool  # start over; the earlier run's folder is kept as NAME.1
-    first: bool  # this process is the first launcher, in its first start
-    dry: bool  # only check: no worker is started
+    first: bool  # this process is node 0's launcher or rank 0, and this is not a restart
+    dry: bool  # only check; no worker is started
 
 
 class PreflightCheck(ABC):
-    """A check that runs before workers start, registered under a name. All installed checks run."""
+    """Base class of checks that run before workers start. All registered checks run."""
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -38,9 +38,9 @@ class PreflightCheck(ABC):
 
     @abstractmethod
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
-        """Raise UserError if the training cannot succeed.
+        """Raise UserError if training cannot succeed.
 
-        given: the values of all flags, by name.
+        given: flag name -> value, for all flags.
         """
 
 

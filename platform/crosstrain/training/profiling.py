@@ -25,4 +25,4 @@ class Profiling(Callback):
             self._profiler.end(metrics.step)
 
     def before_end(self) -> None:
-        self._profiler.write()  # a window cut short by the end of training
+        self._profiler.write()  # in case training ends inside a window

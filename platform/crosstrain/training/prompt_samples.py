@@ -20,7 +20,7 @@ from crosstrain.utils.types import Sample
 
 
 class PromptSamples(Callback):
-    """Completes `run.sample_prompts`, each time with the same random numbers; training's are not affected."""
+    """Completes `run.sample_prompts`, each time with the same random numbers; training's random state is unchanged."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
@@ -51,9 +51,9 @@ class PromptSamples(Callback):
             log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
 
     def draw(self) -> list[dict[str, str]]:
-        """Return {"prompt", "text"} of every prompt, the same on every rank. Collective."""
+        """Return {"prompt": ..., "text": ...} for every prompt, the same on every rank. Collective."""
         out = []
-        # Every generated token changes the length, and recompiling for each length would be slow.
+        # Every generated token changes the length, and a recompilation for each length would be slow.
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
             for prompt, sample in list(self._prompts):
                 try:

@@ -1,4 +1,4 @@
-"""Reference log-probabilities of every row of a dataset, measured before training, so no second model is in memory.
+"""Reference log-probabilities of every row of a dataset, measured before training to avoid a second model in memory.
 
 They are stored in the cache, keyed by weights and samples, and in the run's folder for resuming.
 """
@@ -37,11 +37,11 @@ def add_reference(
     own: Path,
     earlier: Path | None,
 ) -> None:
-    """Set a dataset's `reference` to the log-probabilities of the model with its current weights. Collective.
+    """Set a dataset's `reference` to log-probabilities of the model with its current weights. Collective.
 
-    weights: part of the cache key for the precision and for parameters that the runner does not hold. own: file in the
-    run's folder. earlier: reference file of the run that this run continues; it is used instead of measuring. None: a
-    new run. Raises TrainingError if `earlier` is missing, damaged, or made from different data.
+    weights: the part of the cache key for the precision and for parameters that the runner does not hold. own: file in
+    the run's folder. earlier: reference file of the run that this run continues; it is used instead of measuring. None:
+    a new run. Raises TrainingError if `earlier` is missing, damaged, or made from different data.
     """
     world = runner.world
     values = world.broadcast(None if earlier is None else _read(earlier, dataset.digest))
@@ -65,7 +65,7 @@ def add_reference(
 
 
 def reference_file(folder: Path, split: str) -> Path:
-    """The file with a split's reference in a run's folder."""
+    """Return the path of a split's reference file in a run's folder."""
     return folder / f"reference_{split}.bin"
 
 
@@ -81,7 +81,7 @@ def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
 
 
 def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: int) -> np.ndarray:
-    """Measure log-probabilities [samples, rows], or [samples, rows, length] by token, 0 past the end of a row."""
+    """Measure log-probabilities [samples, rows], or per token [samples, rows, length] with 0 past the end of a row."""
     batches = evaluation_batches(
         dataset,
         micro_batch,
@@ -108,7 +108,7 @@ def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: in
 
 def _read(path: Path, digest: str) -> np.ndarray | None:
     try:
-        url = None if path.exists() else storage.origin(path)  # a run in a bucket may have been on a different machine
+        url = None if path.exists() else storage.origin(path)  # a run in a bucket may come from another machine
         data = storage.read(url) if url else read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
@@ -120,7 +120,7 @@ def _read(path: Path, digest: str) -> np.ndarray | None:
 
 
 def _write(path: Path, values: np.ndarray, digest: str) -> None:
-    """Write a checksum of the array and the dataset's digest, then the array in NumPy's format."""
+    """Write a checksum over the dataset's digest and the array, followed by the array in NumPy's format."""
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)

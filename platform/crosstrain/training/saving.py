@@ -15,7 +15,7 @@ from crosstrain.utils.trust import signature
 
 
 class Saving(Callback):
-    """Saves every `run.save_interval` steps, when a hook calls `trainer.save_as`, and at the end."""
+    """Saves a checkpoint every `run.save_interval` steps, when a hook calls `trainer.save_as`, and at the end."""
 
     def on_start(self) -> None:
         if self.trainer.run.on_bad_step.policy == "roll_back" and self.trainer.saved_step is None:
@@ -59,7 +59,7 @@ class Saving(Callback):
         trainer = self.trainer
         if trainer.state.step != trainer.saved_step:
             return False
-        with suppress(CheckpointError):  # if the save failed or was deleted, try again
+        with suppress(CheckpointError):  # save again if the save failed or was deleted
             trainer.checkpointer.wait()
         return folders.step_folder(trainer.folder.checkpoints, trainer.state.step).exists()
 

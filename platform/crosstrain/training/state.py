@@ -32,23 +32,23 @@ _ALWAYS = {"applied_steps", "samples", "best_loss", "scaler"}  # checkpoints of 
 
 @dataclass
 class State:
-    """Progress of a run. Random numbers depend only on sample numbers, so no generator state is stored."""
+    """Progress of a run. Random numbers depend only on the seed and on sample positions, so no RNG state is stored."""
 
-    step: Count = 0  # attempted steps
-    applied_steps: Count = 0  # attempted steps that updated the weights; drives the learning rate
-    samples: Count = 0  # samples consumed so far; also the number of the next sample
+    step: Count = 0  # number of attempted steps
+    applied_steps: Count = 0  # number of attempted steps that updated the weights; determines the learning rate
+    samples: Count = 0  # number of samples consumed so far: the next sample's position in the training order
     best_loss: float | None = None  # lowest validation loss so far; None: no validation yet
     scaler: dict[str, int | float] = field(default_factory=dict)  # state of the loss scaler
 
-    # State of `run.on_bad_step`.
-    left_out: list[list[Count]] = field(default_factory=list)  # ranges of sample numbers that the run leaves out
+    # State of `run.on_bad_step`; samples are given by position in the training order.
+    left_out: list[list[Count]] = field(default_factory=list)  # ranges of samples that the run leaves out
     skipped: list[list[Count]] = field(default_factory=list)  # [step, first sample, last sample] of skipped steps
     bad_in_a_row: Count = 0
     overflows_in_a_row: Count = 0
     recent_losses: list[float] = field(default_factory=list)  # losses of good steps, for spike detection
 
-    callbacks: dict[str, dict[str, object]] = field(default_factory=dict)  # states of callbacks by name
-    runner: dict[str, dict[str, object]] = field(default_factory=dict)  # `Runner.state` by the runner's name
+    callbacks: dict[str, dict[str, object]] = field(default_factory=dict)  # name of a callback -> its state
+    runner: dict[str, dict[str, object]] = field(default_factory=dict)  # name of a runner -> `Runner.state`
     ended_with: list[object] = field(default_factory=list)  # `run.callbacks` when a callback ended the run; else empty
 
     def __post_init__(self) -> None:
@@ -66,12 +66,12 @@ class State:
         return True
 
     def document(self, **more: Any) -> dict[str, Any]:
-        """The content of state.json in a checkpoint."""
+        """Return the content of state.json for a checkpoint."""
         return asdict(self) | more
 
     @staticmethod
     def load(checkpoint: Path) -> State:
-        """Read a checkpoint's state; raises CheckpointError if it is malformed."""
+        """Read a checkpoint's state. Raises CheckpointError if it is malformed."""
         saved = load_state(checkpoint)
         if lacking := _ALWAYS - saved.keys():
             raise CheckpointError(f"{checkpoint}: malformed state ({min(lacking)} is missing)")
@@ -115,7 +115,7 @@ def _newest(root: Path, resume_from: str | None, run: str | None, check: Callabl
 
 
 def _check(folder: Path, world: Group) -> None:
-    """Check a checkpoint on rank 0; in a bucket, all ranks share the work: the others wait in `starting_point`."""
+    """Check a checkpoint on rank 0; if it is in a bucket, the other ranks, which wait in `starting_point`, help."""
     if (url := storage.origin(folder)) is None:
         folders.verified(folder)
     else:
@@ -123,7 +123,7 @@ def _check(folder: Path, world: Group) -> None:
 
 
 def _check_together(url: str, world: Group) -> None:
-    """Check a checkpoint in a bucket; each rank checks a part. Collective. Raises one rank's error on every rank."""
+    """Check a checkpoint in a bucket; each rank checks a part. One rank's error is raised on every rank. Collective."""
 
     def check() -> None:
         folders.verified(storage.local(url), share=(world.rank, world.size))
@@ -132,14 +132,14 @@ def _check_together(url: str, world: Group) -> None:
 
 
 def continues(checkpoint: Path, config: Config) -> bool:
-    """True if a run's own checkpoint was written with the same model, optimizer, freeze and resume_optimizer."""
+    """Return True if a run's own checkpoint has the same settings: model, optimizer, freeze and resume_optimizer."""
     then, now = load_state(checkpoint)["config"], config.plain
     keys = "optimizer", "freeze", "resume_optimizer"
     return then["model"] == now["model"] and all(then["run"][key] == now["run"][key] for key in keys)
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """Yield the changed values of two plain configurations, for keys in both: `run.seed 1 -> 2`."""
+    """Yield changes between two plain configurations, for keys in both, such as `run.seed 1 -> 2`."""
     for name, new in now.items():
         old, key = then.get(name, new), f"{at}{name}"
         parts = old, new
@@ -151,7 +151,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> It
 
 
 def restore(checkpoint: Path | None, runner: Runner) -> State:
-    """Load the run's state and the runner's loss scale from a checkpoint; a new state without a checkpoint."""
+    """Load the run's state and the runner's loss scale from a checkpoint; without one, return a new state."""
     if checkpoint is None:
         return State()
     state = State.load(checkpoint)

@@ -1,4 +1,4 @@
-"""The hook that logs steps: their lines, notes on slow ranks, the progress bar."""
+"""The hook that logs steps: log lines, notes on slow ranks, and the progress bar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from crosstrain.utils.units import disjoint
 
 
 class StepLog(Callback):
-    """Logs every `run.log_interval`-th step and the last step, and adds their numbers to `trainer.row`."""
+    """Logs every `run.log_interval`-th step and the last step, and adds their metrics to `trainer.row`."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)

@@ -1,4 +1,4 @@
-"""The hook that logs the numbers of a step to the run's trackers."""
+"""The hook that logs the metrics of a step to the run's trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop, shared by all runners, models and datasets; it has no special cases for any of them."""
+"""The training loop, shared by all runners, models and datasets without special cases for any of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from crosstrain.utils.units import finite
 class Trainer:
     """The loop over the steps of a run; `training.worker` builds its parts, and every rank calls `fit`.
 
-    Everything that is not needed to update the weights is a hook; `training/hook_order.py` lists the hooks in order.
+    Everything that is not needed to update the weights is a hook; `training/hook_order.py` lists the platform's hooks.
     """
 
     config: Config
@@ -60,8 +60,8 @@ class Trainer:
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early; the same on every rank
     ranks: Group = field(default_factory=Group, init=False)  # ranks in the current step's collectives: all, or this one
-    row: Row = field(default_factory=dict, init=False)  # numbers of the current step for trackers; filled by hooks
-    pointers: set[str] = field(default_factory=set, init=False)  # pointer files to set to the next checkpoint
+    row: Row = field(default_factory=dict, init=False)  # metrics of the current step for trackers; filled by hooks
+    pointers: set[str] = field(default_factory=set, init=False)  # pointer files that will point to the next checkpoint
     folder_number: int = field(default=0, init=False)  # number of times the run's folder was recreated
 
     def __post_init__(self, hooks_before: HookKinds, hooks_after: HookKinds) -> None:
@@ -72,7 +72,7 @@ class Trainer:
         self.hooks = Hooks(self, hooks_before, hooks_after)
 
     def fit(self) -> State:
-        """Train until `max_iters` or a request to stop, and save; returns the final state."""
+        """Train until `max_iters` or a request to stop, save, and return the final state."""
         try:
             self.hooks.call("on_start")
             batches = self.batches()
@@ -129,7 +129,7 @@ class Trainer:
         return metrics
 
     def _metrics(self, loss: float, rate: float, scale: float, result: StepResult) -> StepMetrics:
-        """Return the metrics of the attempted step; `rate`: learning rate; `scale`: loss scale."""
+        """Return the metrics of the attempted step. rate: learning rate. scale: loss scale."""
         state = self.state
         return StepMetrics(
             step=state.step,
@@ -146,11 +146,11 @@ class Trainer:
     # ---- for hooks
 
     def end(self, reason: str) -> None:
-        """End training after this step as if it were the last step; one rank's call is enough."""
+        """End training after this step as if it were the last step; a call on one rank is enough."""
         self._end_reason = reason
 
     def ends(self) -> bool:
-        """True if a hook of any rank called `end`; records it in the state. Collective."""
+        """Return True, and record it in the state, if a hook on any rank has called `end`. Collective."""
         reasons = list(filter(None, self.runner.world.all_gather(self._end_reason)))
         if reasons and not self.state.ended_with:
             self.state.ended_with = to_plain(self.run.callbacks)
@@ -162,11 +162,11 @@ class Trainer:
         self.pointers.add(pointer)
 
     def logs(self, step: int) -> bool:
-        """True for every `log_interval`-th step and for the last step, so that every run logs at least once."""
+        """Return True for every `log_interval`-th step and for the last step, so that every run logs at least once."""
         return step % self.run.log_interval == 0 or step == self.max_iters
 
     def due(self, interval: Every) -> bool:
-        """True if the last step completed an interval of steps or an epoch; an interval of None is never due."""
+        """Return True if the last step completed an interval of steps or an epoch; False if `interval` is None."""
         if interval == "epoch":
             size = len(self.dataset)
             return self.state.samples // size > self._samples_before // size
@@ -181,7 +181,7 @@ class Trainer:
     # ---- samples
 
     def batches(self) -> Iterator[Step]:
-        """Yield this rank's micro batches of each step, starting at the sample of the state."""
+        """Yield this rank's micro batches of each step, starting at the sample `state.samples`."""
         lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
         steps = training_steps(
             self.dataset,
@@ -198,25 +198,26 @@ class Trainer:
         for read in steps:
             begun = time.perf_counter()
             step = objective.begin_step(read, policy)
-            timers.add("data loader", begun - time.perf_counter())  # not time for loading
+            timers.add("data loader", begun - time.perf_counter())  # generation is not loading time
             for micro_batch in step:
                 micro_batch.num_targets = objective.num_targets(micro_batch.data)
             yield step
 
     def _length(self, step: int) -> int:
-        """Sequence length of a step under the curriculum."""
+        """Return the sequence length of a step under the curriculum."""
         assert self.run.curriculum is not None
         return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
     def _agree(self, batch: Step, meets: bool) -> tuple[int, int, bool]:
-        """Return targets and target tokens of the step, and whether any rank got a request to stop.
+        """Return the step's number of targets and of target tokens, and whether any rank got a request to stop.
 
-        In a step without collectives, this rank assumes its own numbers for every rank, and does not stop.
+        In a step without collectives, this rank assumes that every rank has as many as itself, and does not stop.
         """
         world, dp = self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_targets(micro_batch.data) for micro_batch in batch)
-        # One exchange, because each makes the ranks wait for the slowest. Ranks outside of `dp` repeat its samples.
+        # There is only one collective, because each makes all ranks wait for the slowest. `world` counts each sample
+        # several times if several ranks have the same samples.
         if not meets:
             return mine * dp.size, tokens * dp.size, False
         *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
@@ -224,7 +225,7 @@ class Trainer:
         return targets, tokens, stops > 0
 
     def _go_back(self, bad: RollBack) -> Iterator[Step]:
-        """Reload the last checkpoint, like a restart; returns the micro batches from there on."""
+        """Reload the last checkpoint, as in a restart, and return the micro batches from there on."""
         with suppress(CheckpointError):  # a failed save was already logged
             self.checkpointer.wait()
         folder = self.folder

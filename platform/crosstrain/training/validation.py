@@ -1,4 +1,4 @@
-"""The hooks of validation: the loss on the val split, and the checkpoint with the lowest loss."""
+"""Validation hooks: the loss on the val split, and the checkpoint with the lowest loss."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from crosstrain.data.splits import named_splits, open_split
 from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.training.callback import Callback
+from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import disjoint
 
 
 class Validation(Callback):
-    """Validates every `run.eval_interval` steps and at the end; calls `on_validation` of the other hooks."""
+    """Validates every `run.eval_interval` steps and at the end, and then calls `on_validation` of all hooks."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.last: LossMetrics | None = None  # validation of the current step; None: no validation in this step
+        self.last: LossMetrics | None = None  # validation result of the current step; None: no validation in this step
 
     @property
     def at_end(self) -> bool:
-        """True unless validation is off, or the run is shorter than the interval, such as a smoke run."""
+        """True unless validation is off or the run is shorter than the interval, as in a smoke test."""
         interval = self.trainer.run.eval_interval
         return interval == "epoch" or (interval is not None and interval <= self.trainer.max_iters)
 
@@ -40,7 +41,7 @@ class Validation(Callback):
         trainer.row |= disjoint(row, trainer.hooks.scalars())
 
     def on_end(self) -> None:
-        """Log the final perplexity with baselines from token statistics, and the loss on a configured test split."""
+        """Log the final perplexity, with baselines from token statistics, and the loss on the test split, if any."""
         trainer = self.trainer
         if trainer.stopped:
             return
@@ -69,8 +70,10 @@ class Validation(Callback):
 
 
 class BestPointer(Callback):
-    """Tracks the lowest validation loss, and saves its step as `checkpoints/best`."""
+    """Tracks the lowest validation loss, and saves the checkpoint of that step as `checkpoints/best`."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
-        if self.trainer.state.improves(metrics["val_loss"]) and self.trainer.run.save_best:
+        if (loss := metrics.get("val_loss")) is None:
+            raise ConfigError("run.callbacks: the validation gives no val_loss, which the best checkpoint is chosen by")
+        if self.trainer.state.improves(loss) and self.trainer.run.save_best:
             self.trainer.save_as("best")

@@ -1,4 +1,4 @@
-"""A training worker, from the configuration to the last checkpoint; start reading at `build_trainer`."""
+"""A training worker, from the configuration to the last checkpoint; start reading at `train_worker`."""
 
 import signal
 from contextlib import suppress
@@ -17,7 +17,8 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
+from crosstrain.engine.build import build_model, make_runner, make_schedule
+from crosstrain.engine.checks import check_tokenizer
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback, HookKinds
@@ -32,16 +33,16 @@ from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.processes import on_parents_death
 
-_MOST_CHANGES = 10  # changed settings in a log line
-_LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of changed settings that change the length of the run
+_MOST_CHANGES = 10  # maximum number of changed settings in a log line
+_LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of logged changes that change the length of the run
 
 
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
-    """Train on this rank; returns the signal that stopped it, or 0."""
+    """Train on this rank, and return the signal that stopped training, or 0."""
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()
-    stop = StopRequest(under_launcher)  # only after setup: until then there is nothing to save
+    stop = StopRequest(under_launcher)  # after setup, because before it there is nothing to save
     launched: HookKinds = {"launcher": _SaveWithoutLauncher} if under_launcher else {}
     trainer = build_trainer(config, runner, stop, hooks_before={**BEFORE_CALLBACKS, **launched})
     try:
@@ -50,7 +51,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         log_end(trainer)
     except Exception:
         if runner.world.size == 1:  # with more ranks, a save may wait for a dead rank
-            with suppress(Exception):  # the first error is reported, not the save's
+            with suppress(Exception):  # report the first error, not one from the save
                 trainer.checkpointer.wait()
             trainer.folder.release()  # so that the error can be recorded there
         raise
@@ -61,7 +62,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
 
 
 class _SaveWithoutLauncher(Callback):
-    """After the first step, workers save and exit if their launcher is killed; before it, they are killed at once."""
+    """Lets workers save and exit if their launcher is killed after the first step; before that, they die at once."""
 
     def after_step(self, metrics: StepMetrics) -> None:
         on_parents_death(signal.SIGINT)
@@ -70,7 +71,7 @@ class _SaveWithoutLauncher(Callback):
 def build_trainer(
     config: Config, runner: Runner, stop: StopRequest, quiet: bool = False, **hooks: HookKinds
 ) -> Trainer:
-    """Build the parts of a run in order: folder, data, schedule, model and optimizer, state. Collective.
+    """Build the parts of a run in this order: folder, data, schedule, model and optimizer, state. Collective.
 
     hooks: `hooks_before` and `hooks_after` of `Trainer`.
     """
@@ -137,7 +138,7 @@ def _build_in(
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
-    """Create the run's folder on rank 0, lock it, and set up the log in it. Collective."""
+    """Create and lock the run's folder on rank 0, and set up logging to it. Collective."""
     folder, is_main = RunFolder(config.run.output_dir), world.rank == 0
     if is_main:
         folder.create(config.plain, folders.newest_run(folder.checkpoints))
@@ -160,7 +161,7 @@ def _changes(start: Path | None, config: Config) -> list[str]:
 def _build_model(
     config: Config, runner: Runner, start: Path | None, own: bool, changed: list[str]
 ) -> dict[str, FrozenParameter]:
-    """Build the runner's model and optimizer, and load `start`; returns frozen parameters of pretrained folders."""
+    """Build the runner's model and optimizer, load `start`, and return frozen parameters from pretrained folders."""
     moments = config.run.resume_optimizer or start is None or (own and continues(start, config))
     if not moments:
         log.info("run.resume_optimizer is false: the optimizer's state in %s is left behind", start)
@@ -201,7 +202,7 @@ def _add_reference(
 def _make_checkpointer(
     config: Config, runner: Runner, folder: RunFolder, dataset: Dataset, saved_step: int | None
 ) -> Checkpointer:
-    """Create the checkpointer; its checkpoints are Hugging Face folders. Collective."""
+    """Create the checkpointer, which also writes the files of a Hugging Face model folder. Collective."""
     tokenizer = dataset.tokenizer_path
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 

@@ -17,7 +17,7 @@ from crosstrain.config.load import ProjectLike
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.checks import batch_plan
 from crosstrain.training.preflight import preflight
 from crosstrain.utils.processes import main_hidden
 

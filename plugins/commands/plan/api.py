@@ -7,7 +7,7 @@ from crosstrain import Config, UserError, load_config, registry
 from crosstrain.config.load import ProjectLike, preset_files
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
-from crosstrain.engine.build import check_layout
+from crosstrain.engine.checks import check_layout
 from crosstrain.training.preflight import Preflight, dry_run
 from crosstrain.utils.units import read_bytes, read_number
 

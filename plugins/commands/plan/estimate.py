@@ -27,7 +27,8 @@ from crosstrain import (
     registry,
 )
 from crosstrain.config.batch import BatchPlan
-from crosstrain.engine.build import batch_plan, check_held, make_objective
+from crosstrain.engine.build import make_objective
+from crosstrain.engine.checks import batch_plan, check_held
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.options import context_size
 from crosstrain.engine.precision import DTYPES

@@ -14,7 +14,7 @@ import torch
 from crosstrain import Config, UserError, registry
 from crosstrain.checkpoint.folders import steps
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.checks import batch_plan
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.utils.program import command
 from crosstrain.utils.storage import is_url

@@ -9,7 +9,7 @@ from crosstrain.config.sources import Overrides
 from crosstrain.data.loader import share_of_rank, step_numbers
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.rng import sample_rng
 
 

@@ -1,1 +1,1 @@
-"""BLIP-2 over a causal language model: `options` has the YAML keys, `model` the model, the other files its parts."""
+"""BLIP-2 with a causal language model; `options` has the YAML keys, and `model` has the model class."""

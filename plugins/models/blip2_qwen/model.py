@@ -41,8 +41,8 @@ from crosstrain.utils.files import write_json
 from . import vision, weights
 from .options import Language, Part, Projector, QFormer, Vision
 
-# Part, equal to its module's name -> prefix of its parameters' canonical names. Canonical names are those of
-# transformers' Blip2ForConditionalGeneration, except inside the vision transformer: there they are timm's.
+# Part (also the name of its module) -> prefix of its parameters' canonical names. Canonical names are those of
+# transformers' Blip2ForConditionalGeneration, except inside the vision transformer, where they are timm's.
 _PREFIXES = {
     "vision": "vision_model.", "qformer": "qformer.", "projector": "language_projection.",
     "language_model": "language_model.",
@@ -52,11 +52,11 @@ _QUERIES = "query_tokens"
 
 @registry.register_model("blip2_qwen")
 class Blip2Qwen(Model):
-    """EVA-ViT-g, BLIP-2's Q-Former and a projection in front of Qwen; by default only the projection trains."""
+    """EVA-ViT-g, BLIP-2's Q-Former and a projection in front of Qwen; by default, only the projection is trained."""
 
     @dataclass
     class Options:
-        """Options of the four parts."""
+        """Options of the model's four parts."""
 
         pretrained: Text | None = None  # run, checkpoint or exported folder to load weights of all parts from
         vision: Vision = field(default_factory=Vision)
@@ -124,7 +124,7 @@ class Blip2Qwen(Model):
                 images = torch.zeros((1, 3, *self.image_size), device=input_ids.device)
             features = self.encode_images(images).to(embeddings.dtype)
             if pixel_values is None:
-                # Without images, a rank must still compute and reduce the same parameters as the other ranks.
+                # A rank without images must still compute and reduce the same parameters as the other ranks.
                 embeddings = embeddings + 0.0 * features.sum()
             else:
                 embeddings = _insert(embeddings, input_ids == IMAGE_ID, features)
@@ -141,7 +141,7 @@ class Blip2Qwen(Model):
             )
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Return embeddings [images, num_query_tokens, language model's width] of images [images, 3, H, W]."""
+        """Return embeddings [images, num_query_tokens, width of the language model] of images [images, 3, H, W]."""
         with self._without_gradients("vision"), self._precision("vision", images.device):
             seen = self.vision(images).float()
         with self._without_gradients("vision", "qformer"), self._precision("qformer", images.device):
@@ -151,12 +151,12 @@ class Blip2Qwen(Model):
             return self.projector(answered)
 
     def _without_gradients(self, *parts: str) -> AbstractContextManager[Any]:
-        """Return torch.no_grad() if these parts, the first ones of the forward, are frozen."""
+        """Return torch.no_grad() if these parts are frozen; they must be the first parts of the forward."""
         return torch.no_grad() if all(getattr(self.options, part).freeze for part in parts) else nullcontext()
 
     @contextmanager
     def _precision(self, part: str, device: torch.device) -> Iterator[None]:
-        """Autocast to the part's own precision; None: keep the run's."""
+        """Autocast to the part's own precision; if it is None, keep the run's."""
         precision = getattr(self.options, part).precision
         if precision is None:
             yield
@@ -165,13 +165,13 @@ class Blip2Qwen(Model):
             yield
 
     def train(self, mode: bool = True) -> Blip2Qwen:
-        """Set the mode like torch, but keep frozen parts in eval mode: no dropout, no stochastic depth."""
+        """Set the mode as in torch, but keep frozen parts in eval mode: no dropout, no stochastic depth."""
         super().train(mode)
         for part in _PREFIXES:
             if getattr(self.options, part).freeze:
                 getattr(self, part).eval()
         for name, module in self.language_model.named_modules():
-            if ".lora_dropout" in name:  # adapters train even if the part is frozen
+            if ".lora_dropout" in name:  # adapters are trained even if the part is frozen
                 module.train(mode)
         return self
 
@@ -214,7 +214,7 @@ class _Structure(Structure):
         return [(blocks, getattr(options, part).gradient_checkpointing or mode) for part, blocks in lists.items()]
 
     def lighter(self, dtype: str) -> dict[str, str]:
-        """Suggest frozen matrices in the precision they compute in."""
+        """Suggest storing frozen matrices in the precision in which they compute."""
         found = {}
         for part in _PREFIXES:
             options = getattr(self.model.options, part)
@@ -264,7 +264,7 @@ class _Weights(Weights):
         return shape if inner == name else self.model.language_model.weights.logical_shape(inner, shape)
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Fill in the initial values of timm, transformers or the language model, by part."""
+        """Fill in initial values as timm, transformers or the language model does, depending on the part."""
         prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
         inner = name.removeprefix(prefix)
         if name == _QUERIES:
@@ -326,7 +326,7 @@ def _projector(options: Projector, width: int, out: int) -> nn.Module:
 
 
 def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Replace embeddings at `places` [batch, length] by image features [images, queries, width], in order."""
+    """Replace the embeddings at `places` [batch, length] with image features [images, queries, width], in order."""
     expected = features.shape[0] * features.shape[1]
     if has_values(places) and expected != (found := int(places.sum())):
         raise DataError(

@@ -17,8 +17,8 @@ class Part:
     """Options common to all parts."""
 
     freeze: bool = True  # do not train the part: eval mode, no gradient, no optimizer state
-    precision: Literal["fp32", "bf16", "fp16"] | None = None  # type of computation; None: as run.amp
-    weights: Literal["bf16", "fp16"] | None = None  # type of stored frozen matrices; None: fp32
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # compute dtype; None: as run.amp
+    weights: Literal["bf16", "fp16"] | None = None  # dtype in which frozen matrices are stored; None: fp32
     lr_scale: PositiveFloat = 1.0  # multiplies run.init_lr
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as in run
 
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(kw_only=True)
 class Vision(Part):
-    """A vision transformer of timm. None for a size: as in the pretrained weights, or timm's default."""
+    """A timm vision transformer. Sizes that are None come from the pretrained weights, or are timm's defaults."""
 
     sizes: ClassVar = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
     published: ClassVar = ("encoder", "image_size", *sizes)
@@ -47,12 +47,12 @@ class Vision(Part):
     class_token: bool | None = None  # add a class token to the patch tokens
     drop_path_rate: DropRate = 0.0  # rate of stochastic depth
     position_std: PositiveFloat = 0.02  # standard deviation of the initial position embedding
-    attention: Literal["sdpa", "eager"] = "sdpa"  # sdpa: torch's fused operator; eager: separate matrix products
+    attention: Literal["sdpa", "eager"] = "sdpa"  # sdpa: torch's fused operator; eager: separate matmuls
 
 
 @dataclass(kw_only=True)
 class QFormer(Part):
-    """BLIP-2's querying transformer (Li et al., 2023). None for a size: as in the pretrained weights, or BLIP-2's."""
+    """BLIP-2's querying transformer (Li et al., 2023). Sizes that are None are the pretrained weights' or BLIP-2's."""
 
     sizes: ClassVar = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     published: ClassVar = (*sizes, "cross_attention_frequency", "layer_norm_eps")
@@ -90,7 +90,7 @@ class Projector(Part):
 
 @dataclass
 class Lora:
-    """Low-rank adapters (Hu et al., 2021) by peft. They always train, even if the part is frozen."""
+    """Low-rank adapters (Hu et al., 2021) from peft. They are always trained, even if the part is frozen."""
 
     rank: Size = 8  # rows of A and columns of B
     alpha: PositiveFloat = 16.0  # adapter outputs are scaled by alpha / rank
@@ -102,7 +102,7 @@ class Lora:
 
 @dataclass(kw_only=True)
 class Language(Part):
-    """A registered causal language model; it has its own option `pretrained`."""
+    """A registered causal language model, which has its own option `pretrained`."""
 
     # any registered language model
     model: Annotated[Component, "model"] = field(default_factory=lambda: Component("qwen"))

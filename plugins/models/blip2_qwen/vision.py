@@ -1,4 +1,4 @@
-"""Vision transformers of timm: construction, initial values, and parameter names in Hugging Face's BLIP-2."""
+"""timm vision transformers: construction, initial values, and parameter names in Hugging Face's BLIP-2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BLIP2_BLOCK = {
 def make_encoder(options: Vision) -> nn.Module:
     """Make the encoder; its forward maps images [n, 3, H, W] to normalized tokens [n, tokens, width].
 
-    Raises ConfigError if timm has no model of that name, or if the sizes do not fit together.
+    Raises ConfigError if timm has no model of that name, or if the sizes are inconsistent.
     """
     name = options.encoder or DEFAULT
     if not timm.is_model(name):
@@ -62,10 +62,10 @@ def image_size(encoder: nn.Module) -> tuple[int, int]:
 
 
 def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) -> None:
-    """Fill in timm's initial values: truncated N(0, 0.02), biases 0, norms 1, patch projection as torch's convolution.
+    """Fill in timm's initial values: truncated N(0, 0.02), biases 0, norms 1.
 
-    Layer scales are 1e-5. The position embedding has its own standard deviation. EVA's output projections are divided
-    by sqrt(2 * block number), counted from 1.
+    The patch projection is initialized like torch's convolution. Layer scales are 1e-5. The position embedding has its
+    own standard deviation. EVA's output projections are divided by sqrt(2 n) in the n-th block; n starts at 1.
     """
     block = re.match(r"blocks\.(\d+)\.(attn\.proj|mlp\.fc2)\.weight$", name)
     if name.endswith("bias"):
@@ -85,9 +85,9 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) 
 
 
 def blip2_place(name: str, width: int) -> str | Excerpt:
-    """Return the name or excerpt in transformers' BLIP-2 of the encoder's parameter with this timm name.
+    """Convert a timm name of an encoder parameter to its name or excerpt in transformers' BLIP-2.
 
-    BLIP-2 has one bias for queries, keys and values; EVA has no key bias, because it cancels in the softmax.
+    BLIP-2 has one bias for queries, keys and values; EVA has no key bias, because a key bias cancels in the softmax.
     """
     if found := re.match(r"blocks\.(\d+)\.attn\.([qv])_bias$", name):
         bias = f"vision_model.encoder.layers.{found[1]}.self_attn.qkv.bias"

@@ -1,4 +1,4 @@
-"""Pretrained weights of each part: folders and names in them."""
+"""Pretrained weights of each part: their folders, and the parameter names in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _KINDS = {"model": (_RUN,), "vision": (_RUN, _BLIP2, ""), "qformer": (_RUN, _BLI
 
 
 def folders(options: Any) -> dict[str, Path]:
-    """Return folders of pretrained weights by part; `model`: an earlier run. ConfigError for unsupported folders."""
+    """Return part -> folder of its pretrained weights; the key `model` stands for an earlier run.
+
+    Raises ConfigError for unsupported folders.
+    """
     found = {}
     for part, kinds in _KINDS.items():
         key, given = ("model", options) if part == "model" else (f"model.{part}", getattr(options, part))
@@ -39,7 +42,7 @@ def folders(options: Any) -> dict[str, Path]:
 
 
 def sized(options: Any, found: dict[str, Path]) -> Any:
-    """Return the options with the sizes from these folders. Raises ConfigError if a given size differs."""
+    """Return the options with the sizes found in these folders. Raises ConfigError if a given size differs."""
     for part, source in (("vision", "model"), ("vision", "vision"), ("qformer", "model"), ("qformer", "qformer")):
         if source in found:
             given, theirs = getattr(options, part), _sizes(part, found[source])
@@ -56,7 +59,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _kind(folder: Path) -> str:
-    """Return the kind of a folder, a value of `_KINDS`; empty for timm's."""
+    """Return the kind of a folder, as in `_KINDS`; the kind of a timm folder is empty."""
     config = _config(folder)
     return _RUN if config.get("arch") == "blip2_qwen" else _BLIP2 if config.get("model_type") == "blip-2" else ""
 
@@ -83,12 +86,12 @@ def _sizes(part: str, folder: Path) -> dict[str, Any]:
 
 
 def owned(part: str, prefixes: dict[str, str]) -> tuple[str, ...]:
-    """Return prefixes of the canonical names of a part's parameters."""
+    """Return the prefixes of the canonical names of a part's parameters."""
     return (prefixes[part], _QUERIES) if part == "qformer" else (prefixes[part],)
 
 
 def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, language: LanguageModel) -> list[Source]:
-    """Return the sources of all parts, including the language model's own.
+    """Return the weight sources of all parts, including those of the language model.
 
     prefixes: part -> prefix of canonical names. width: hidden size of the vision transformer.
     """
@@ -105,7 +108,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
         trained, parts = open_weights(run).names("param"), tuple(out)
 
         def covers(name: str) -> bool:
-            """Return False for weights that the run lacks if they are a new adapter's or in a part's own source."""
+            """Return False if the run lacks a weight that belongs to a new adapter or has its own source."""
             return name in trained or not (".lora_" in name or any(source.covers(name) for source in parts))
 
         out.insert(0, Source(run, _as_it_is, covers, of_model=True))
@@ -113,7 +116,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
 
 
 def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
-    """Store the frozen matrices of linear layers and convolutions in the type that autocast converts them to.
+    """Store the frozen matrices of linear layers and convolutions in the dtype that autocast converts them to.
 
     Results are bitwise equal. Embeddings and norms stay fp32, because they compute in fp32. Biases stay fp32, because
     some runners' linear layers add them without rounding.
@@ -131,7 +134,7 @@ def _as_it_is(name: str, _: set[str]) -> str | Excerpt:
 
 
 def _under(prefix: str, source: Source) -> Source:
-    """Return a part's source for parameter names of the full model."""
+    """Convert a part's source to one for the parameter names of the full model."""
 
     def covers(name: str) -> bool:
         return name.startswith(prefix) and source.covers(name.removeprefix(prefix))

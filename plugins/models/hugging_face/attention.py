@@ -1,10 +1,10 @@
-"""Attention implementations of transformers, with document masking for packed sequences.
+"""transformers' attention implementations, with document masking for packed sequences.
 
 transformers' attention functions get the document boundaries as keyword arguments of the model's forward: flash
 attention as `cu_seq_lens_q` and related arguments, flex attention as a block mask. `sdpa` takes no boundaries, so it is
 called once per document. All functions but `eager` are wrapped here and registered under names of our own. The wrappers
-record the modules that respect the boundaries, and do the exchanges of context parallelism. We do not rely on
-transformers' detection of restarting positions: an attention mask or a cache silently disables it.
+record the modules that respect the boundaries, and do the all-to-alls of context parallelism. We do not rely on
+transformers' detection of restarting positions, because an attention mask or a cache silently disables it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
             raise ConfigError(f"model.attention: {asked} needs a CUDA GPU and the package {missing}; use sdpa")
         try:
             lazy_import_flash_attention(asked)
-        except Exception as error:  # a kernel built for a different torch version, or a failed download
+        except Exception as error:  # such as a kernel built for a different torch version, or a failed download
             raise ConfigError(f"model.attention: {asked} cannot be loaded ({error}); use sdpa") from None
     return asked
 
@@ -71,7 +71,7 @@ def is_flash(attention: str) -> bool:
 
 
 def _missing(flash: str) -> str | None:
-    """Name of the flash attention package, if the package or a GPU is missing."""
+    """Return the name of the flash attention package if it or a GPU is missing; None if nothing is missing."""
     package, there = {
         "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
         "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
@@ -81,7 +81,7 @@ def _missing(flash: str) -> str | None:
 
 @dataclass
 class Documents:
-    """Boundaries of the documents in a batch, and the ids of modules that respect them in attention.
+    """Boundaries of the documents in a batch, and the IDs of modules that respect them in attention.
 
     With a `context`, each rank has a part of every row, and attention runs on whole rows.
     """
@@ -96,8 +96,8 @@ class Documents:
     def of(position_ids: Tensor, context: Context | None = None) -> Documents | None:
         """Find the documents in position_ids [batch, length]; the positions of each document start at 0.
 
-        None if each row is a single document and there is no context. position_ids without values are treated as one
-        document per row: a plan estimates attention without packing.
+        Returns None if each row is a single document and there is no context. position_ids without values, as in a
+        plan, are treated as one document per row, so a plan estimates attention without packing.
         """
         rows, length = position_ids.shape
         starts = [*range(0, rows * length, length)]
@@ -114,32 +114,32 @@ class Documents:
             yield row, slice(begin, begin + stop - start)
 
     def numbers(self) -> Tensor:
-        """Document number of each token [batch, length], from 1."""
+        """Return the document index of each token [batch, length], counted from 1."""
         numbers = torch.zeros(self.rows * self.length, dtype=torch.long)
         numbers[self.starts[:-1]] = 1
         return numbers.cumsum(0).view(self.rows, self.length)
 
     def mask(self) -> Tensor:
-        """Causal mask within documents, boolean [batch, 1, length, length]."""
+        """Return the causal mask within documents, boolean [batch, 1, length, length]."""
         numbers = self.numbers()
         return (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
 
     def blocks(self, device: torch.device) -> Any:
-        """The same mask as a block mask of flex attention."""
+        """Return the same mask as a block mask for flex attention."""
         numbers = self.numbers().to(device)
 
         def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (query >= key) & (numbers[row, query] == numbers[row, key])
 
         make: Any = torch_flex.create_block_mask
-        make = torch.compile(make) if device.type == "cuda" else make  # uncompiled: allocates integers for each pair
+        make = torch.compile(make) if device.type == "cuda" else make  # uncompiled, it allocates integers for each pair
         return make(within, self.rows, None, self.length, self.length, device=device.type)
 
     def arguments(self, attention: str, uniform: bool, device: torch.device) -> dict[str, Any]:
-        """Arguments for the forward of a transformers model. `uniform`: every block uses full causal attention."""
+        """Return arguments for a transformers model's forward. `uniform`: every block uses full causal attention."""
         if attention == "sdpa":
-            # transformers passes a 4-D mask through unchanged and builds no dense mask. This mask has no keys, so
-            # attention that ignores `documents` fails on it.
+            # With a 4-D mask, transformers passes the mask on unchanged instead of building a dense one. This mask has
+            # no keys, so attention that ignores `documents` fails on it.
             length = self.context.share(self.length) if self.context else self.length
             unread = torch.empty(self.rows, 1, length, 0, dtype=torch.bool, device=device)
             return {"documents": self} | ({"attention_mask": unread} if uniform else {})
@@ -184,7 +184,7 @@ def _sdpa(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention; dropout on a CPU uses our own kernel, because torch has no fused one."""
+    """Call transformers' sdpa attention; dropout on a CPU uses our own kernel, because torch has no fused one."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
     if dropout and plain and dropped_attention.has_no_kernel(query.device):
@@ -214,7 +214,7 @@ def _each_apart(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention, called once per document; returns [batch, length, heads, width]."""
+    """Call transformers' sdpa attention once per document, and return the output [batch, length, heads, width]."""
     if documents is None:
         return _sdpa(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
     mask = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
@@ -234,10 +234,10 @@ def _each_apart(
 
 
 def _flex(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """transformers' flex attention; on a CPU the uncompiled operator, which is slow.
+    """Call transformers' flex attention; on a CPU, use the uncompiled operator, which is slow.
 
     torch rejects gradients on a CPU, because the compiled kernels have no backward. The uncompiled operator has one
-    (seen with 2.14).
+    (seen with torch 2.14).
     """
     if args[1].device.type != "cpu":
         return transformers_flex.flex_attention_forward(*args, **kwargs)
@@ -254,7 +254,7 @@ def _flex(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
 
 @dataclass
 class _Seen:
-    """A proxy for a module or its configuration that returns transformers' own name of the attention."""
+    """A proxy for a module or its configuration that returns transformers' own name for the attention."""
 
     of: Any
     _attn_implementation: str
@@ -268,7 +268,7 @@ class _Seen:
 
 
 def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Call the attention `name` of transformers."""
+    """Call transformers' attention function `name`."""
     if name == "eager":  # each family defines its own function in its module
         return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
     compute: Compute = {"sdpa": _each_apart, "flex_attention": _flex}.get(name) or ALL_ATTENTION_FUNCTIONS[name]
@@ -276,10 +276,10 @@ def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tup
 
 
 def register_attention(name: str, masked: str) -> str:
-    """Register a wrapper of transformers' attention function `name`; returns the wrapper's name. `eager` is returned.
+    """Register a wrapper of transformers' attention function `name`, and return the wrapper's name.
 
-    The wrapper records modules in `documents`, and does the exchanges of context parallelism. For masks, caches and
-    tensors without values it calls the function `masked`, sdpa or eager.
+    `eager` is not wrapped. The wrapper records modules in `documents`, and does the all-to-alls of context parallelism.
+    For masks, caches and tensors without values, it calls the function `masked`, which is sdpa or eager.
     """
     own = f"crosstrain_{name}_or_{masked}".replace("/", "_")
     if name == "eager" or own in ALL_ATTENTION_FUNCTIONS:
@@ -303,7 +303,7 @@ def register_attention(name: str, masked: str) -> str:
         documents: Documents | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Compute attention. With a context, inputs and output have the length of this rank's part."""
+        """Compute attention. With a context, the inputs and the output have the length of this rank's part."""
         by = name
         if isinstance(attention_mask, Tensor) or query.shape[2] != key.shape[2] or not has_values(query):
             by = masked

@@ -1,4 +1,4 @@
-"""The base class of transformers' causal language models; their modules are unmodified."""
+"""The base class for transformers' causal language models, whose modules are unmodified."""
 
 import inspect
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from .structure import TransformersStructure
 from .tables import COMPARE_NAMES
 from .weights import TransformersWeights
 
-# Sizes of weights, by the names that all configurations share.
+# Keys that determine the shapes of weights, under the names that all configurations share.
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
 LARGEST_SIZE, MOST_LAYERS = 10_000_000, 10_000
-Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # size of a vocabulary, a width, a length, or a number of heads
+Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # vocabulary size, width, length or number of heads
 Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
 DropRate = Annotated[float, Interval(ge=0, lt=1)]
 
@@ -40,7 +40,7 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
 
 
 class TransformersModel(LanguageModel):
-    """A `...ForCausalLM` of transformers, built from a `padded` configuration.
+    """A `...ForCausalLM` model from transformers, built from a `padded` configuration.
 
     Subclasses build the module. Their options have a field `make_vocab_size_divisible_by`.
     """
@@ -54,7 +54,7 @@ class TransformersModel(LanguageModel):
         self._block_lists = internals.block_lists(lm)
         self.text_config = text = config.get_text_config()
         self.attention = self._under_masks = lm.config._attn_implementation
-        if self.attention not in ("sdpa", "eager"):  # other kernels take no masks, and generation needs them
+        if self.attention not in ("sdpa", "eager"):  # other kernels take no masks, but generation needs masks
             self._under_masks = choose_attention(None, type(lm), lm.config)
         if self.attention != "sdpa" or config.model_type not in COMPARE_NAMES:
             lm.config._attn_implementation = register_attention(self.attention, self._under_masks)
@@ -69,7 +69,7 @@ class TransformersModel(LanguageModel):
         self.product = internals.head_product(lm)  # None: logits come from the model's own forward
         takes = inspect.signature((lm if self.product is None else lm.base_model).forward).parameters
         self.takes_positions = "position_ids" in takes
-        # transformers 5.24 renamed it. A model with neither parameter recomputes all tokens in every step.
+        # transformers 5.24 renamed this parameter. A model with neither one recomputes all tokens in every step.
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
         self.structure, self.weights = TransformersStructure(self), TransformersWeights(self)
         self.export = TransformersExport(self)
@@ -95,7 +95,7 @@ class TransformersModel(LanguageModel):
         documents, attention = None, self.attention
         given = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None or cache is not None or (given is not None and not has_values(given)):
-            attention = self._under_masks  # also in a plan: it can only trace torch's kernels
+            attention = self._under_masks  # also in a plan, which can only trace torch's kernels
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
@@ -113,7 +113,7 @@ class TransformersModel(LanguageModel):
             routers.begin()
         else:
             routers = None
-        # If the head is a product, it is not called, so the full logits are never materialized.
+        # If the head is a plain linear layer, skip it, so that the full logits are never materialized.
         called: nn.Module = self.lm if self.product is None else self.lm.base_model
         out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out[0]):  # skipped in a plan
@@ -121,14 +121,14 @@ class TransformersModel(LanguageModel):
         if self.product is None:
             result = mode.output(out.logits, None, labels, self.vocab_size)
             if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
-                # config.output_router_logits is set and the routers are not watched: add transformers' router loss.
+                # If config.output_router_logits is set and the routers are not watched, add transformers' router loss.
                 coefficient: Any = getattr(self.lm, "router_aux_loss_coef", getattr(self.lm, "aux_loss_coef", 0.0))
                 result = mode.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
         else:
             head = self.lm.get_output_embeddings()
             logits = Logits(head.bias, *self.product)
             result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
-        if context is not None and result.ndim == 0:  # hidden states if a later pipeline stage has the head
+        if context is not None and result.ndim == 0:  # otherwise hidden states, for a later pipeline stage
             result = context.total(result)
         if labels is None or routers is None:
             return result
@@ -150,7 +150,7 @@ class TransformersModel(LanguageModel):
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
-        """A model of the same class without memory for matrices; it is never sharded."""
+        """A model of the same class whose matrices have no memory; it is never sharded."""
         return internals.skeleton(self.lm, self.config)
 
     @property
@@ -171,7 +171,7 @@ class TransformersModel(LanguageModel):
         return getattr(self.text_config, "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache | None:
-        """None for a model with its own kind of cache, such as Mamba: its forward then recomputes all tokens."""
+        """Return None for a model with its own kind of cache, such as Mamba, so that it recomputes all tokens."""
         model: Any = self.lm
         if self._cache_name is None or not model._supports_default_dynamic_cache():
             return None

@@ -1,8 +1,9 @@
 """Causal attention with dropout on CPUs; torch's fused CPU kernel does not support dropout.
 
-Without a fused kernel, torch holds three full matrices per head (probabilities, mask, product) and draws two random
-numbers per element of the mask. Here queries are processed in blocks over their visible keys, and two elements share a
-random number. Only one matrix is kept for the backward: the probabilities, negated if they are dropped.
+Without a fused kernel, torch holds three full matrices per head (probabilities, dropout mask, and their elementwise
+product) and draws two random numbers per element of the mask. Here queries are processed in blocks over their visible
+keys, and two elements share a random number. Only one matrix is kept for the backward: the probabilities, negated if
+they are dropped.
 """
 
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 _QUERIES = 128  # queries per block
-_PART = 1 << 21  # probabilities per block: small enough to stay in the processor's cache
+_PART = 1 << 21  # probabilities per block; small enough to stay in the CPU's cache
 
 
 def has_no_kernel(device: torch.device) -> bool:
-    """Return True if torch has no fused attention with dropout on the device and is not compiling one."""
+    """Return True if torch has no fused attention with dropout on this device, unless torch.compile is running."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -31,7 +32,7 @@ def dropped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, d
 
 
 def _blocks(shape: torch.Size) -> list[tuple[slice, slice, slice]]:
-    """Slices of heads, of queries, and of the keys visible to the last query of the block."""
+    """Return the blocks as slices of heads, of queries, and of the keys visible to the block's last query."""
     heads, length, _ = shape
     at_once = max(_PART // (min(_QUERIES, length) * length), 1)
     return [
@@ -45,15 +46,15 @@ def _blocks(shape: torch.Size) -> list[tuple[slice, slice, slice]]:
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rate: int) -> Tensor:
-        """Arguments are [heads, length, width]; the dropout rate is `rate` / 2**16."""
+        """Compute the output; tensors are [heads, length, width], and the dropout rate is `rate` / 2**16."""
         out, signed = torch.empty_like(query), []
         for heads, queries, seen in _blocks(query.shape):
             q, k = query[heads, queries], key[heads, seen].mT
             future = q.new_full((q.shape[1], k.shape[2]), -torch.inf).triu(queries.start + 1)
-            # baddbmm, because selective checkpointing would keep the results of bmm.
+            # Use baddbmm, because selective checkpointing would keep the results of bmm.
             p = torch.softmax(torch.baddbmm(future, q, k), -1)
             draws = torch.empty(-(-p.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-            # Signs and clamps are faster than boolean masks: torch fills by a mask one element at a time.
+            # Signs and clamps are faster than boolean masks, with which torch fills one element at a time.
             signs = draws[: p.numel()].view(p.shape).ge_(rate - 2**15).mul_(2).sub_(1).to(p.dtype)
             signed.append(torch.copysign(p, signs))
             out[heads, queries] = torch.bmm(signed[-1].clamp(min=0.0), value[heads, seen])

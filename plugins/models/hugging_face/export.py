@@ -1,4 +1,4 @@
-"""The configuration files of transformers' causal language models."""
+"""Export of the configuration files of transformers' causal language models."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class TransformersExport(Export):
         config = copy.deepcopy(self.model.config)
         lm = self.model.lm
         config.architectures = [type(lm).__name__]
-        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # type of the weights
+        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # dtype of the weights
         config.save_pretrained(folder)
         copy_files(self._generation, folder)

@@ -1,10 +1,12 @@
-"""All code that uses private parts of transformers (seen with 5.24; at least 5.15).
+"""All code that uses private APIs of transformers (seen with 5.24; needs at least 5.15).
 
-- `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, called by constructors.
-- `tables` lists the attributes for scale and softcap of the logits. Models without an entry compute the full logits.
-- Initial values are only defined in `_init_weights`, so it is run.
+- It uses `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, which constructors
+  call.
+- `tables` lists the attributes for the scale and softcap of the logits. Models without an entry compute the full
+  logits.
+- Initial values are defined only in `_init_weights`, so that method is run.
 - `_can_record_outputs` names the class of the routers.
-- Modules of experts are marked by the decorator `use_experts_implementation`.
+- Expert modules are marked by the decorator `use_experts_implementation`.
 """
 
 import copy
@@ -39,7 +41,7 @@ def padded(
 def build_transformers(
     auto: Any, config: PreTrainedConfig, multiple: int = 1, attention: Attention | None = None
 ) -> PreTrainedModel:
-    """Build a model without initial values; `auto` is a model class of transformers or one of its Auto classes.
+    """Build a model without initial values; `auto` is a transformers model class or one of its Auto classes.
 
     The vocabulary is padded to a multiple of `multiple`.
     """
@@ -50,7 +52,7 @@ def build_transformers(
 
 
 def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
-    """The routers of a mixture of experts; each returns logits, weights and choices."""
+    """Return the routers of a mixture of experts; each router returns logits, weights and choices."""
     recorders = getattr(lm, "_can_record_outputs", None)
     recorder: Any = recorders.get("router_logits") if isinstance(recorders, dict) else None
     kind = getattr(recorder, "target_class", None)
@@ -59,20 +61,20 @@ def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_initial_values() -> Iterator[None]:
-    """Let constructors tie weights but skip initial values: zeroing the pad token's row fails if it is sharded away."""
+    """Let constructors tie weights but skip initial values; zeroing the padding row fails if it is on another rank."""
     with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
         yield
 
 
 def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
-    """Scale and softcap of the logits, as in `Logits`; None: the logits are not a plain product of the head.
+    """Return the scale and softcap of the logits, as in `Logits`; None: logits come from the model's own forward.
 
     Raises ConfigError for a model that does not predict the next token.
     """
     config, family = lm.config, lm.config.model_type
     decodes = getattr(config, "is_decoder", None)
     causal = {getattr(module, "is_causal", None) for module in lm.modules()}
-    sees_all = False in causal and True not in causal  # with causal attention, other modules attend to layers or images
+    sees_all = False in causal and True not in causal  # causal models may also attend to layers or images
     if family in NOT_CAUSAL or (decodes is False and (sees_all or family not in PRODUCTS)):
         raise ConfigError(
             f"model: {family} does not predict the next token from those before it; only causal models can be "
@@ -87,9 +89,9 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
 
 
 def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
-    """Find the lists of blocks: by the pipeline plan, by `_no_split_modules`, or by the number of layers.
+    """Find the lists of blocks using the pipeline plan, `_no_split_modules` or the number of layers.
 
-    A model of images and text has several lists, any other model has one.
+    A model of images and text has several lists; all other models have one.
     """
     lists = {name: module for name, module in lm.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     prefix = "" if lm.base_model is lm else f"{lm.base_model_prefix}."
@@ -104,22 +106,22 @@ def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return True for a module with parameters stacked by expert."""
+    """Return True for a module that stacks the parameters of all experts."""
     return all(hasattr(module, mark) for mark in ("is_transposed", "is_concatenated", "has_bias", "num_experts"))
 
 
 def skeleton(lm: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model like `lm` for `initialize`: vectors have their constructor's values, matrices have no memory."""
+    """Build a model like `lm` for `initialize`: vectors have their constructors' values, matrices have no memory."""
     with torch.random.fork_rng(devices=[]), parameters_on_meta(but=lambda p: p.numel() == max(p.shape, default=1)):
         torch.manual_seed(0)
         return type(lm)(copy.deepcopy(config))
 
 
 def initialize(skeleton: PreTrainedModel, name: str, value: Tensor, rng: torch.Generator) -> None:
-    """Fill `value` with transformers' initial value of the parameter `name` of a model like `skeleton`.
+    """Fill `value` with transformers' initial value for the parameter `name` of a model like `skeleton`.
 
     Runs the initialization rules of the parameter's module and of its parent modules, with random numbers from `rng`.
-    Elements that no rule fills get the constructor's value; for a matrix they are drawn from N(0, initializer_range).
+    Elements that no rule fills get the constructor's value, or in a matrix, a value from N(0, initializer_range).
     """
     # A tied parameter gets the initial value of its source, even if a family lists the head first.
     *path, attribute = skeleton.all_tied_weights_keys.get(name, name).split(".")

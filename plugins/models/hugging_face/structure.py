@@ -16,16 +16,16 @@ from . import internals
 if TYPE_CHECKING:
     from .base import TransformersModel
 
-# transformers' names for the styles of `Structure.tensor_parallel_plan`.
+# transformers' name -> our name for a style in `Structure.tensor_parallel_plan`.
 _STYLES = {
     "colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed",
-    "embedding_rowwise": "vocabulary",  # tied embeddings, in older transformers
+    "embedding_rowwise": "vocabulary",  # tied embeddings, in older transformers versions
     "moe_tp_experts": "experts",
 }  # fmt: skip
 
 
 class TransformersStructure(Structure):
-    """The structure of a model, read from transformers and its configuration."""
+    """The structure of a model, read from its modules and its configuration in transformers."""
 
     model: TransformersModel
 
@@ -70,14 +70,14 @@ class TransformersStructure(Structure):
         return {name: module for name, module in self.model.named_modules() if internals.holds_experts(module)}
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """transformers' plan, with a sharded vocabulary; empty if there is none or it uses styles that we lack."""
+        """Return transformers' plan, with a sharded vocabulary; empty if there is none or a style is not supported."""
         theirs = dict(self.model.lm.config.base_model_tp_plan or {})
         for stack in [pattern for pattern, style in theirs.items() if style == "moe_tp_experts"]:
             theirs = {pattern: style for pattern, style in theirs.items() if not pattern.startswith(f"{stack}.")}
         if not theirs or not set(theirs.values()) <= _STYLES.keys():
             return {}
         plan = {f"{self.model.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
-        # A plan belongs to a family, and may name layers that this configuration does not have.
+        # A plan is shared by a model family, and may name layers that this configuration does not have.
         everything = (*self.model.named_modules(), *self.model.named_parameters())
         names = [self.model.weights.canonical_name(name) for name, _ in everything]
         plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
@@ -96,7 +96,7 @@ class TransformersStructure(Structure):
         return super().checkpointing(mode)
 
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
-        """Yield each module's number of matrix elements and the fraction used per token; `experts`: of experts only."""
+        """Yield each module's number of matrix elements and the fraction used per token; `experts`: only experts."""
         for module in self.model.skeleton.modules():  # never sharded
             expert = internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:
@@ -108,7 +108,7 @@ class TransformersStructure(Structure):
         return sum(round(elements * (1 - share)) for elements, share in self._matrices(experts=True))
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Six operations per matrix element used by a token, plus attention (Narayanan et al., 2021, 5.1)."""
+        """Count six operations per matrix element used by a token, plus attention (Narayanan et al., 2021, 5.1)."""
         length = sequence_length or self.model.max_length
         layers, heads = (getattr(self.model.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
         composite = self.model.text_config is not self.model.config

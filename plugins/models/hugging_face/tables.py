@@ -1,4 +1,4 @@
-"""The table of families of transformers' causal language models, `configs/transformers_families.yaml`."""
+"""Properties of the causal language model families in transformers, from `configs/transformers_families.yaml`."""
 
 import yaml
 
@@ -6,7 +6,7 @@ from crosstrain.utils import paths
 
 _TABLE = yaml.safe_load((paths.home() / "configs" / "transformers_families.yaml").read_text(encoding="utf-8"))
 SOFTCAPS = {family: attribute for attribute, families in _TABLE["softcaps"].items() for family in families}
-SCALES = {  # attribute and exponent
+SCALES = {  # family -> (attribute, exponent)
     family: (attribute, exponent)
     for kind, exponent in (("multiplied", 1), ("divided", -1))
     for attribute, families in _TABLE[kind].items()
@@ -17,5 +17,5 @@ NOT_CAUSAL, COMPARE_NAMES = set(_TABLE["not_causal"]), set(_TABLE["compare_names
 
 
 def keys_beside_fields(family: str) -> set[str]:
-    """Keys that the configuration of a family reads in addition to its fields."""
+    """Return the keys that a family's configuration reads in addition to its fields."""
     return {*_TABLE["read_by_all"], *_TABLE["older_keys"].get(family, ())}

@@ -16,7 +16,7 @@ from . import internals
 if TYPE_CHECKING:
     from .base import TransformersModel
 
-# Parts of stacked expert weights, by their names in a single MLP: those of most families, then Mixtral's.
+# Stacked expert weight -> names of its parts in a single MLP: first those of most families, then Mixtral's.
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
@@ -34,14 +34,14 @@ def published_experts(name: str, available: set[str], experts: int) -> Place | N
 
 
 def dense_place(name: str, available: set[str], experts: int) -> Place:
-    """Find an expert parameter in a dense model's folder; every expert starts as a copy of the dense MLP."""
+    """Find the source of an expert parameter in a dense model's folder; every expert starts as a copy of its MLP."""
     stem, _, own = name.rpartition(".experts.")
     copies = [tuple(f"{stem}.{part}.weight" for part in parts) for parts in _EXPERT_PARTS.get(own, ())]
     return next((Stack((names,) * experts) for names in copies if available.issuperset(names)), name)
 
 
 class TransformersWeights(Weights):
-    """transformers' names and initial values; the vocabulary is padded."""
+    """Uses transformers' names and initial values, and pads the vocabulary."""
 
     model: TransformersModel
 
@@ -68,6 +68,6 @@ class TransformersWeights(Weights):
         return self.model.source
 
     def place(self, name: str, available: set[str]) -> Place:
-        """The name with or without the base model's prefix (GPT-2 has none); experts may be separate tensors."""
+        """Return the name with or without the base model's prefix (GPT-2 has none); experts may be separate tensors."""
         short = name.removeprefix(f"{self.model.lm.base_model_prefix}.")
         return name if name in available else published_experts(name, available, self.model.num_experts) or short

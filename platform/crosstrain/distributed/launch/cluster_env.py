@@ -1,4 +1,4 @@
-"""Environment variables of launchers: torchrun, srun and mpirun, and our own launcher's for its workers."""
+"""Environment variables that launchers set for workers: torchrun, srun, mpirun and our own launcher."""
 
 import json
 import os
@@ -11,9 +11,9 @@ _RESTART = "CROSSTRAIN_STARTED_AGAIN"  # set for restarted workers
 
 
 def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: int) -> None:
-    """Set the reason of a restart for the next workers; an empty reason: this is not a restart.
+    """Record the reason for a restart in the environment of the next workers; an empty reason means no restart.
 
-    If several nodes set reasons, the reason with the highest `certainty` is used.
+    `number` counts the restarts. If several nodes record reasons, the one with the highest `certainty` is used.
     """
     os.environ.pop(_RESTART, None)
     if reason:
@@ -21,12 +21,12 @@ def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: i
 
 
 def restart_reason() -> list | None:
-    """Return [certainty, number, max_restarts, reason] set by this worker's launcher; None for a first start."""
+    """Return [certainty, number, max_restarts, reason] recorded by this worker's launcher; None for a first start."""
     return json.loads(text) if (text := os.environ.get(_RESTART)) else None
 
 
 def was_restarted() -> bool:
-    """Return True if a launcher restarted this process after a failure, so that it should resume."""
+    """Return True if a launcher restarted this process after a failure; it should then resume."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 

@@ -1,8 +1,8 @@
 """torch's elastic agent with our rules: some failures are final, and a request to stop is not a failure.
 
-Only this file uses private parts of torch.distributed.elastic, as of torch 2.13 and 2.14: `_rendezvous`,
-`_start_workers`, `_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent and
-`get_method_name` of the rendezvous. It also uses `_config` of multiprocessing's processes.
+Only this file uses private APIs of torch.distributed.elastic, as of torch 2.13 and 2.14: `_rendezvous`,
+`_start_workers`, `_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent, and
+`get_method_name` of the rendezvous. It also uses `_config` of multiprocessing processes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:  # the launcher imports this file
     from crosstrain.distributed.launch.launcher import Launch
     from crosstrain.distributed.launch.rendezvous import Nodes
 
-_QUIET = 10.0  # seconds that a node waits for the others before it prints a note
+_QUIET = 10.0  # seconds until a node that waits for the others prints a note
 _SHUTDOWN_TIMEOUT = 5  # seconds until ranks that wait for a dead rank and ignore SIGTERM are killed
-_EXIT_TIMEOUT = 30  # seconds for the other nodes' launchers to exit after all workers have ended
+_EXIT_TIMEOUT = 30  # seconds to wait for the other nodes' launchers after all workers have ended
 
 
-# torch reads the sources of the whole stack for the name of an unused event, between reading and changing the shared
-# state. Many nodes that meet at once would invalidate each other's state for minutes.
+# Between reading and changing the shared state, torch reads the source files of the whole call stack, only to name an
+# event that nobody uses. Many nodes that join at once would invalidate each other's state for minutes.
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
@@ -52,9 +52,10 @@ class _Stopped(BaseException):
 
 
 def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
-    """Run `worker(*args)` in processes on this machine, together with the other nodes; returns the exit code.
+    """Run `worker(*args)` in processes on this machine, together with the other nodes, and return the exit code.
 
-    Raises the last error of the worker that failed first, and UserError if the nodes do not find each other.
+    After the last restart, raises the error of the worker that failed first. Raises UserError if the nodes do not find
+    each other.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller prints errors once
@@ -112,7 +113,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
 
 
 def _pause(*_: Any) -> None:
-    """Suspend the workers and this process, and resume them together; each worker leads a process group."""
+    """Suspend the workers and this process, and resume them together; each worker leads its own OS process group."""
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for child in multiprocessing.active_children():
             with suppress(ProcessLookupError, TypeError):
@@ -163,7 +164,7 @@ class _Agent(LocalElasticAgent):
         self._stop, self._nodes = stop, nodes
         self._where = f" on {socket.gethostname()}" if nodes else ""
         self._failure: Failure | None = None  # the latest failure
-        # Reason of the next start, and this node's certainty about it.
+        # Reason for the next restart, and how certain this node is about it.
         self._reason, self._certainty = ("", 0) if restarts_left == how.max_restarts else ("node 0 was lost", 2)
 
     @property
@@ -171,7 +172,7 @@ class _Agent(LocalElasticAgent):
         return self._worker_group.state == WorkerState.SUCCEEDED
 
     def exit_code(self) -> int:
-        """Run to the end; returns 0, or 128 + the signal that stopped the workers. Raises the workers' error."""
+        """Run to the end and return 0, or 128 + the signal that stopped the workers. Raises the workers' error."""
         result = self.run()
         self._worker_group.spec.rdzv_handler.shutdown()  # so that other nodes do not wait for this one
         if result is None:  # this node was not needed, and the others have finished
@@ -218,7 +219,7 @@ class _Agent(LocalElasticAgent):
 
 @contextmanager
 def _announced(nodes: Nodes) -> Iterator[None]:
-    """Print a note if this node waits inside the block for the others for more than some seconds."""
+    """Print a note if this node waits inside the block for the other nodes for more than `_QUIET` seconds."""
     limit = nodes.rdzv_conf["join_timeout"]
     said = f"waiting for {nodes.min_nodes} nodes to meet at {nodes.host}:{nodes.port}, for at most {limit} s"
     timer = Timer(_QUIET, print, (said,), {"file": sys.stderr, "flush": True})
@@ -235,7 +236,7 @@ def _environment(how: Launch) -> Iterator[None]:
     """Set missing environment variables for the agent and its workers while they run."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),
-        # Killed workers leak their semaphores. A warning about it would distract from the real error.
+        # Killed workers leak their semaphores. A warning about the leak would distract from the real error.
         "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
         # torch's handlers would end the workers. Our handlers in `run_agent` let them save first.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",

@@ -28,13 +28,13 @@ class Launch:
     is_first: bool  # this process is the launcher on node 0, the only worker, or rank 0
     nodes: Nodes | None = None  # None: only this machine
     max_restarts: int = 0
-    start_method: str = "spawn"  # start method of multiprocessing
+    start_method: str = "spawn"  # multiprocessing start method
 
     @staticmethod
     def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> Launch:
-        """Join the launcher found in the environment, or count workers by flags, visible GPUs and nodes."""
-        # One process per machine with the node flags starts workers itself, even under srun or Kubeflow. Kubeflow sets
-        # RANK to the machine's number and does not set LOCAL_RANK.
+        """Join the launcher found in the environment; otherwise count workers from flags, visible GPUs and nodes."""
+        # A process with the node flags starts its machine's workers itself, even under srun or Kubeflow. Kubeflow sets
+        # RANK to the machine's index and does not set LOCAL_RANK.
         joined = worker_environment(os.environ) if nodes is None or "LOCAL_RANK" in os.environ else None
         if joined is not None:
             if flag := "--nnodes" if nodes else "--nproc-per-node" if nproc_per_node is not None else None:
@@ -61,14 +61,14 @@ class Launch:
 
 
 def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
-    """Run `worker(*args)` on every rank; returns the exit code. `worker` returns the signal that stopped it, or 0.
+    """Run `worker(*args)` on every rank and return the exit code.
 
-    If a worker fails, the others end within seconds. All workers restart, up to `how.max_restarts` times, unless the
-    user has to fix the error. The last error is raised or printed.
+    `worker` returns the signal that stopped it, or 0. If a worker fails, the others end within seconds. All workers
+    restart, up to `how.max_restarts` times, unless the user has to fix the error. The last error is raised or printed.
     """
     if not how.starts_workers:
         stopped = worker(*args)
-        # Under a foreign launcher a clean stop is a success. In a shell, the exit code marks the run as unfinished.
+        # Under torchrun, srun or mpirun, a clean stop is a success. In a shell, the exit code marks an unfinished run.
         return 128 + stopped if stopped and not how.joined else 0
 
     with sigint_kills():

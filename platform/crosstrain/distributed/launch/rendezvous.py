@@ -20,14 +20,14 @@ _RDZV_CONF = {"join_timeout": 120, "last_call_timeout": 5, "keep_alive_interval"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, seen from this machine. They meet at node 0's `host:port` before each start."""
+    """The nodes of a run, as configured on this machine. They meet at node 0's `host:port` before each start."""
 
     min_nodes: int  # training starts when this many nodes have joined
     max_nodes: int
     is_host: bool  # this is node 0
     host: str
     port: int
-    local_addr: str  # address of this machine for the other nodes
+    local_addr: str  # address at which the other nodes reach this machine
     rdzv_conf: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
@@ -38,7 +38,7 @@ class Nodes:
         local_addr: str | None,
         rdzv_conf: str | None = None,
     ) -> Nodes | None:
-        """Parse the command line's flags; None for one node. Raises ConfigError."""
+        """Parse the command-line flags. Returns None for a single node. Raises ConfigError for invalid flags."""
         found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes or "1")
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most:
@@ -69,7 +69,7 @@ class Nodes:
         return listed.get(self.local_addr.partition("%")[0])
 
     def wait_for_host(self) -> None:
-        """Wait until node 0 answers; UserError after the join timeout."""
+        """Wait until node 0 answers. Raises UserError after the join timeout."""
         deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
         while not self.is_host:
             try:
@@ -102,7 +102,7 @@ def _parse_conf(text: str | None) -> dict[str, int]:
 
 
 def _own_address(address: str) -> str:
-    """Return an address or name of this machine as a numeric address."""
+    """Convert an address or host name of this machine to a numeric address."""
     try:
         numeric = str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
         with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -113,7 +113,7 @@ def _own_address(address: str) -> str:
 
 
 def _address_towards(host: str, port: int, timeout: float) -> str:
-    """Return this machine's address on the route to `host`; waits if the name cannot be resolved yet."""
+    """Return this machine's address on the route to `host`; retry while the name cannot be resolved."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Signals that request a stop: until there is something to save, they kill the process; then the trainer saves."""
+"""Signals that request a stop: before there is anything to save, they kill the process; later, the trainer saves."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def sigint_kills() -> Iterator[None]:
-    """Let Ctrl-C kill the process inside the block: libraries may swallow KeyboardInterrupt while they are imported."""
+    """Let Ctrl-C kill the process inside the block, because libraries may swallow KeyboardInterrupt during import."""
     handler = signal.getsignal(signal.SIGINT)
     in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # SIG_DFL cannot kill PID 1
     if handler is not signal.default_int_handler or not in_charge:
@@ -32,9 +32,9 @@ def sigint_kills() -> Iterator[None]:
 
 
 def exit_after_signal(seconds: float) -> None:
-    """End this process with code 0, `seconds` after a signal to stop, even if its threads are blocked.
+    """Exit this process with code 0, `seconds` after a stop signal, even if its threads are blocked.
 
-    Python's signal handlers run in the main thread, and it may be blocked. The wakeup socket gets signals at once.
+    Python's signal handlers run in the main thread, which may be blocked. The wakeup socket receives signals at once.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -50,9 +50,9 @@ def exit_after_signal(seconds: float) -> None:
 
 
 class StopRequest:
-    """A request to stop; true after a stop signal: the trainer then saves and exits. A second SIGINT kills.
+    """A request to stop: true after a stop signal; the trainer then saves and exits. A second SIGINT kills the process.
 
-    Under our own launcher SIGTERM keeps its default action: the launcher sends it to ranks that wait for a dead rank,
+    Under our own launcher, SIGTERM keeps its default action: the launcher sends it to ranks that wait for a dead rank,
     and after a second Ctrl-C. It forwards the user's signals as SIGUSR1. If the launcher is killed, the kernel sends
     SIGINT, perhaps several times: once per launcher thread that becomes the worker's parent. These signals must not
     interrupt the save.

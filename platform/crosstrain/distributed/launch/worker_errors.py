@@ -1,6 +1,6 @@
-"""Errors of workers, reported to the launcher; the launcher decides whether a restart can help.
+"""Report worker errors to the launcher, which decides whether a restart can help.
 
-An error that the user has to fix is a single sentence and final. A restart may help with all other errors.
+An error that the user has to fix is one sentence, and no restart follows. A restart may help with all other errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _launcher_shows_errors = False  # our own launcher started this process
 
 
 class WorkerFailure(Exception):
-    """A worker failed, and not by a mistake of the user; the message holds the traceback."""
+    """A worker failed with an error that is not a UserError; the message holds the traceback."""
 
     def __init__(self, rank: int, trace: str) -> None:
         super().__init__(f"rank {rank} failed:\n{trace}")
@@ -81,15 +81,15 @@ def report_error(error: Exception) -> None:
 
 
 def exit_silently(seconds: float) -> NoReturn:
-    """End this process as failed in `seconds`, without further output: the error has been reported."""
+    """Exit with code 1 after `seconds`, without further output, because the error has already been reported."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     time.sleep(seconds)
     os._exit(1)
 
 
 def _lost_connection(error: Exception) -> RankLost | None:
-    """Return an error of one sentence for a broken connection to a different rank; None for other errors."""
-    cause = error.__cause__ if isinstance(error, RankLost) else error  # RankLost of an interrupted save, already logged
+    """Return a one-sentence error for a broken connection to another rank; None for other errors."""
+    cause = error.__cause__ if isinstance(error, RankLost) else error  # RankLost from a failed save, already logged
     broken = re.search(f"{_BROKEN}|ncclRemoteError", str(cause))
     if broken is None or not isinstance(cause, RuntimeError):
         return None
@@ -120,13 +120,14 @@ class Failure:
     error: UserError | WorkerFailure
     summary: str  # rank and error in a few words
     is_final: bool  # a restart cannot help
-    lost_another: bool  # the cause is the failure of a different rank, perhaps on a different machine
+    lost_another: bool  # another rank failed first, perhaps on a different machine
 
 
 def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
-    """Choose the first of torch's ProcessFailures by rank; a killed rank takes precedence over ranks that lost it.
+    """Choose the first failure; a killed rank takes precedence over ranks that lost their connection to it.
 
-    where: the machine, such as " on node7"; empty for a run on a single machine.
+    failures: rank -> torch's ProcessFailure. where: the machine, such as " on node7"; empty for a run on a single
+    machine.
     """
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, f) for rank, f in ordered if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]

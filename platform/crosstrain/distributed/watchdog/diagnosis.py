@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
-SETTLED = 2.0  # idle seconds before calls are compared: calls that really differ never complete
-DEADLOCKED = 6.0  # idle seconds before a deadlock is reported: two ranks may both be waiting for a third one
-FORGIVEN = 1024  # a mismatch with this many later calls is ignored: a call was not recorded, and the ranks agree
+SETTLED = 2.0  # idle seconds before calls are compared; calls that do not match never complete
+DEADLOCKED = 6.0  # idle seconds before a deadlock is reported, because both ranks may only be waiting for a third one
+FORGIVEN = 1024  # a mismatch followed by this many calls is ignored: the ranks agree, and a call was not recorded
 
 _RULE = "a collective must be called by every rank"
 
@@ -17,9 +17,9 @@ _RULE = "a collective must be called by every rank"
 def find_desync(
     mine: RankReport, others: list[RankReport], *, failed: bool = False, desynced: str | None = None
 ) -> str | None:
-    """Describe a call of a different rank that does not match this rank's collective at the same position.
+    """Describe a call of another rank that does not match this rank's collective at the same position.
 
-    Only idle ranks are compared, unless a collective `failed`. `desynced` names a group: its latest calls are known to
+    Only idle ranks are compared, unless a collective `failed`. `desynced` names a group whose latest calls are known to
     mismatch, even if they differ only in location.
     """
     for group, here in mine.histories.items():
@@ -51,7 +51,10 @@ def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = 
 
 
 def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -> str | None:
-    """Describe the ranks that have not entered a collective of this rank; `silent`: ranks without a report."""
+    """Describe the ranks that have not entered a collective that this rank has entered.
+
+    `silent`: ranks that sent no report.
+    """
     for group, here in mine.histories.items():
         if mine.waiting.group != group if mine.waiting else here.has_background_calls:
             continue
@@ -65,7 +68,7 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
 
 
 def find_mute(mine: RankReport, mute: list[int]) -> str | None:
-    """Describe ranks that have not answered since this rank became idle, perhaps inside torch."""
+    """Describe the ranks that have not answered since this rank became idle, whether or not it is in a collective."""
     if not mute:
         return None
     return (
@@ -75,12 +78,12 @@ def find_mute(mine: RankReport, mute: list[int]) -> str | None:
 
 
 def _idle(one: RankReport, other: RankReport, seconds: float) -> bool:
-    """Return True if both ranks have been idle for `seconds`, or if one is aborting."""
+    """Return True if both ranks have been idle for `seconds`, or if either is aborting."""
     return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= seconds
 
 
 def _waits_for(one: RankReport, two: RankReport) -> bool:
-    """Return True if rank `one` is in a collective that rank `two` must enter, but has not entered."""
+    """Return True if rank `one` is in a collective that rank `two` must enter and has not entered."""
     w = one.waiting
     return w is not None and two.rank in one.histories[w.group].ranks and two.count(w.group) <= w.number
 
@@ -103,10 +106,10 @@ def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, oth
 def _parting(
     group: str, evidence: int, mine: RankReport, other: RankReport, everyone: list[RankReport]
 ) -> tuple[int, RankReport, bool]:
-    """Find the call, at or before `evidence`, that only one of two ranks made; returns (number, owner, is proven).
+    """Find the call, at or before `evidence`, that only one of two ranks made.
 
-    Proven: without this call, the later calls of both ranks agree. If there are no later calls, the likelier call is
-    returned.
+    Returns the call's position, its owner, and whether it is proven: without this call, the later calls of both ranks
+    agree. If no call is proven, returns the one at `evidence` that is more likely to be wrong.
     """
     a, b = sorted((mine, other), key=lambda report: report.rank)
     number, agreeing = evidence, 0
@@ -125,7 +128,7 @@ def _parting(
 
 
 def _oddity(report: RankReport, group: str, number: int, everyone: list[RankReport]) -> tuple[bool, int, int]:
-    """Rate how likely a rank's call is the wrong one: no other rank made it, user code made it, most ranks differ."""
+    """Rate the likelihood that a rank's call is the wrong one: only this rank made it, user code did, most differ."""
     call = report.call(group, number)
     assert call is not None
     others = [other for other in everyone if other is not report and other.call(group, number) != call]
@@ -169,7 +172,7 @@ def _never_entered(
 
 
 def _activities(late: list[RankReport], group: str, number: int) -> list[str]:
-    """Describe the locations of ranks that should be in a call, at most three."""
+    """Describe where the ranks are that should be in a call; at most three descriptions."""
     found: dict[str, list[int]] = {}
     for report in late:
         found.setdefault(_activity(report, group, number), []).append(report.rank)

@@ -1,4 +1,4 @@
-"""Records collectives called from Python, at microseconds per call, and reports the state of a rank."""
+"""Records collectives called from Python, at a cost of microseconds per call, and reports the state of a rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from crosstrain.utils import paths
 
 MAX_CALLS = 2048  # calls kept per group
 
-# Collectives, each with its argument of equal size on all ranks; None: there is no such argument.
+# Collective -> name of the argument that has the same size on all ranks; None: there is no such argument.
 _COLLECTIVES: dict[str, str | None] = {
     "all_reduce": "tensor", "reduce": "tensor", "broadcast": "tensor", "reduce_scatter_tensor": "output",
     "reduce_scatter_single": "output", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor",
@@ -37,7 +37,7 @@ _COLLECTIVES: dict[str, str | None] = {
     "all_reduce_coalesced": None, "all_gather_coalesced": None, "barrier": None, "all_gather_object": None,
     "gather_object": None, "broadcast_object_list": None, "scatter_object_list": None,
 }  # fmt: skip
-_TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # others copy bytes of any type
+_TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # the others copy any bytes
 _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _DISTRIBUTED = Path(__file__).parent.parent
@@ -50,7 +50,8 @@ _OURS = tuple(
         "watchdog/watchdog.py",
     )
 )
-_OUTERMOST = tuple(str(_DISTRIBUTED / "launch" / name) for name in ("launcher.py", "worker_errors.py"))  # call workers
+# Files that call the worker function.
+_OUTERMOST = tuple(str(_DISTRIBUTED / "launch" / name) for name in ("launcher.py", "worker_errors.py"))
 _BUILT_IN = tuple(f"{folder}{os.sep}" for folder in (_DISTRIBUTED.parent.resolve(), paths.home() / "plugins"))
 
 
@@ -73,7 +74,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a collective, with the properties that ranks can compare."""
+    """A call to a collective, with the properties that ranks can compare."""
 
     operation: str
     size: str  # such as "7 float32"; empty if it may differ between ranks
@@ -92,7 +93,7 @@ class History:
     """The latest calls of one rank on one process group."""
 
     ranks: list[int]  # members of the group
-    first: int  # number of calls[0]
+    first: int  # sequence number of calls[0]
     calls: list[Call]
     has_background_calls: bool = False  # some calls were made outside of the training thread
 
@@ -104,7 +105,7 @@ class History:
         return self.calls[number - self.first] if self.first <= number < self.next else None
 
     def common(self, other: History) -> range:
-        """Return the numbers of the calls in both histories."""
+        """Return the sequence numbers of the calls in both histories."""
         return range(max(self.first, other.first), min(self.next, other.next))
 
 
@@ -122,16 +123,17 @@ class RankReport:
     """The state of a rank, reported by its watchdog."""
 
     rank: int
-    question: int  # number of the latest question received
+    question: int  # sequence number of the latest question received
     location: Location  # location of the main thread
-    external_caller: Location | None  # user code that called `location`, if that is in Crosstrain; None: no user code
-    idle_seconds: float  # time that the main thread has been at this instruction
+    # User code that called `location`; None if there is none or if `location` itself is user code.
+    external_caller: Location | None
+    idle_seconds: float  # how long the main thread has been at this instruction
     aborting: bool  # the backend is about to end the process
     waiting: Waiting | None
-    histories: dict[str, History] = field(default_factory=dict)  # by group
+    histories: dict[str, History] = field(default_factory=dict)  # group name -> history
 
     def call(self, group: str, number: int) -> Call | None:
-        """Return the call at a position; None if it is not reached yet or no longer kept."""
+        """Return the call at a position; None if it has not been reached yet or is no longer kept."""
         return self.histories[group].get(number) if group in self.histories else None
 
     def count(self, group: str) -> int:
@@ -143,7 +145,7 @@ class RankReport:
         return w if w and (w.group, w.number) == (group, number) else None
 
     def dumps(self) -> bytes:
-        """Encode as compressed JSON: most calls repeat earlier ones."""
+        """Encode as compressed JSON; it is small, because most calls repeat earlier ones."""
         return zlib.compress(_REPORTS.dump_json(self), 1)
 
     @staticmethod
@@ -162,8 +164,8 @@ class FlightRecorder:
 
     def __init__(self, on_error: Callable[[], None]) -> None:
         self._on_error = on_error
-        self._logs: dict[str, _GroupLog] = {}  # by group
-        self._active: dict[int, tuple[str, int, float]] = {}  # by thread: group, number and start of its call
+        self._logs: dict[str, _GroupLog] = {}  # group name -> log
+        self._active: dict[int, tuple[str, int, float]] = {}  # thread -> (group, sequence number, start) of its call
         self._restore = [patch_collective(name, self._recorded) for name in _COLLECTIVES]
 
     def close(self) -> None:
@@ -172,7 +174,7 @@ class FlightRecorder:
         self._logs.clear()
 
     def waiting(self, thread: int) -> Waiting | None:
-        """Return the collective in progress in a thread."""
+        """Return the collective in progress in a thread; None if there is none."""
         active = self._active.get(thread)
         return Waiting(active[0], active[1], time.monotonic() - active[2]) if active else None
 
@@ -181,8 +183,8 @@ class FlightRecorder:
         return self._active.get(thread), [log.calls[-1][0] for log in list(self._logs.values()) if log.calls]
 
     def histories(self, training: int, depth: int) -> dict[str, History]:
-        """Return the latest `depth` calls by group; `training` is the training thread."""
-        # Autograd's threads are not listed.
+        """Return the latest `depth` calls on each group; `training` is the training thread's ID."""
+        # Autograd's threads do not count as background threads: Python lists them as dummies or not at all.
         background = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - {training}
         return {name: log.history(background, depth) for name, log in list(self._logs.items()) if log.calls}
 
@@ -236,7 +238,7 @@ class _GroupLog:
 
     def history(self, background: set[int | None], depth: int) -> History:
         everything = sorted(self.calls.copy())
-        latest = everything[-depth:]  # threads append out of order, so numbers may be missing
+        latest = everything[-depth:]  # threads append out of order, so sequence numbers may be missing
         latest = [call for i, call in enumerate(latest) if call[0] == latest[0][0] + i]
         return History(
             self.ranks,
@@ -262,7 +264,7 @@ def _is_library(file: str) -> bool:
 
 
 def _call_site() -> tuple[str, int, str]:
-    """Return file, line and function of the call that the caller of this function records."""
+    """Return the file, line and function that made the call being recorded."""
     frame = sys._getframe(2)
     while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
@@ -274,7 +276,7 @@ def _line(frame: FrameType) -> tuple[str, int, str]:
 
 
 def locate(innermost: FrameType) -> tuple[Location, Location | None]:
-    """Return a thread's location and, if that is in Crosstrain, the user code that called it."""
+    """Return a thread's location and, if the location is in Crosstrain, the user code that called it."""
     stack = []
     frame: FrameType | None = innermost
     while frame is not None and frame.f_code.co_filename not in _OUTERMOST:

@@ -1,6 +1,6 @@
-"""Private parts of torch and gloo used by the watchdog, as of torch 2.13 and 2.14.
+"""Private APIs of torch and gloo used by the watchdog, as of torch 2.13 and 2.14.
 
-If a different version lacks a part, collectives are not recorded; nothing fails.
+If a torch version lacks one of them, collectives are not recorded; nothing fails.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 
 def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace the collective f called `name` by `wrap(name, f)`; returns a function that restores f.
+    """Replace the collective f called `name` with `wrap(name, f)`, and return a function that restores f.
 
     torch decorates its collectives, and f is replaced inside the decorator's closure. The change also affects callers
     that imported the name earlier, and torch.compile still sees the original function object.
@@ -34,7 +34,7 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
 def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make torch.compile skip `function` and everything it calls.
 
-    Same effect as `torch.compiler.disable`, without its cost per call and without loading the compiler.
+    This has the effect of `torch.compiler.disable`, without its cost per call and without loading the compiler.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -48,10 +48,10 @@ def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def delay_abort() -> Callable[[], None]:
-    """Delay an abort of this process by six seconds, so that the watchdog can answer; returns a function to undo it.
+    """Delay an abort of this process by six seconds, so that the watchdog can answer. Returns a function to undo it.
 
-    gloo aborts in its own thread if a message is longer than expected. The signal handler is the C function `sleep`; it
-    takes the signal's number, 6, as seconds. No Python code runs in the broken process.
+    gloo aborts in its own thread if a message is longer than expected. The signal handler is the C function `sleep`,
+    called with the signal number 6, so it sleeps for six seconds. No Python code runs in the broken process.
     """
     if os.name != "posix":
         return lambda: None

@@ -1,8 +1,8 @@
 """A watchdog for collectives that some ranks never enter.
 
-Such a call hangs, fails with an obscure error, or meets a different call of the same size and exchanges wrong numbers.
-The watchdog records every collective called from Python on every rank. When training is idle, its thread collects a
-report of every rank through the launcher's store. It ends the run with a one-sentence error if the ranks' calls do not
+Such a call hangs, fails with an obscure error, or meets a different call of the same size and exchanges wrong data. The
+watchdog records every collective called from Python on every rank. When training is idle, its thread collects a report
+from every rank through the launcher's store. It ends the run with a one-sentence error if the ranks' calls do not
 match, or if a rank does not enter the collective.
 """
 
@@ -66,14 +66,14 @@ class Watchdog:
         self._limit = limit
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident or 0
-        self._question = 0  # number of the latest question received
+        self._question = 0  # sequence number of the latest question received
         self._progress: Any = None  # last position of the main thread
         self._moved = time.monotonic()
-        self._mute: set[int] | None = None  # ranks without an answer since training is idle here; None: not asked yet
+        self._mute: set[int] | None = None  # ranks that have not answered since training became idle; None: not asked
         # A launcher may keep the store across restarts, with values of earlier watchdogs.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
-        # A separate connection: the process group's may be blocked by a waiting thread.
+        # The watchdog has its own connection, because a waiting thread may block that of the process group.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         self._store = dist.PrefixStore(f"crosstrain/watchdog/{name[0]}", store)
@@ -94,7 +94,7 @@ class Watchdog:
         self._undo_delay()
 
     def _explain(self, desynced: str | None = None) -> None:
-        """End the run if the ranks' calls explain a failed collective; desynced: group with mismatched calls."""
+        """End the run if the ranks' calls explain a failed collective; desynced: a group with mismatched calls."""
         with suppress(RuntimeError):  # the process that hosts the store has ended
             self._diagnose(MAX_CALLS, failed=True, desynced=desynced)
 
@@ -124,11 +124,11 @@ class Watchdog:
             self._end_run(TrainingError(problem))
         late = mine.idle_seconds >= self._limit and not failed
         if late and (problem := find_absent(mine, answered, silent) or find_mute(mine, sorted(self._mute))):
-            # A process that does not answer is lost, not in a different call.
+            # A process that does not answer counts as lost, not as being in a different call.
             self._end_run(RankLost(problem) if silent else TrainingError(problem))
 
     def _idle_seconds(self) -> float:
-        """Return the seconds since the main thread moved or any thread entered a collective."""
+        """Return the seconds since the main thread last made progress or any thread entered a collective."""
         frame = sys._current_frames()[self._main]
         progress = (id(frame), frame.f_lasti, self._recorder.progress(self._main))
         if progress != self._progress:
@@ -144,7 +144,7 @@ class Watchdog:
     # ---- messages between the ranks' watchdogs
 
     def _answer(self) -> None:
-        """Answer a question of a rank; exit if a rank has ended the run."""
+        """Answer the latest question from any rank; exit if a rank has ended the run."""
         question = self._store.add("question", 0)
         if question != self._question:
             self._question = question

@@ -1,0 +1,139 @@
+"""Checks that the parts of a run fit together, before and while they are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.data.dataset import Dataset
+from crosstrain.data.tokenizer import TOKENIZER, vocabulary
+from crosstrain.engine.float8 import check_float8
+from crosstrain.engine.options import context_size
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.objective import Objective
+from crosstrain.utils.errors import ConfigError
+
+_MOST_RANKS = 2**16
+
+
+def check_layout(config: Config, world_size: int, hint: Callable[[int], str] | None = None, step: int = 1) -> None:
+    """Raise ConfigError if the runner's layout does not fit `world_size` ranks.
+
+    The message ends with `hint(size)`, where `size` is the next larger world size that fits, in increments of `step`.
+    """
+    size_of = partial(registry.get("runner", config.run.runner.name).data_parallel_size, config.run.runner.options)
+    try:
+        size_of(world_size)
+    except ConfigError as error:
+        for size in range(world_size + step, _MOST_RANKS, step):
+            if hint and not _is_refused(size_of, size):
+                raise ConfigError(f"{error}; {hint(size)}") from error
+        raise
+
+
+def _is_refused(size_of: Callable[[int], int], world_size: int) -> bool:
+    try:
+        return not size_of(world_size)
+    except ConfigError:
+        return True
+
+
+def batch_plan(config: Config, world_size: int) -> BatchPlan:
+    """Compute the batch sizes of the configured runner on `world_size` workers; no worker needs to be running.
+
+    Raises ConfigError if the layout, the batch sizes or the run's other settings are incompatible.
+    """
+    runner = registry.get("runner", config.run.runner.name)
+    runner.check(config.run.runner.options, config.run)
+    if not runner.capabilities.exact:
+        _check_apart(config)
+    return BatchPlan.of(config.run, runner.data_parallel_size(config.run.runner.options, world_size))
+
+
+def _check_apart(config: Config) -> None:
+    """Raise ConfigError for settings that need all ranks in every step; this runner's ranks train independently."""
+    name, run = config.run.runner.name, config.run
+    if run.amp.dtype == "fp16":
+        raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
+    if run.on_bad_step.policy != "stop":
+        raise ConfigError(f"run.on_bad_step: under {name} a bad step is one rank's only; use stop")
+
+
+def check_fit(objective: Objective, dataset: Dataset) -> None:
+    """Raise ConfigError if the objective or its model cannot take the dataset's samples."""
+    model = objective.model
+    if objective.row_layout != dataset.row_layout:
+        theirs, ours = (layout or "plain samples" for layout in (objective.row_layout, dataset.row_layout))
+        raise ConfigError(
+            f"run.objective: it takes {theirs}, and the dataset has {ours}; choose another objective, or change the "
+            f"dataset or its options"
+        )
+    check_vocabulary(model, dataset.vocab_size)
+    if model.image_size and (others := sorted(dataset.image_sizes - {model.image_size})):
+        theirs, ours = (" x ".join(map(str, size)) for size in (others[0], model.image_size))
+        raise ConfigError(
+            f"datasets: images have {theirs} pixels and the model takes {ours}: give the image_size of every image "
+            f"processor and of the model one value"
+        )
+    if dataset.documents:
+        model.structure.check_documents()
+    check_tokenizer(model.weights.folder(), dataset)
+    if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
+        raise ConfigError(
+            f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}: "
+            f"lower the dataset's seq_length or max_length, or give the model more positions"
+        )
+
+
+def check_vocabulary(model: Model, ids: int | None) -> None:
+    """Raise ConfigError if the tokenizer has more IDs than the model's vocabulary."""
+    if ids and model.vocab_size and ids > model.vocab_size:
+        raise ConfigError(
+            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has {ids} ids: a "
+            f"new model needs vocab_size={ids}, data for a pretrained one the model's own tokenizer"
+        )
+
+
+def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
+    """Raise ConfigError if the dataset and the tokenizer.json in the weights' `folder` map an ID to different tokens.
+
+    IDs that exist only in the dataset's vocabulary are not compared.
+    """
+    ours = dataset.tokenizer_path
+    if folder is None or ours is None or not all((f / TOKENIZER).is_file() for f in (folder, ours)):
+        return
+    if (folder / TOKENIZER).read_bytes() == (ours / TOKENIZER).read_bytes():
+        return
+    theirs = {number: token for token, number in vocabulary(folder / TOKENIZER).items()}
+    found = sorted((number, token) for token, number in vocabulary(ours / TOKENIZER).items())
+    if changed := [(number, token) for number, token in found if theirs.get(number, token) != token]:
+        number, token = changed[0]
+        raise ConfigError(
+            f"the data was made with another tokenizer than the weights in {folder}: {len(changed)} ids differ, the "
+            f"first is {number}, {token!r} in the data and {theirs[number]!r} there; prepare it with "
+            f"tokenizer={folder}"
+        )
+
+
+def check_held(model: Model, runner: type[Runner], config: Config) -> None:
+    """Raise ConfigError if the runner cannot store the model's quantized parameters or cannot train this model."""
+    if (ranks := context_size(config.run.runner.options)) > 1:
+        if config.run.objective is not None:
+            raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
+        model.structure.check_context(ranks)
+    if model.weights.quantized() and not runner.capabilities.takes_quantized:
+        adapter, name = config.adapter and config.adapter.name, config.run.runner.name
+        raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
+    if not runner.capabilities.exact and any(r.counts_first or r.bias_rate for r in model.structure.routers()):
+        raise ConfigError("model.router_loss: routers need all ranks' choices in each step; set router_loss=sequence")
+    if config.run.amp.linear == "float8":
+        if config.run.amp.dtype != "bf16":
+            raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
+        if not runner.capabilities.takes_float8:
+            raise ConfigError(f"run.amp.linear: {config.run.runner.name} cannot train in float8; use ddp or fsdp")
+        check_float8(model)
