@@ -92,10 +92,7 @@ MINE = (
 )  # fmt: skip
 PARTS = [f"datasets.mixed.parts.{i}.dataset" for i in (0, 1)]
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "quickstart": (
-        "model.n_embd=32", "model.n_layer=2", "model.n_head=2", *_text("stdlib"), "run.sample_prompts=[]",
-        "run.micro_batch_size=8",
-    ),
+    "quickstart": ("model.n_embd=32", "model.n_layer=2", "model.n_head=2", *_text("stdlib"), "run.sample_prompts=[]"),
     "gpt2_chat_sft": _chat("docstrings", "chat.jsonl"),
     "gpt2_chat_lora": _chat("docstrings", "chat.jsonl"),
     "gpt2_chat_dpo": _chat("docstrings", "preference.jsonl"),
