@@ -97,6 +97,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     )
     from crosstrain.engine.used_parameters import UsedParameters
     from crosstrain.inference.metric import Metric
+    from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
     from crosstrain.modeling.adapter import Adapter, Around
     from crosstrain.modeling.base import LanguageModel, Model
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
