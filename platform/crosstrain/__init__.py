@@ -111,7 +111,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
     from crosstrain.training.callback import Callback
-    from crosstrain.training.start_check import PreflightCheck, Start
+    from crosstrain.training.preflight_check import PreflightCheck, Start
     from crosstrain.training.validation import Validation
     from crosstrain.utils.errors import CheckpointError, ConfigError, DataError, EmptySplit, TrainingError, UserError
     from crosstrain.utils.logging import log

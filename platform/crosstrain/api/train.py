@@ -13,7 +13,7 @@ from crosstrain.distributed.launch.cluster_env import was_restarted
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.engine.checks import batch_plan, check_layout
 from crosstrain.training.preflight import preflight
-from crosstrain.training.start_check import Start, preflight_checks
+from crosstrain.training.preflight_check import Start, preflight_checks
 from crosstrain.training.worker import train_worker
 from crosstrain.utils.processes import main_hidden
 

@@ -9,7 +9,7 @@ from crosstrain.config.registry import registry
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.training.start_check import preflight_checks
+from crosstrain.training.preflight_check import preflight_checks
 
 
 @registry.register_command("train")
