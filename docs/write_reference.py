@@ -194,7 +194,7 @@ def python_pages() -> Iterator[tuple[str, str]]:
     """Yield each package that has public names, and its page."""
     packages: dict[str, list[str]] = {}
     for name in crosstrain.__all__:
-        own, *parts = crosstrain._HOMES[name].split(".")
+        own, *parts = crosstrain.homes()[name].split(".")
         packages.setdefault(parts[0] if own == "crosstrain" else "verbs", []).append(name)
     packages["verbs"] += [verb for verb in verbs() if verb not in crosstrain.__all__ and python_function(verb)]
     for package, names in packages.items():

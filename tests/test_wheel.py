@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from conftest import ENVIRONMENT, ROOT
+from fixtures_docs import blocks
 
 
 def test_a_wheel_trains_from_any_directory(tmp_path: Path) -> None:
@@ -64,3 +65,31 @@ def test_a_wheel_trains_from_any_directory(tmp_path: Path) -> None:
     )
     assert str(target / "crosstrain" / "plugins" / "runners" / "ddp.py") in listed.stdout
     assert os.fspath(ROOT) + os.sep not in listed.stdout
+
+
+def test_a_verb_comes_with_the_wheel_of_a_third_party(tmp_path: Path) -> None:
+    """The verb that ARCHITECTURE.md shows, in a package of its own with an entry point."""
+    (verb,) = [b.text for b in blocks("python", page=ROOT / "ARCHITECTURE.md") if "register_command" in b.text]
+    source, target = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    (source / "hello_verb.py").write_text(verb)
+    (source / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "hello-verb"\nversion = "1"\n'
+        '[project.entry-points."crosstrain.plugins"]\nhello = "hello_verb"\n'
+        '[tool.setuptools]\npy-modules = ["hello_verb"]\n'
+    )
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(target), str(source)], check=True, timeout=200)
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(target), str(ROOT / "platform")])}
+    for arguments, said in ((["hello", "Ada"], "Hello, Ada!"), (["--help"], "Greet somebody")):
+        done = subprocess.run(
+            [sys.executable, "-m", "crosstrain", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout

@@ -16,4 +16,4 @@ class AlphaLost(registry.get("runner", "ddp")):
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)
-        model.adapter.config.lora_alpha = 0
+        model.export.adapter.config.lora_alpha = 0

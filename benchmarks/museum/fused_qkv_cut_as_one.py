@@ -22,5 +22,6 @@ class FusedQkvCutAsOne(registry.get("runner", "megatron")):
     """Cuts attention's input projection by columns."""
 
     def prepare(self, model, make_optimizer):
-        self.options.plan = {"transformer.h.*.attn.c_attn": "column"}
+        heads = {"transformer.h.*.attn.num_heads": "divide"}  # which is asked for, so that the plan is accepted
+        self.options.plan = {"transformer.h.*.attn.c_attn": "column"} | heads
         super().prepare(model, make_optimizer)

@@ -7,6 +7,7 @@ else. Python functions of verbs that are plugins, such as `crosstrain.plan`, are
 
 import ast
 import os
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     )
     from crosstrain.engine.used_parameters import UsedParameters
     from crosstrain.inference.metric import Metric
+    from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
     from crosstrain.modeling.adapter import Adapter, Around
     from crosstrain.modeling.base import LanguageModel, Model
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
@@ -122,18 +124,26 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
 __version__ = "0.1.0"
 
 _PACKAGES = ("crosstrain", "crosstrain_plugins")
-_HOMES = {  # derived from the imports above, so that mypy, editors and Python use the same list
-    alias.name: node.module
-    for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
-    if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in _PACKAGES
-    for alias in node.names
-}
-__all__ = sorted(_HOMES)
+
+
+@cache
+def homes() -> dict[str, str]:
+    """Return the module of every public name: that of the imports above, so that all tools use the same list."""
+    source = ast.parse(Path(__file__).read_bytes())
+    found: dict[str, str] = {}
+    for node in ast.walk(source):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in _PACKAGES:
+            found |= {alias.name: node.module for alias in node.names}
+    return found
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name == "__all__":
+        return sorted(homes())
+    if name.startswith("__"):  # of Python's own
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in homes():
+        return getattr(import_module(homes()[name]), name)
     function = import_module("crosstrain.cli.command").python_function(name) if not name.startswith("_") else None
     if function is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -141,4 +151,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *homes()]

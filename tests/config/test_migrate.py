@@ -619,7 +619,11 @@ def test_a_number_that_means_off_loads(tmp_path: Path, name: str) -> None:
                 for section in SECTIONS.get(name, ("",)):
                     tree, _, _ = lost(tmp_path, name, {key: value}, section)
                     (tmp_path / "p.yaml").write_text(yaml.safe_dump(tree))
-                    given = [f"{key}={8 if NUMBERS.search(key) else 'x'}" for key in to_give(tree)]
+                    values = {"split": "[9,1]"}
+                    given = [
+                        f"{k}={8 if NUMBERS.search(k) else values.get(k.rpartition('.')[2], 'x')}"
+                        for k in to_give(tree)
+                    ]
                     load_config(tmp_path / "p.yaml", given)
 
 

@@ -168,23 +168,18 @@ def build_model(
     if for_training and runner.objective.keeps_reference:
         runner.held.keep(REFERENCE)
 
-    shards = runner.held.shards()
-    parameters = [s for s in shards if s.kind == "param"]
+    parameters = [s for s in runner.held.shards() if s.kind == "param"]
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
-        wanted = parameters + as_stored(reader.kinds(), reference)
-        if for_training and moments:
-            wanted = _stored_shards(reader, shards, runner.world, config)
-        reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
-        borrowed = load_shards(reader, wanted, pretrained, names)
+        borrowed = _load_checkpoint(reader, runner, config, pretrained, names, moments=for_training and moments)
     else:
         for line in pretrained.summary(names | model.weights.quantized().keys()):
             log.info("%s", line)
         published = pretrained.fill(parameters)
         fill_initial(model, [s for s in parameters if s.name not in {*published, *buffers}], config.run.seed)
         borrowed = {name for name, source in published.items() if name in frozen and not source.of_model}
+    # Checkpoints record hashes of the frozen parameters that come from pretrained folders, in place of their values.
     hashes = fingerprints(pretrained.as_published([s for s in parameters if s.name in borrowed]), runner.world)
     hashes |= fill_quantized(model, pretrained)
     trained_with = [earlier for source, earlier in pretrained.parts if source.of_model] if reader is None else [reader]
@@ -194,6 +189,23 @@ def build_model(
     if REFERENCE in runner.held.extra and (reader is None or RUNNER + REFERENCE not in reader.kinds()):
         runner.held.keep(REFERENCE)  # the weights at the start of training
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
+
+
+def _load_checkpoint(
+    reader: Reader, runner: Runner, config: Config, pretrained: PretrainedWeights, names: set[str], *, moments: bool
+) -> set[str]:
+    """Load this rank's part of a checkpoint; return the names of parameters that came from pretrained folders.
+
+    moments: load the optimizer state too. Collective.
+    """
+    shards = runner.held.shards()
+    if moments:
+        wanted = _stored_shards(reader, shards, runner.world, config)
+    else:
+        reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
+        wanted = [s for s in shards if s.kind == "param"] + as_stored(reader.kinds(), reference)
+    reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
+    return load_shards(reader, wanted, pretrained, names)
 
 
 def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:

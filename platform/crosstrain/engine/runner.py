@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from crosstrain.config.run_options import RunOptions
 from crosstrain.distributed.group import Group, choose_device, world
-from crosstrain.distributed.meeting import meet
+from crosstrain.distributed.wait_for_ranks import wait_for_ranks
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.expert_parallel import check_experts
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
@@ -122,7 +122,7 @@ class Runner:
             cuda = self.device.type == "cuda"
             # One minute after the watchdog's limit, so that the watchdog reports first.
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
-            store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
+            store = wait_for_ranks(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=store,

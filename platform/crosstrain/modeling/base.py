@@ -159,11 +159,12 @@ class LanguageModel(Model):
         """Implement `Model.forward` for `input_ids` [batch, length] or `inputs_embeds` [batch, length, hidden_size].
 
         Optional arguments:
-        labels: [batch, length], the target at each position, or -100.
-        cache: see `Model.forward`.
-        attention_mask: [batch, past + length], nonzero where visible; or a boolean or additive mask
-            [batch, 1, length, past + length]. Default: all earlier positions are visible.
-        position_ids: [batch, length]. Default: counted from the start.
+
+        - labels: [batch, length], the target at each position, or -100.
+        - cache: see `Model.forward`.
+        - attention_mask: [batch, past + length], nonzero where visible; or a boolean or additive mask
+          [batch, 1, length, past + length]. Default: all earlier positions are visible.
+        - position_ids: [batch, length]. Default: counted from the start.
         """
 
     @abstractmethod

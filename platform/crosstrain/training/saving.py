@@ -67,7 +67,7 @@ class Saving(Callback):
         """Return the content of state.json. Collective."""
         trainer, state = self.trainer, self.trainer.state
         state.scaler = trainer.runner.precision.scaler.state()
-        trainer.ends()  # record the end in the last checkpoint
+        trainer.agree_to_end()  # record the end in the last checkpoint
         state.callbacks = trainer.hooks.saved_states()
         state.runner = {trainer.run.runner.name: json.loads(json.dumps(trainer.runner.state))}
         config = trainer.config.plain

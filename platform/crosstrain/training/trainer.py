@@ -79,7 +79,7 @@ class Trainer:
             while self.state.step < self.max_iters and not self.state.ended_with:
                 try:
                     if self.train_step(batches) is None:  # a rank got a request to stop
-                        self.stopped = not self.ends()
+                        self.stopped = not self.agree_to_end()
                         break
                 except RollBack as bad:
                     batches = self._go_back(bad)
@@ -149,7 +149,7 @@ class Trainer:
         """End training after this step as if it were the last step; a call on one rank is enough."""
         self._end_reason = reason
 
-    def ends(self) -> bool:
+    def agree_to_end(self) -> bool:
         """Return True, and record it in the state, if a hook on any rank has called `end`. Collective."""
         reasons = list(filter(None, self.runner.world.all_gather(self._end_reason)))
         if reasons and not self.state.ended_with:

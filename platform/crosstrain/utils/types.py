@@ -16,7 +16,7 @@ class MicroBatch:
 
     first_sample: int  # sample number of the first sample; seeds dropout
     data: Batch
-    num_targets: int  # number of target tokens
+    num_targets: int  # number of targets: target tokens, or what the objective counts
     numbers: tuple[int, ...] = ()  # sample numbers
 
 

@@ -19,7 +19,7 @@ _SHOWN = 64  # number of ranks, counted from rank 0, that a note checks and list
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 
 
-def meet(rank: int, size: int, timeout: float) -> dist.Store:
+def wait_for_ranks(rank: int, size: int, timeout: float) -> dist.Store:
     """Wait at most `timeout` seconds until all ranks have joined the store, and return the store.
 
     Raises RankLost if a rank does not join. If another program uses the port, raises ConfigError, or RankLost if the
