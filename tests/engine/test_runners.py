@@ -204,6 +204,7 @@ WIDTHS = {"0.2M": ("model.n_layer=4", "model.n_embd=64"), "2M": ("model.n_layer=
     [
         *((size, ()) for size in WIDTHS), ("7.4M", ("run.gradient_checkpointing=full",)),
         ("7.4M", ("run.runner.sub_group_size=500000",)),
+        ("7.4M", ("run.runner.offload_param.buffer_count=40",)), ("7.4M", ("run.runner.offload_param.max_in_cpu=1e6",)),
         ("7.4M", ("run.runner.stage3_prefetch_bucket_size=4000000", "run.runner.stage3_max_reuse_distance=1000000")),
     ],
 )  # fmt: skip
