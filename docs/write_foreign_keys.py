@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from pathlib import Path
 
 import yaml
@@ -12,12 +13,14 @@ _TABLE = re.compile(r"(<!-- keys of (\w+) -->\n).*?(<!-- end of the keys -->)", 
 
 
 def table(name: str) -> str:
-    """Return the table of a program's keys in Markdown."""
+    """Return the table of a program's keys in Markdown; neighbours with the same answer share a row."""
+    keys = yaml.safe_load((ROOT / "configs" / "foreign_keys" / f"{name}.yaml").read_text())["keys"]
     rows = ["| key | here |", "|---|---|"]
-    for key, answer in yaml.safe_load((ROOT / "configs" / "foreign_keys" / f"{name}.yaml").read_text())["keys"].items():
+    for answer, group in groupby(keys, key=keys.__getitem__):
         kind, _, reason = answer.partition(": ")
         here = {"none": "none", "unneeded": "not needed"}.get(kind, f"`{kind}`")
-        rows.append(f"| `{key}` | {here}{f': {reason}' if reason else ''} |")
+        names = ", ".join(f"`{key}`" for key in group)
+        rows.append(f"| {names} | {here}{f': {reason}' if reason else ''} |")
     return "".join(f"{row}\n" for row in rows)
 
 
