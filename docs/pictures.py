@@ -28,7 +28,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS, LINES = 150, 1000
 TERMINALS = {  # picture: command, the number of its first lines that are shown, and the beginning of the last part
-    "run": ("python train.py --cfg-path projects/quickstart.yaml", 9, "iteration      400"),
+    "run": ("python train.py --cfg-path projects/quickstart.yaml", 9, "step 400/400"),
     "samples": ("crosstrain samples --cfg-path projects/gpt2_chat_sft.yaml --number 0", LINES, ""),
 }
 
