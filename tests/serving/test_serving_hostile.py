@@ -177,7 +177,7 @@ def test_others_are_served_while_templates_hang(speaker: Path, tmp_path: Path, m
             for path, asked in (("/v1/chat/completions", good), ("/v1/completions", body | {"prompt": "ban"})):
                 started = time.monotonic()
                 assert server.send("POST", path, asked)[0] == 200
-                assert time.monotonic() - started < 1.0
+                assert time.monotonic() - started < 2.0  # less than the limit of a template that hangs
             seen.append(server.health())
         for future in harmed:
             status, document, _ = future.result()
