@@ -140,14 +140,12 @@ def homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(homes())
-    if name.startswith("__"):  # of Python's own
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in homes():
-        return getattr(import_module(homes()[name]), name)
-    function = import_module("crosstrain.cli.command").python_function(name) if not name.startswith("_") else None
-    if function is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return function
+    if not name.startswith("_"):
+        if name in homes():
+            return getattr(import_module(homes()[name]), name)
+        if (function := import_module("crosstrain.cli.command").python_function(name)) is not None:
+            return function
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -45,16 +45,14 @@ def ask() -> str:
     return line
 
 
+def add_options(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add `--options KEY=VALUE ...`, which may be given several times."""
+    parser.add_argument("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=help)
+
+
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
-    parser.add_argument(
-        "--options",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override it, such as run.seed=1; may be given again",
-    )
+    add_options(parser, "override it, such as run.seed=1; may be given again")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the same as LOCAL_RANK
     parser.set_defaults(as_given=True)  # the verb uses the project and options without changes

@@ -20,6 +20,7 @@ from crosstrain.utils.errors import ConfigError, ConfigErrors, first_line, sente
 from crosstrain.utils.files import read_regular
 
 OPTIONS = "--options"
+_MISSING = "???"  # OmegaConf's marker for a value that the user must give
 _LARGEST_FILE = 2**18  # bytes
 _MOST_INTERPOLATIONS = 1000
 
@@ -154,7 +155,7 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     if not (isinstance(lower, dict) and isinstance(upper, dict)):
         return upper
     old, new = lower.get(naming), upper.get(naming)
-    named = isinstance(old, str) and old != "???"  # OmegaConf's sign of a value that has yet to be given
+    named = isinstance(old, str) and old != _MISSING
     if names_replace and named and isinstance(new, str) and old != new and naming in ("name", "arch"):
         return upper
     both = [name for name in lower if name in upper]
@@ -251,7 +252,7 @@ def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str,
     reason = first_line(error)
     if "Missing mandatory value" in reason:
         reason = "required, but still ???; give it a value, or null where the option has a default of null"
-        left = [each for each, value in _walk(tree) if value == "???" and each[: len(at)] == at]
+        left = [each for each, value in _walk(tree) if value == _MISSING and each[: len(at)] == at]
         return ConfigErrors(ConfigError(sentence(f"{origins.where(each)}: {reason}")) for each in left or [key])
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
         near = nearest(target[1], [".".join(key) for key, _ in _walk(tree)])

@@ -168,11 +168,14 @@ def build_model(
     if for_training and runner.objective.keeps_reference:
         runner.held.keep(REFERENCE)
 
-    parameters = [s for s in runner.held.shards() if s.kind == "param"]
+    shards = runner.held.shards()
+    parameters = [s for s in shards if s.kind == "param"]
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        borrowed = _load_checkpoint(reader, runner, config, pretrained, names, moments=for_training and moments)
+        wanted = _wanted_shards(reader, shards, runner.world, config, moments=for_training and moments)
+        reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
+        borrowed = load_shards(reader, wanted, pretrained, names)
     else:
         for line in pretrained.summary(names | model.weights.quantized().keys()):
             log.info("%s", line)
@@ -191,21 +194,15 @@ def build_model(
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
 
 
-def _load_checkpoint(
-    reader: Reader, runner: Runner, config: Config, pretrained: PretrainedWeights, names: set[str], *, moments: bool
-) -> set[str]:
-    """Load this rank's part of a checkpoint; return the names of parameters that came from pretrained folders.
+def _wanted_shards(reader: Reader, shards: list[Shard], world: Group, config: Config, *, moments: bool) -> list[Shard]:
+    """Select the shards to load from a checkpoint: all that it holds, or without `moments` the parameters.
 
-    moments: load the optimizer state too. Collective.
+    Weights that a reference objective keeps are always loaded. Collective if `moments` is True.
     """
-    shards = runner.held.shards()
     if moments:
-        wanted = _stored_shards(reader, shards, runner.world, config)
-    else:
-        reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
-        wanted = [s for s in shards if s.kind == "param"] + as_stored(reader.kinds(), reference)
-    reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
-    return load_shards(reader, wanted, pretrained, names)
+        return _stored_shards(reader, shards, world, config)
+    reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
+    return [s for s in shards if s.kind == "param"] + as_stored(reader.kinds(), reference)
 
 
 def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:

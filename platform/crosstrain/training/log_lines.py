@@ -29,9 +29,9 @@ def _line(metrics: StepMetrics, max_iters: int) -> str:
     tokens, samples = metrics.tokens_per_second, metrics.samples_per_second or 0
     parts = [
         f"step {metrics.step:{len(str(max_iters))}d}/{max_iters}",
-        f"loss {_number(metrics.loss, '.4g' if abs(metrics.loss or 1) < 1 else '.3f')}",
+        f"loss {shown(metrics.loss, '.4g' if abs(metrics.loss or 1) < 1 else '.3f')}",
         f"lr {metrics.lr:.1e}",
-        f"grad_norm {_number(metrics.grad_norm, '.2f')}",
+        f"grad_norm {shown(metrics.grad_norm, '.2f')}",
     ]
     if metrics.loss_scale != 1:
         parts.append(f"loss_scale {metrics.loss_scale:g}")
@@ -54,9 +54,9 @@ def _megatron_line(metrics: StepMetrics, max_iters: int, targets: str) -> str:
         f"iteration {metrics.step:8d}/{max_iters:8d}",
         f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
         f"learning rate {metrics.lr:.3E}",
-        f"{'lm loss' if targets == 'tokens' else 'loss'} {_number(metrics.loss, '.6E')}",
+        f"{'lm loss' if targets == 'tokens' else 'loss'} {shown(metrics.loss, '.6E')}",
         f"loss scale {metrics.loss_scale:.1f}",
-        f"grad norm {_number(metrics.grad_norm, '.3f')}",
+        f"grad norm {shown(metrics.grad_norm, '.3f')}",
         metrics.throughput,
     ]
     parts += [f"{name} {value:.6g}" for name, value in metrics.recorded.items()]
@@ -72,5 +72,6 @@ def _clock(time: timedelta) -> str:
     return str(timedelta(seconds=round(time.total_seconds()))).removeprefix("0:").removeprefix("0")
 
 
-def _number(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str) -> str:
+    """Format a number of a step; None is one that is not finite."""
     return "overflow" if value is None else format(value, form)

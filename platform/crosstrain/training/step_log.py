@@ -12,7 +12,7 @@ from crosstrain.monitor.hardware import gpu_utilisation
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.monitor.stragglers import StragglerDetector
 from crosstrain.training.callback import Callback
-from crosstrain.training.log_lines import log_lines
+from crosstrain.training.log_lines import log_lines, shown
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import disjoint
 
@@ -56,8 +56,7 @@ class StepLog(Callback):
         """Move the progress bar by a step."""
         if self._bar is None:  # a single step, without `fit`
             self._bar = self._new_bar()
-        loss = "overflow" if metrics.loss is None else f"{metrics.loss:.4f}"
-        self._bar.set_postfix_str(f"loss {loss}, {metrics.throughput}", refresh=False)
+        self._bar.set_postfix_str(f"loss {shown(metrics.loss, '.4f')}, {metrics.throughput}", refresh=False)
         self._bar.update()
         interval = self.trainer.run.log_interval
         if not self._spoke and self._bar.disable and metrics.step % interval and metrics.step_ms:

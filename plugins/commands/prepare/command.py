@@ -6,6 +6,7 @@ from functools import reduce
 from pathlib import Path
 
 from crosstrain import Command, FilePath, UserError, registry
+from crosstrain.cli.flags import add_options
 from crosstrain.config.schema import Checker, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.utils import paths
@@ -57,14 +58,7 @@ class PrepareCommand(Command):
         parser.add_argument(
             "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"
         )
-        parser.add_argument(
-            "--options",
-            nargs="+",
-            action="extend",
-            default=[],
-            metavar="KEY=VALUE",
-            help="of the recipe, or of a dataset",
-        )
+        add_options(parser, "of the recipe, or of a dataset")
         parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def run(self, arguments: argparse.Namespace) -> int:

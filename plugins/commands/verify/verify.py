@@ -37,14 +37,12 @@ def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
     """Return the checks of each runner in Markdown, and the command that made them."""
     lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
     untried = {row for rows in checks.values() for row in rows if row[0] == _REST}
-    if len(untried) == 1:  # the same for all runners, so say it once
-        lines += ["", f"Not tried: {next(iter(untried))[2]}."]
+    shared = untried if len(untried) == 1 else set()  # the same for all runners, so say it once
+    lines += [line for _, _, found in shared for line in ("", f"Not tried: {found}.")]
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
         lines += ["", f"## {label}: {verdict}", "", "| check | result | found |", "|---|---|---|"]
-        for name, result, found in rows:
-            if name == _REST and len(untried) == 1:
-                continue
+        for name, result, found in (row for row in rows if row not in shared):
             lines.append(f"| {name} | {'**no**' if result == 'no' else result} | {found.replace('|', '&#124;')} |")
     return "\n".join(lines) + "\n"
 
