@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,13 @@ def write_text(path: Path, documents: int = 60, seed: int = 0) -> Path:
                 text.append(rng.choice(follow[text[-1]]))
             file.write(json.dumps({"text": " ".join(text)}) + "\n")
     return path
+
+
+def copy_source(target: Path) -> Path:
+    """Copy what belongs to the project, without environments, outputs and caches of this tree."""
+    ignore = shutil.ignore_patterns(".git", ".venv", "output", "data", "build", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, target, ignore=lambda d, names: ignore(d, names) if Path(d) == ROOT else [])
+    return target
 
 
 def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:

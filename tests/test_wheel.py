@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ENVIRONMENT, ROOT
+from conftest import ENVIRONMENT, ROOT, copy_source
 from fixtures_docs import blocks
 
 
 def test_a_wheel_trains_from_any_directory(tmp_path: Path) -> None:
-    source, target, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
-    ignore = shutil.ignore_patterns(".git", ".venv", "output", "data", "build", "*.egg-info", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, source, ignore=lambda d, names: ignore(d, names) if Path(d) == ROOT else [])
+    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    source = copy_source(tmp_path / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
     subprocess.run(build, check=True, capture_output=True, timeout=200)
