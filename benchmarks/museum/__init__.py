@@ -55,5 +55,5 @@ class OtherLabels:
     def compute_loss(self, batch: Any) -> Any:
         return super().compute_loss(batch | {"labels": self.labels(batch)})
 
-    def evaluate(self, batch: Any) -> Any:
-        return super().evaluate(batch | {"labels": self.labels(batch)})
+    def evaluate(self, batch: Any, *mode: Any) -> Any:
+        return super().evaluate(batch | {"labels": self.labels(batch)}, *mode)

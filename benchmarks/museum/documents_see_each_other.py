@@ -19,5 +19,5 @@ class DocumentsSeeEachOther(registry.get("runner", "ddp")):
     def compute_loss(self, batch):
         return super().compute_loss(batch | {"attention_mask": torch.ones_like(batch["input_ids"])})
 
-    def evaluate(self, batch):
-        return super().evaluate(batch | {"attention_mask": torch.ones_like(batch["input_ids"])})
+    def evaluate(self, batch, *mode):
+        return super().evaluate(batch | {"attention_mask": torch.ones_like(batch["input_ids"])}, *mode)

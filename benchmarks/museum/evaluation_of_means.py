@@ -14,7 +14,7 @@ EXPECTED = Expected("evaluation", cause=r"evaluat|targets|mean", project="chat")
 class EvaluationOfMeans(registry.get("runner", "ddp")):
     """Averages the rows' means."""
 
-    def evaluate(self, batch):
+    def evaluate(self, batch, *mode):
         rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(len(batch["input_ids"]))]
-        means = [super(EvaluationOfMeans, self).evaluate(row) / self.model.num_targets(row) for row in rows]
+        means = [super(EvaluationOfMeans, self).evaluate(row, *mode) / self.model.num_targets(row) for row in rows]
         return sum(means) / len(means) * self.model.num_targets(batch)

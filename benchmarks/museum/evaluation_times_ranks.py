@@ -14,5 +14,5 @@ EXPECTED = Expected("evaluation", cause=r"evaluat|times|ranks")
 class EvaluationTimesRanks(registry.get("runner", "ddp")):
     """Multiplies losses of evaluations by the ranks."""
 
-    def evaluate(self, batch):
-        return super().evaluate(batch) * self.dp.size
+    def evaluate(self, batch, *mode):
+        return super().evaluate(batch, *mode) * self.dp.size

@@ -19,5 +19,5 @@ class LossOfGatheredLogits(registry.get("runner", "megatron")):
     def compute_loss(self, batch):
         return super().compute_loss(batch) + math.log(self.tensor.size) * self.model.num_targets(batch)
 
-    def evaluate(self, batch):
-        return super().evaluate(batch) + math.log(self.tensor.size) * self.model.num_targets(batch)
+    def evaluate(self, batch, *mode):
+        return super().evaluate(batch, *mode) + math.log(self.tensor.size) * self.model.num_targets(batch)

@@ -82,10 +82,10 @@ class Wrong(Runner):
     def held(self):
         return _WrongState(self)
 
-    def evaluate(self, batch):
+    def evaluate(self, batch, *mode):
         if self.options.bug == "trains_in_evaluation" or (self.options.bug == "evaluates" and hasattr(self, "calls")):
             self.model.train()
-        return super().evaluate(batch)
+        return super().evaluate(batch, *mode)
 
     def compute_loss(self, batch):
         if self.options.bug == "dropout":
