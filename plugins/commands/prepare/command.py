@@ -18,7 +18,7 @@ from . import tools
 from .options import PrepareOptions
 from .prepare import prepare
 
-_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers")
+_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "workers")
 
 
 @dataclass(kw_only=True)
@@ -53,7 +53,6 @@ class PrepareCommand(Command):
         parser.add_argument(
             "--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)"
         )
-        parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
         parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
         parser.add_argument(
             "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"
@@ -75,7 +74,7 @@ class PrepareCommand(Command):
             f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), "
             f"vocabulary {summary.vocab_size:,}{f', {summary.dropped:,} documents dropped' if summary.dropped else ''}"
         )
-        print(f"what became of every document: {recipe.output}/report.json and lengths.svg")
+        print(f"what became of every document: {recipe.output}/report.json")
         print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
         return 0
 

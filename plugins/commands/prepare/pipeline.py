@@ -20,6 +20,7 @@ from crosstrain import DataError
 from crosstrain.config.schema import to_plain
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
 from crosstrain.utils.errors import printable
+from crosstrain.utils.files import write_json
 
 from ...datasets.indexed_dataset import TokenWriter, best_dtype
 from ...datasets.prepared import FORMAT_VERSION, Summary, hash_of
@@ -31,7 +32,7 @@ from .reader import Task
 from .shards import CorpusShard, key_of
 from .sources import sources
 from .stages import FilterStage, TokenizeStage
-from .stats import BINS, Counts, histogram, write_report
+from .stats import BINS, Counts, bins, histogram
 
 _SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
 _log = logging.getLogger(__name__)
@@ -56,40 +57,45 @@ class _Pipeline:
 
     def run(self) -> Summary:
         inputs = self._filter()
-        duplicates = Duplicates(None, {})
+        duplicates = Duplicates([[] for _ in self.shards], {})
         if self.options.dedup is not None:
             with self._bar("find repeated documents", None, " documents") as bar:
-                duplicates = find_duplicates(self.options.dedup, self.shards, self.folder, self.pool, bar.update)
-        folder = self._tokenizer(duplicates)
+                duplicates = find_duplicates(self.options.dedup, self.shards, self.pool, bar.update)
+        folder = self._tokenizer(duplicates.dropped)
         tokenizer = load_tokenizer(folder)
         dtype = best_dtype(tokenizer.vocab_size)
-        tokenized, late = self._tokenize(duplicates, folder, dtype)
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        lengths = np.zeros(BINS, np.int64)
-        with TokenWriter(out / "tokens", dtype) as writer, self._bar("write", len(tokenized)) as bar:
-            for shard in tokenized:
-                sizes = shard.rows()
-                writer.append(sizes, shard.path("bin"))
+        counts, lengths = Counts(), np.zeros(BINS, np.int64)
+        with TokenWriter(out / "tokens", dtype) as writer:
+            for shard, report in self._tokenized(duplicates.dropped, folder, dtype):
+                sizes = np.array(report["lengths"], np.int64)
+                writer.append(sizes, shard.path)
                 lengths += histogram(sizes - 1)
-                bar.update()
+                counts.add(report["counts"])
+        if not counts.kept:
+            raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")
         shutil.copytree(folder, out / "tokenizer")
-        documents = sum(counts["documents"] for counts in inputs.values())
+        documents = sum(each["documents"] for each in inputs.values())
         summary = Summary(
             format_version=FORMAT_VERSION,
             documents=writer.num_documents,
             dropped=documents - writer.num_documents,
             tokens=writer.num_tokens,
-            text_bytes=sum(counts["bytes"] for counts in inputs.values()),
+            text_bytes=sum(each["bytes"] for each in inputs.values()),
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.end_id,
             dtype=dtype.name,
             tokenizer_sha256=hash_of(out / "tokenizer" / "tokenizer.json"),
             options=self.options.plain,
         )
-        text_sizes = np.sum([histogram(shard.rows()["length"]) for shard in self.shards], axis=0)
-        write_report(out, inputs, duplicates.report, late.plain, tokens=lengths, bytes=text_sizes)
+        text_sizes = np.sum([histogram(shard.report()["lengths"]) for shard in self.shards], axis=0)
+        lengths_by_unit = {"tokens": bins(lengths), "bytes": bins(text_sizes)}
+        write_json(
+            out / "report.json",
+            {"inputs": inputs, "repeated": duplicates.report, "tokenized": counts.plain, "lengths": lengths_by_unit},
+        )
         summary.write(out)
         for path in (file for file in out.rglob("*") if file.is_file()):
             with open(path, "rb") as file:
@@ -128,59 +134,55 @@ class _Pipeline:
             size += handed_out[-1][1]
         self.pool.size_for(size <= _SMALL)
         with self._bar("read and clean", None if None in totals else sum(size or 0 for size in totals), "B") as bar:
-            for place, report in enumerate(self.pool.run(stage, chain(first, rest))):
+            for place, found in enumerate(self.pool.run(stage, chain(first, rest))):
                 label, size = handed_out[place]
-                counts[label].add(report["counts"])
+                counts[label].add(found)
                 bar.update(size)
-        for label, found in counts.items():
-            found.rows.check(label, self.options.max_dropped)
-            for notice in found.rows.notices():
+        for label, total in counts.items():
+            total.rows.check(label, self.options.max_dropped)
+            for notice in total.rows.notices():
                 _log.warning("%s: %s", printable(label), notice)
-            if not found.kept:
-                raise DataError(f"{label} holds no document: {found.all_dropped()}")
-        inputs = {label: found.plain for label, found in counts.items()}
+            if not total.kept:
+                raise DataError(f"{label} holds no document: {total.all_dropped()}")
+        inputs = {label: total.plain for label, total in counts.items()}
         for source, reader in zip(self.sources, readers, strict=True):
             if reader.fetch_counts:
                 inputs[source.label] = inputs[source.label] | {"fetched": reader.fetch_counts}
         return inputs
 
-    def _tokenizer(self, duplicates: Duplicates) -> Path:
+    def _tokenizer(self, dropped: list[list[int]]) -> Path:
         """Return the folder of the given tokenizer, or of a tokenizer trained on the remaining documents."""
         if self.given is not None:
             key = key_of(self.given.backend.to_str())
         else:
-            key = key_of([shard.key for shard in self.shards], duplicates.digest, self.options.train_tokenizer)
+            key = key_of([shard.key for shard in self.shards], dropped, self.options.train_tokenizer)
         folder = self.folder / f"tokenizer-{key}"
         if not folder.exists():
-            (self.given or self._trained(duplicates)).save(folder.with_suffix(".new"))
+            (self.given or self._trained(dropped)).save(folder.with_suffix(".new"))
             folder.with_suffix(".new").rename(folder)
         return folder
 
-    def _trained(self, duplicates: Duplicates) -> TextTokenizer:
+    def _trained(self, dropped: list[list[int]]) -> TextTokenizer:
         wanted = self.options.train_tokenizer
         assert wanted is not None
-        texts = chain.from_iterable(shard.texts(mask) for shard, mask in duplicates.left(self.shards))
-        tokenizer = train_bpe(texts, wanted, self.progress)
+        kept = (shard.documents(set(places)) for shard, places in zip(self.shards, dropped, strict=True))
+        tokenizer = train_bpe((text for text, _ in chain.from_iterable(kept)), wanted, self.progress)
         if (size := tokenizer.vocab_size) < wanted:
             hint = "a model's vocab_size need not be larger"
             _log.warning("the text is too short for a vocabulary of %d: the tokenizer has %d; %s", wanted, size, hint)
         return tokenizer
 
-    def _tokenize(self, duplicates: Duplicates, tokenizer: Path, dtype: np.dtype) -> tuple[list[CorpusShard], Counts]:
-        key = key_of(tokenizer.name, dtype.name, self.filters, self.options.min_tokens)
-        folder = self.folder / f"tokens-{key}"
+    def _tokenized(
+        self, dropped: list[list[int]], tokenizer: Path, dtype: np.dtype
+    ) -> Iterator[tuple[CorpusShard, dict[str, Any]]]:
+        """Yield each shard of tokens with its report."""
+        folder = self.folder / f"tokens-{key_of(tokenizer.name, dtype.name, self.filters)}"
         folder.mkdir(exist_ok=True)
-        alone = self.pool.workers == 1
-        stage = TokenizeStage(folder, tokenizer, dtype, self.filters, self.options.min_tokens, alone)
-        shards, counts = [], Counts()
+        stage = TokenizeStage(folder, tokenizer, dtype, self.filters)
         with self._bar("tokenize", len(self.shards)) as bar:
-            for report in self.pool.run(stage, duplicates.left(self.shards)):
-                counts.add(report["counts"])
-                shards.append(CorpusShard(folder, report["key"]))
+            for found in self.pool.run(stage, zip(self.shards, dropped, strict=True)):
+                yield found
                 bar.update()
-        if not counts.kept:
-            raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")
-        return shards, counts
 
     def _bar(self, title: str, total: int | None, unit: str = " shards") -> tqdm:
         return tqdm(desc=title, total=total, unit=unit, unit_scale=unit == "B", disable=not self.progress)

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-from crosstrain import Dropped, NonNegativeInt, OptionError, registry
-
-from ...commands.prepare.filter import TokenLimits
+from crosstrain import Dropped, Filter, NonNegativeInt, OptionError, registry
 
 
 @registry.register_processor("document_length")
-class DocumentLengthFilter(TokenLimits):
+class DocumentLengthFilter(Filter):
     """Keep documents within limits on tokens and characters; by default at least 128 tokens."""
 
     @dataclass
@@ -27,11 +25,16 @@ class DocumentLengthFilter(TokenLimits):
                 if most is not None and most < least:
                     raise OptionError(f"max_{unit}", f"{most} is below min_{unit}, {least}")
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options, options.min_tokens, options.max_tokens)
+    options: Options
 
     def text(self, text: str) -> str | Dropped:
         least, most = self.options.min_characters, self.options.max_characters
-        if len(text) < least or (most is not None and len(text) > most):
-            return Dropped(f"{len(text)} characters")
-        return text
+        return text if _within(len(text), least, most) else Dropped(f"{len(text)} characters")
+
+    def tokens(self, count: int) -> Dropped | None:
+        least, most = self.options.min_tokens, self.options.max_tokens
+        return None if _within(count, least, most) else Dropped(f"{count} tokens")
+
+
+def _within(count: int, least: int, most: int | None) -> bool:
+    return least <= count and (most is None or count <= most)
