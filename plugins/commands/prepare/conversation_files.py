@@ -39,8 +39,7 @@ def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, 
         return _docstrings(ranked)
     path = io.existing(item)
     if path.is_dir() and (path / "state.json").is_file():
-        saved = io.saved_rows(path, io.saved_dataset(path))
-        return ((row, f"{path}, row {number}") for number, row in enumerate(saved))
+        return ((row, f"{path}, row {number}") for number, row in enumerate(_saved(path)))
     files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
     splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
     if (path / "dataset_dict.json").is_file() or len(splits) > 1:
@@ -83,6 +82,12 @@ def _row(line: bytes) -> Row | str:
 def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
     with io.parquet_table(file) as table:
         yield from ((row, f"{file}, row {number}") for number, row in enumerate(table.rows()))
+
+
+def _saved(folder: Path) -> Iterator[Row]:
+    for file in io.saved_files(folder):
+        with io.arrow_table(file) as table:
+            yield from table.rows
 
 
 def _docstrings(ranked: bool) -> Iterator[tuple[Row, str]]:

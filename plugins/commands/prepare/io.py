@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import json
 import lzma
 import os
 import pickle
@@ -207,27 +208,39 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
         raise DataError(f"{file} is not a readable Parquet file: {first_line(error)}") from None
 
 
-def saved_dataset(folder: Path) -> Any:
-    """Open a folder written by `datasets.save_to_disk`. Raises DataError if it is damaged or compressed."""
-    library, size = require("datasets", f"reading {folder}"), _arrow_bytes(folder)
-    with explained(f"{folder} cannot be read as a Hugging Face dataset", DataError), bounded(folder, size):
-        dataset = library.load_from_disk(str(folder))
-    if dataset.data.nbytes > size:
-        raise DataError(f"{folder} holds compressed tables, as save_to_disk writes none: write it again uncompressed")
-    return dataset
+def saved_files(folder: Path) -> list[Path]:
+    """List the files of each dataset in a folder that `datasets.save_to_disk` wrote, split by split."""
+    found = []
+    for state in sorted(folder.rglob("state.json")):
+        with explained(f"{state} cannot be read", DataError):
+            names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+            found += [state.parent / Path(name).name for name in names]
+    if not found:
+        raise DataError(f"{folder} is no dataset that save_to_disk wrote: it has no state.json")
+    return found
 
 
-def saved_rows(folder: Path, dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a saved dataset. Raises DataError if they are not UTF-8 text, or too large."""
-    tables = dataset.with_format("arrow").iter(_HELD)
+@contextmanager
+def arrow_table(file: Path) -> Iterator[SimpleNamespace]:
+    """Open a file of `datasets.save_to_disk` with pyarrow; yield its column names and its rows.
+
+    Raises DataError if the file, or a row read from it in the block, is damaged or too large.
+    """
+    pyarrow = require("pyarrow", f"reading {file}")
     try:
-        yield from _rows(folder, _allowed(_arrow_bytes(folder)), (table.to_pylist() for table in tables))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{folder} is not UTF-8 text: {error}") from None
+        with pyarrow.OSFile(os.fsencode(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+            yield SimpleNamespace(
+                names=stream.schema.names, rows=_rows(file, _allowed(file.stat().st_size), _lists(stream))
+            )
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not a readable Arrow file: {first_line(error)}") from None
 
 
-def _arrow_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.arrow"))
+def _lists(stream: Any) -> Iterator[list[Any]]:
+    for batch in stream:
+        batch.validate(full=True)
+        for start in range(0, len(batch), _HELD):
+            yield batch.slice(start, _HELD).to_pylist()
 
 
 def existing(item: str) -> Path:

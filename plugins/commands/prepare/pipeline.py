@@ -27,7 +27,7 @@ from ...datasets.prepared import FORMAT_VERSION, Summary, hash_of
 from .dedup import Duplicates, find_duplicates
 from .filter import make_filters
 from .options import PrepareOptions
-from .pool import WorkerPool
+from .pool import WorkerPool, cores
 from .reader import Task
 from .shards import CorpusShard, key_of
 from .sources import sources
@@ -41,26 +41,34 @@ _log = logging.getLogger(__name__)
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
     """Make the dataset in `folder`/out, and reuse the finished work of earlier calls in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with WorkerPool(options.workers) as pool:
-        return _Pipeline(options, folder, progress, pool).run()
+    pipeline = _Pipeline(options, folder, progress)
+    sizes = [reader.size() for reader in pipeline.readers]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    little = total is not None and total <= _SMALL
+    with WorkerPool(options.workers or (1 if little else cores())) as pool:
+        return pipeline.run(pool, total)
 
 
 class _Pipeline:
-    def __init__(self, options: PrepareOptions, folder: Path, progress: bool, pool: WorkerPool) -> None:
-        self.options, self.folder, self.progress, self.pool = options, folder, progress, pool
+    def __init__(self, options: PrepareOptions, folder: Path, progress: bool) -> None:
+        self.options, self.folder, self.progress = options, folder, progress
         self.filters = [to_plain(component) for component in options.clean]
         make_filters(self.filters)  # report mistakes before any work is done
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
         warn_if_rebuilt(options.tokenizer or "")
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
+        self.readers = [source.open() for source in self.sources]
+        for reader in self.readers:
+            reader.fetch(Path(options.downloads or folder / "fetched").expanduser(), progress)
         self.shards: list[CorpusShard] = []  # filtered documents, in input order
 
-    def run(self) -> Summary:
-        inputs = self._filter()
+    def run(self, pool: WorkerPool, total: int | None) -> Summary:
+        """Make the dataset; `total`: bytes of input, if they are known."""
+        inputs = self._filter(pool, total)
         duplicates = Duplicates([[] for _ in self.shards], {})
         if self.options.dedup is not None:
             with self._bar("find repeated documents", None, " documents") as bar:
-                duplicates = find_duplicates(self.options.dedup, self.shards, self.pool, bar.update)
+                duplicates = find_duplicates(self.options.dedup, self.shards, pool, bar.update)
         folder = self._tokenizer(duplicates.dropped)
         tokenizer = load_tokenizer(folder)
         dtype = best_dtype(tokenizer.vocab_size)
@@ -69,7 +77,7 @@ class _Pipeline:
         out.mkdir()
         counts, lengths = Counts(), np.zeros(BINS, np.int64)
         with TokenWriter(out / "tokens", dtype) as writer:
-            for shard, report in self._tokenized(duplicates.dropped, folder, dtype):
+            for shard, report in self._tokenized(pool, duplicates.dropped, folder, dtype):
                 sizes = np.array(report["lengths"], np.int64)
                 writer.append(sizes, shard.path)
                 lengths += histogram(sizes - 1)
@@ -102,7 +110,7 @@ class _Pipeline:
                 os.fsync(file.fileno())
         return summary
 
-    def _filter(self) -> dict[str, dict[str, Any]]:
+    def _filter(self, pool: WorkerPool, total: int | None) -> dict[str, dict[str, Any]]:
         """Fill `shards`, and return a dict from the label of each input to its counts."""
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,38 +122,29 @@ class _Pipeline:
             self.options.unusable != "error",
             self.options.ignore_columns,
         )
-        readers = [source.open() for source in self.sources]
-        for reader in readers:
-            reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)
-        totals = [reader.size() for reader in readers]
         counts = {source.label: Counts(self.options.ignore_columns) for source in self.sources}
         handed_out: list[tuple[str, int]] = []  # (label, bytes) of each task
 
         def items() -> Iterator[tuple[int, Task]]:
-            for number, (source, reader) in enumerate(zip(self.sources, readers, strict=True)):
+            for number, (source, reader) in enumerate(zip(self.sources, self.readers, strict=True)):
                 for task in reader.tasks():
                     self.shards.append(stage.shard(number, task))
                     handed_out.append((source.label, task.size))
                     yield number, task
 
-        first, rest, size = [], items(), 0
-        while size <= _SMALL and (item := next(rest, None)) is not None:
-            first.append(item)
-            size += handed_out[-1][1]
-        self.pool.size_for(size <= _SMALL)
-        with self._bar("read and clean", None if None in totals else sum(size or 0 for size in totals), "B") as bar:
-            for place, found in enumerate(self.pool.run(stage, chain(first, rest))):
+        with self._bar("read and clean", total, "B") as bar:
+            for place, found in enumerate(pool.run(stage, items())):
                 label, size = handed_out[place]
                 counts[label].add(found)
                 bar.update(size)
-        for label, total in counts.items():
-            total.rows.check(label, self.options.max_dropped)
-            for notice in total.rows.notices():
+        for label, sums in counts.items():
+            sums.rows.check(label, self.options.max_dropped)
+            for notice in sums.rows.notices():
                 _log.warning("%s: %s", printable(label), notice)
-            if not total.kept:
-                raise DataError(f"{label} holds no document: {total.all_dropped()}")
-        inputs = {label: total.plain for label, total in counts.items()}
-        for source, reader in zip(self.sources, readers, strict=True):
+            if not sums.kept:
+                raise DataError(f"{label} holds no document: {sums.all_dropped()}")
+        inputs = {label: sums.plain for label, sums in counts.items()}
+        for source, reader in zip(self.sources, self.readers, strict=True):
             if reader.fetch_counts:
                 inputs[source.label] = inputs[source.label] | {"fetched": reader.fetch_counts}
         return inputs
@@ -173,14 +172,14 @@ class _Pipeline:
         return tokenizer
 
     def _tokenized(
-        self, dropped: list[list[int]], tokenizer: Path, dtype: np.dtype
+        self, pool: WorkerPool, dropped: list[list[int]], tokenizer: Path, dtype: np.dtype
     ) -> Iterator[tuple[CorpusShard, dict[str, Any]]]:
         """Yield each shard of tokens with its report."""
         folder = self.folder / f"tokens-{key_of(tokenizer.name, dtype.name, self.filters)}"
         folder.mkdir(exist_ok=True)
         stage = TokenizeStage(folder, tokenizer, dtype, self.filters)
         with self._bar("tokenize", len(self.shards)) as bar:
-            for found in self.pool.run(stage, zip(self.shards, dropped, strict=True)):
+            for found in pool.run(stage, zip(self.shards, dropped, strict=True)):
                 yield found
                 bar.update()
 
