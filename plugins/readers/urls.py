@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Event, Lock
@@ -55,23 +56,26 @@ class UrlListReader(FileReader):
         private_hosts: bool = False  # also fetch from addresses of this machine and of local networks
 
     options: Options
-    pages: Path  # the fetched pages: a JSON object per line with url, state and, if the state is ok, type and body
 
     def fetch(self, folder: Path, progress: bool) -> None:
-        """Fetch the pages that are not there yet. Each host has one thread, and one request at a time."""
+        """Fetch the pages that are not yet in the file of these URLs.
+
+        It has a JSON object per line with url, state and, if the state is ok, type and body.
+        """
         library = require("trafilatura", "reading lists of URLs")
         lock, refused = Lock(), Counter[str]()
         urls = list(islice(self._urls(refused), self.options.limit))
-        self.pages = folder / f"pages-{key_of(urls)[:16]}.jsonl"
+        pages = folder / f"pages-{key_of(urls)[:16]}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        self.pages.touch()
-        states = {page["url"]: page["state"] for chunk in self.chunks(self.pages) for page in _pages(chunk)}
+        pages.touch()
+        self.known_files = [pages]
+        states = {page["url"]: page["state"] for chunk in self.chunks(pages) for page in _pages(chunk)}
         waiting = [url for url in dict.fromkeys(urls) if url not in states]
         with tqdm(desc="fetch pages", total=len(waiting), unit=" pages", disable=not progress) as bar:
 
             def settle(page: dict[str, str]) -> None:
                 with lock:
-                    append(self.pages, f"\n{json.dumps(page)}")  # ends a line that a killed process cut
+                    append(pages, f"\n{json.dumps(page)}")  # ends a line that a killed process cut
                     states[page["url"]] = page["state"]
                     bar.update()
 
@@ -113,9 +117,6 @@ class UrlListReader(FileReader):
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 
-    def files(self) -> list[Path]:
-        return [self.pages]
-
     def chunks(self, file: Path) -> Iterator[Chunk]:
         return split_file(file, b"\n")
 
@@ -143,13 +144,11 @@ class _Crawl:
         self, trafilatura: Any, options: UrlListReader.Options, settle: Callable[[dict[str, str]], object]
     ) -> None:
         """`settle` gets the url and state of each page, and of a page with text also its type and body."""
-        self.trafilatura, self.options, self.settle = trafilatura, options, settle
-        self.config = trafilatura.settings.use_config()
-        protection = "off" if options.private_hosts else "on"
-        self.config["DEFAULT"].update(
-            {"USER_AGENTS": AGENT, "INSECURE_SSL_FALLBACK": "off", "SSRF_PROTECTION": protection}
-        )
-        self.stop = Event()
+        self.options, self.settle, self.stop = options, settle, Event()
+        config, protection = trafilatura.settings.use_config(), "off" if options.private_hosts else "on"
+        config["DEFAULT"].update({"USER_AGENTS": AGENT, "INSECURE_SSL_FALLBACK": "off", "SSRF_PROTECTION": protection})
+        # It tries again after temporary errors, and returns None if there is no answer.
+        self.answer = partial(trafilatura.fetch_response, with_headers=True, config=config)
 
     def run(self, urls: list[str]) -> None:
         by_host: dict[str, list[str]] = {}
@@ -173,7 +172,7 @@ class _Crawl:
 
     def _robots(self, url: str) -> RobotFileParser | None:
         """Fetch a host's robots.txt (RFC 9309); None if the request fails. All is allowed if the host has none."""
-        answer = self._answer(url)
+        answer = self.answer(url)
         if answer is None or answer.status >= 500:
             return None
         robots = RobotFileParser(url)
@@ -181,7 +180,7 @@ class _Crawl:
         return robots
 
     def _page(self, url: str) -> dict[str, str]:
-        answer = self._answer(url)
+        answer = self.answer(url)
         if answer is None:
             return {"state": "no answer"}
         content_type = (answer.headers or {}).get("content-type", "text/plain")
@@ -190,10 +189,4 @@ class _Crawl:
             return {"state": f"the server says {answer.status}"}
         if kind not in TYPES:
             return {"state": f"is {kind}"}
-        if not answer.data:
-            return {"state": "is empty"}
         return {"state": "ok", "type": content_type, "body": base64.b64encode(zlib.compress(answer.data)).decode()}
-
-    def _answer(self, url: str) -> Any:
-        """Request a URL, with retries after temporary errors; None if there is no answer."""
-        return self.trafilatura.fetch_response(url, with_headers=True, config=self.config)

@@ -12,7 +12,7 @@ import pytest
 from crosstrain_plugins.builtin.commands.prepare.download import download
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
-from crosstrain_plugins.builtin.commands.prepare.reader import Reader
+from crosstrain_plugins.builtin.commands.prepare.reader import FileReader
 from crosstrain_plugins.builtin.commands.prepare.sources import InputSource
 from crosstrain_plugins.builtin.datasets.prepared import Summary
 
@@ -31,11 +31,11 @@ def page(number: int) -> tuple[int, str, bytes]:
     return 200, "text/html; charset=utf-8", html.encode()
 
 
-def reader(path: Path, **more: Any) -> Reader:
+def reader(path: Path, **more: Any) -> FileReader:
     return InputSource("urls", {"path": str(path), "delay": 0.0, "private_hosts": True, **more}, "urls").open()
 
 
-def read(found: Reader) -> dict[str, str]:
+def read(found: FileReader) -> dict[str, str]:
     return {document.source: document.text for task in found.tasks() for document in found.read(task)}
 
 

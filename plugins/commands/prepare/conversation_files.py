@@ -10,7 +10,7 @@ from typing import Any
 from crosstrain import DataError
 
 from . import io
-from .json_rows import Row, entries, parsed
+from .io import Row
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # start of file names on the Hub
@@ -60,7 +60,7 @@ def _in_order(value: Any, order: dict[str, Any]) -> Any:
 
 
 def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
-    whole = entries(file, lambda row: not isinstance(row.get("data"), list))
+    whole = io.entries(file, lambda row: not isinstance(row.get("data"), list))
     if whole is not None:
         for number, entry in enumerate(whole):
             yield entry if isinstance(entry, dict) else "it is no JSON object", f"{file}, entry {number}"
@@ -73,7 +73,7 @@ def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
 
 def _row(line: bytes) -> Row | str:
     try:
-        row = parsed(line)
+        row = io.parsed(line)
     except ValueError as error:
         return f"it is not JSON ({error})"
     return row if isinstance(row, dict) else "it is no JSON object"

@@ -1,4 +1,4 @@
-"""Open files (compressed or not) and tables, with a clear error if one cannot be read."""
+"""Open files (compressed or not), tables and JSON documents, with a clear error if one cannot be read."""
 
 import bz2
 import gzip
@@ -10,7 +10,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 
 from crosstrain import DataError, require
 from crosstrain.utils.errors import explained, first_line, os_errors_as
-from crosstrain.utils.files import open_regular
+from crosstrain.utils.files import open_regular, unique_keys
 from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
 
@@ -37,6 +37,51 @@ _PACKED = {
 }  # fmt: skip
 # Suffixes of compressed files and parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
 _PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
+Row = dict[str, Any]
+# A list of objects, an object over several lines, or perhaps an object that contains a list of objects.
+_DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*((?P<list>\[\s*[{\]])|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
+_EXPANSION = 4  # bytes of memory allowed per byte of a document
+_UNPACK = "unpack it, and name the files inside"
+_CONVERT = "extract its text into .txt, .jsonl or .parquet files first"
+# Name -> (regular expression for the beginning, advice if the reader does not accept this kind). First match wins.
+_KINDS = {
+    "Git LFS pointer": (rb"version https://git-lfs", "fetch the content with `git lfs pull`"),
+    "PDF": (rb"%PDF-", _CONVERT),
+    "zip archive": (rb"PK(\x03\x04|\x05\x06)", f"{_UNPACK}; of a document, {_CONVERT}"),
+    "tar archive": (rb".{257}ustar", _UNPACK),
+    "7z archive": (rb"7z\xbc\xaf\x27\x1c", _UNPACK),
+    "RAR archive": (rb"Rar!\x1a\x07", _UNPACK),
+    "compressed file": (
+        rb"\x1f[\x8b\x9d]|BZh[1-9]1AY|\xfd7zXZ|\x28\xb5\x2f\xfd|\x04\x22\x4d\x18",
+        "decompress it once",
+    ),
+    "picture": (
+        rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM.{12}[\x0c\x28\x6c\x7c]\0\0\0|II\*\0|MM\0\*",
+        _CONVERT,
+    ),
+    "sound or film": (rb"ID3|OggS|fLaC|RIFF....(WAVE|AVI )|.{4}ftyp|\x1a\x45\xdf\xa3", _CONVERT),
+    "program": (rb"\x7fELF|MZ.{62}|\xca\xfe\xba\xbe|\xcf\xfa\xed\xfe|\0asm", _CONVERT),
+    "SQLite database": (rb"SQLite format 3\0", _CONVERT),
+    "HDF5 file": (rb"\x89HDF\r\n", _CONVERT),
+    "NumPy array": (rb"\x93NUMPY", _CONVERT),
+    "pickle": (rb"\x80[\x02-\x05][}\]c(\x8c\x95]", _CONVERT),
+    "Word document": (rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _CONVERT),
+    "RTF document": (rb"\{\\rtf", _CONVERT),
+    "PostScript": (rb"%!PS", _CONVERT),
+    "Parquet table": (rb"PAR1", "name it .parquet"),
+    "Arrow table": (
+        rb"ARROW1\0\0|\xff{4}.\x01\0\0\x10\0\0\0",
+        "write it as Parquet, or name the folder of save_to_disk",
+    ),
+    "Avro table": (rb"Obj\x01", "write it as Parquet"),
+    "ORC table": (rb"ORC", "write it as Parquet"),
+    "ARC archive": (rb"filedesc://", "convert it to WARC, with `warcio recompress`"),
+    "WARC archive": (rb"WARC/\d", "name it .warc"),
+    "MediaWiki dump": (rb"\s*(<\?xml[^>]*>\s*)?<mediawiki", "name it .xml"),
+    "HTML page": (rb"(?i)\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype html|html|head|body)\b", "name it .html"),
+    "XML document": (rb"\s*<(\?xml|svg|rss|TEI)\b", _CONVERT),
+    "JSON document": (rb'\s*(\[\s*)?\{\s*"[^"\n]*"\s*:', "name it .jsonl"),
+}
 
 
 def is_compressed(path: Path) -> bool:
@@ -280,3 +325,56 @@ def nothing_in(folder: Path, wanted: str) -> DataError:
     kinds = Counter(file.suffix or "no suffix" for file in files_below(folder)).most_common(3)
     found = ", ".join(f"{count} with {kind}" for kind, count in kinds) or "nothing"
     return DataError(f"{folder} holds no {wanted} file (found: {found})")
+
+
+def kind_of(file: Path) -> tuple[str, str]:
+    """Return (name, advice) for the kind of a file's content; `("", "")` for plain text and unknown kinds.
+
+    Raises DataError if the file cannot be read.
+    """
+    with opened(file) as stream:
+        head = stream.read(HEAD).removeprefix(b"\xef\xbb\xbf")
+    return next(
+        ((name, advice) for name, (sign, advice) in _KINDS.items() if re.match(sign, head, re.DOTALL)), ("", "")
+    )
+
+
+def parsed(text: bytes) -> Any:
+    """Return a JSON value. Raises ValueError for any other text, and for an object with a repeated key."""
+    try:
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
+    """Return the entries of a file that is one JSON value; None for a file of lines.
+
+    The value is a row, a list of rows, or an object with a list of rows (under `data`, or its only list). The object's
+    other columns are added to each row. Raises DataError for a damaged list, or if the value or rows need too much
+    memory.
+    """
+    with opened(file) as stream:
+        data = stream.read(HEAD)
+        found = _DOCUMENT.match(data)
+        if not found:
+            return None
+        data += stream.read(MOST if found["perhaps"] else max(MOST, file.stat().st_size))
+    try:
+        with bounded(file, _EXPANSION * len(data)):
+            content = parsed(data)
+    except ValueError as error:
+        if found["list"]:
+            raise DataError(f"{file}: it is not JSON ({error}), or more than {MOST >> 20} MiB compressed") from None
+        return None
+    if isinstance(content, list):
+        return content
+    if is_row(content):
+        return None if found["perhaps"] else [content]
+    lists = [name for name, value in content.items() if isinstance(value, list)]
+    if "data" not in lists and len(lists) != 1:
+        return [content]
+    rows = content.pop("data" if "data" in lists else lists[0])
+    if len(json.dumps(content)) * len(rows) > MOST:
+        raise DataError(f"{file}: the keys beside its list are too large to be repeated in each row: remove them")
+    return [content | row if isinstance(row, dict) else row for row in rows]

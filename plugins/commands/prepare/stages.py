@@ -13,7 +13,7 @@ from crosstrain.data.tokenizer import load_tokenizer
 
 from .filter import Dropped, make_filters
 from .pool import CorpusStage
-from .reader import Reader, Task
+from .reader import FileReader, Task
 from .shards import CorpusShard, key_of
 from .sources import InputSource
 from .stats import Counts, size_of
@@ -28,7 +28,7 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
     clean: list[dict[str, Any]]  # the filters as plain data
     drop_unusable: bool
     ignore_columns: list[str]
-    readers: dict[int, Reader] = field(default_factory=dict)
+    readers: dict[int, FileReader] = field(default_factory=dict)
 
     def open(self) -> None:
         self.filters = make_filters(self.clean)
@@ -58,8 +58,8 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
                 report["sources"].append(place)
         return counts.plain
 
-    def _kept(self, reader: Reader, task: Task, counts: Counts) -> Iterator[tuple[bytes, str]]:
-        for document in reader.usable(reader.read(task)):
+    def _kept(self, reader: FileReader, task: Task, counts: Counts) -> Iterator[tuple[bytes, str]]:
+        for document in reader.read(task):
             counts.rows.row(document.source, document.unread)
             text: str = document.text
             if not text or text.isspace():
