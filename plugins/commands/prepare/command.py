@@ -3,7 +3,6 @@
 import argparse
 from dataclasses import dataclass, fields
 from functools import reduce
-from pathlib import Path
 
 from crosstrain import Command, FilePath, UserError, registry
 from crosstrain.cli.flags import add_options
@@ -12,11 +11,10 @@ from crosstrain.config.sources import Origins, merge, plain_layer, read_options,
 from crosstrain.utils import paths
 from crosstrain.utils.errors import printable
 from crosstrain.utils.program import command
-from crosstrain.utils.storage import is_url
 
-from . import tools
 from .options import PrepareOptions
 from .prepare import prepare
+from .tools import inspect
 
 _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "workers")
 
@@ -34,9 +32,11 @@ class PrepareCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "dataset", nargs="?", metavar="WHAT", type=_what, help="inspect or merge; or a dataset that makes files"
+            "dataset", nargs="?", metavar="WHAT", type=_what, help="inspect; or a dataset that makes files"
         )
-        parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect and merge: prepared folders")
+        parser.add_argument(
+            "paths", nargs="*", metavar="DIR", help="of inspect: prepared folders, or prefixes of Megatron's files"
+        )
         parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
         parser.add_argument(
             "--input",
@@ -61,13 +61,13 @@ class PrepareCommand(Command):
         parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Prepare, inspect or merge; return the exit code."""
-        if arguments.dataset in ("inspect", "merge"):
-            return _existing(arguments)
+        """Prepare or inspect; return the exit code."""
+        if arguments.dataset == "inspect":
+            return _inspect(arguments)
         if arguments.paths:
-            raise UserError(f"prepare: only inspect and merge take folders, not {arguments.dataset}")
+            raise UserError(f"prepare: only inspect takes folders, not {arguments.dataset}")
         if arguments.dataset is not None:
-            return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
+            return _prepare_dataset(arguments.dataset, arguments.output, arguments.options)
         recipe = _read_recipe(arguments)
         summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
         print(
@@ -99,32 +99,19 @@ def _what(text: str) -> str:
     return text
 
 
-def _output(arguments: argparse.Namespace) -> str:
-    if not arguments.output:
-        raise UserError("prepare: --output is required: the folder to make")
-    return arguments.output
-
-
-def _existing(arguments: argparse.Namespace) -> int:
-    """Inspect or merge prepared folders."""
-    given = arguments.paths
-    if arguments.dataset == "inspect":
-        if not given:
-            hint = f"`{command('samples')}` shows what a project trains"
-            raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
-        for path in given:
-            print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
-        return 0
-    if len(given) < 2:
-        raise UserError("prepare merge: name two prepared folders or more")
-    name = _output(arguments)
-    summary = tools.merge(given, name if is_url(name) else Path(name), overwrite=arguments.overwrite)
-    print(f"{name}: {summary.documents:,} documents, {summary.tokens:,} tokens")
+def _inspect(arguments: argparse.Namespace) -> int:
+    if not arguments.paths:
+        hint = f"`{command('samples')}` shows what a project trains"
+        raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
+    for path in arguments.paths:
+        print(printable(inspect(path, arguments.document, arguments.tokenizer)))
     return 0
 
 
-def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
+def _prepare_dataset(name: str, output: str | None, options: list[str]) -> int:
     """Make a registered dataset create its files in `output`, as for a project file with these options."""
+    if not output:
+        raise UserError("prepare: --output is required: the folder to make")
     dataset = registry.get("dataset", name)
     cls = options_class("dataset", dataset)
     if not {"path", "prepare"} & {f.name for f in fields(cls)}:

@@ -6,7 +6,7 @@ Broder 1997. Bands: Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import repeat
 from typing import Any
 
@@ -40,7 +40,7 @@ def find_duplicates(
 
     Memory holds about 250 bytes per document for equal ones, and 2 KB more for similar ones.
     """
-    search = _Search(options, shards)
+    search = _Search(options.near or NearOptions(), shards)
     signatures = repeat([]) if options.near is None else pool.run(SignatureStage(options.near), shards)
     for number, (shard, signed) in enumerate(zip(shards, signatures, strict=False)):
         hashes = shard.report()["hashes"]
@@ -52,31 +52,34 @@ def find_duplicates(
 
 
 class _Search:
-    def __init__(self, options: DedupOptions, shards: list[CorpusShard]) -> None:
-        self.near, self.shards = options.near, shards
+    def __init__(self, near: NearOptions, shards: list[CorpusShard]) -> None:
+        self.near, self.shards = near, shards
         self.first: dict[str, Place] = {}  # hash -> the first document with it
         self.kept: list[Place] = []  # documents in the index
         self.found: dict[str, list[tuple[Place, Place, str]]] = {}  # kind -> (document to drop, one like it, how)
-        self.shingles = lru_cache(_CACHED)(self._shingles)
-        if self.near is not None:
-            bands, rows = banding(self.near)
-            lsh = require("rensa", "finding near-duplicates").RMinHashLSH
-            self.index = lsh(threshold=self.near.threshold, num_perm=bands * rows, num_bands=bands)
+        self.shingles = lru_cache(_CACHED)(lambda document: shingles(self._read(document)[0], near))
+
+    @cached_property
+    def index(self) -> Any:
+        """An index of signatures by their bands."""
+        bands, rows = banding(self.near)
+        lsh = require("rensa", "finding near-duplicates").RMinHashLSH
+        return lsh(threshold=self.near.threshold, num_perm=bands * rows, num_bands=bands)
 
     def is_equal(self, document: Place, digest: str) -> bool:
         """Drop a document whose 128-bit hash an earlier one has; no collision of these hashes is known."""
         first = self.first.setdefault(digest, document)
         if first != document:
-            self._drop("exact", document, first, "equal to")
+            self.found.setdefault("exact", []).append((document, first, "equal to"))
         return first != document
 
     def compare(self, document: Place, signature: Any) -> None:
         """Drop a document if an earlier one that stays is similar; otherwise add it to the index."""
-        assert self.near is not None
         for key in sorted(self.index.query(signature))[:_MOST_PAIRS]:
             similarity = jaccard(self.shingles(self.kept[key]), self.shingles(document))
             if similarity >= self.near.threshold:
-                self._drop("near", document, self.kept[key], f"similarity {similarity:.3f} to")
+                found = document, self.kept[key], f"similarity {similarity:.3f} to"
+                self.found.setdefault("near", []).append(found)
                 return
         self.index.insert(len(self.kept), signature)
         self.kept.append(document)
@@ -85,16 +88,12 @@ class _Search:
         dropped: list[list[int]] = [[] for _ in self.shards]
         report = {}
         for kind, found in self.found.items():
-            size = 0
             for (number, place), _, _ in found:
                 dropped[number].append(place)
-                size += len(self._read((number, place))[0].encode())
+            size = sum(len(self._read(document)[0].encode()) for document, _, _ in found)
             examples = [self._example(*pair) for pair in found[:EXAMPLES]]
             report[kind] = {"documents": len(found), "bytes": size, "examples": examples}
         return Duplicates([sorted(places) for places in dropped], report)
-
-    def _drop(self, kind: str, document: Place, like: Place, how: str) -> None:
-        self.found.setdefault(kind, []).append((document, like, how))
 
     def _example(self, document: Place, like: Place, how: str) -> dict[str, str]:
         text, source = self._read(document)
@@ -104,10 +103,6 @@ class _Search:
     def _read(self, document: Place) -> tuple[str, str]:
         number, place = document
         return self.shards[number].document(place)
-
-    def _shingles(self, document: Place) -> set[str]:
-        assert self.near is not None
-        return shingles(self._read(document)[0], self.near)
 
 
 @dataclass

@@ -72,9 +72,7 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
                 if isinstance(outcome, Dropped):
                     counts.drop(name, size, document.source, outcome.reason, text)
                     break
-                if outcome != text:
-                    counts.change(name, document.source, text, outcome)
-                    text = outcome
+                text = outcome
             else:
                 yield text.encode(), document.source
 

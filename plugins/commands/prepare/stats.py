@@ -1,4 +1,4 @@
-"""Count the documents that each step reads, drops and changes, with examples, and measure their lengths."""
+"""Count the documents that each step reads and drops, with examples, and measure their lengths."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ class Counts:
     def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
         self.rows = RowAudit(ignore_columns)
         self.plain: dict[str, Any] = {
-            "blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "changed": {}, "rows": self.rows.plain,
+            "blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "rows": self.rows.plain,
         }  # fmt: skip
 
     def read(self, size: int) -> None:
@@ -37,29 +37,21 @@ class Counts:
     def drop(self, step: str, size: int, source: str, reason: str, text: str) -> None:
         """Count a document that `step` dropped."""
         example = {"source": source, "why": reason, "text": text[:SNIPPET]}
-        self._add("dropped", step, {"documents": 1, "bytes": size, "examples": [example]})
-
-    def change(self, step: str, source: str, before: str, after: str) -> None:
-        """Count a document that `step` changed; the example begins a little before the first difference."""
-        pairs = enumerate(zip(before, after, strict=False))
-        first = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
-        window = slice(max(0, first - 20), first + SNIPPET // 2)
-        example = {"source": source, "text": before[window], "became": after[window]}
-        self._add("changed", step, {"documents": 1, "examples": [example]})
+        self._add(step, {"documents": 1, "bytes": size, "examples": [example]})
 
     def add(self, other: dict[str, Any]) -> None:
         """Merge `plain` from another instance. Call this in input order."""
         self.rows.add(other["rows"])
         for name in ("blank", "documents", "bytes"):
             self.plain[name] += other[name]
-        for kind in ("dropped", "changed"):
-            for step, found in other[kind].items():
-                self._add(kind, step, found)
+        for step, found in other["dropped"].items():
+            self._add(step, found)
 
-    def _add(self, kind: str, step: str, found: dict[str, Any]) -> None:
-        mine = self.plain[kind].setdefault(step, {name: 0 for name in found if name != "examples"} | {"examples": []})
+    def _add(self, step: str, found: dict[str, Any]) -> None:
+        mine = self.plain["dropped"].setdefault(step, {"documents": 0, "bytes": 0, "examples": []})
         for name, value in found.items():
-            mine[name] = (mine[name] + value)[:EXAMPLES] if name == "examples" else mine[name] + value
+            mine[name] += value
+        mine["examples"] = mine["examples"][:EXAMPLES]
 
     @property
     def kept(self) -> int:
