@@ -105,16 +105,12 @@ class ParquetReader(ColumnReader):
 class HuggingFaceReader(ColumnReader):
     """Folders written by `datasets.save_to_disk`: one document per row of each split, with its text in a column."""
 
-    @classmethod
-    def claims(cls, path: Path) -> bool:
-        return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-    def files(self) -> list[Path]:
-        return [file for item in self._paths for file in io.saved_files(io.existing(item))]
+    suffixes = (".arrow",)
+    contents = ("Arrow table",)
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         key = self.options.text_key
         with io.arrow_table(chunk.file) as table:
             check_column(chunk.file, table.names, key)
-            for number, row in enumerate(table.rows):
+            for number, row in enumerate(table.rows(), 1):
                 yield row_document(row[key], f"column {key!r} of {chunk.file}, row {number}", table.names, key)

@@ -12,7 +12,8 @@ from crosstrain import DataError
 from . import io
 from .io import Row
 
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_TABLES = (".parquet", ".arrow")
+_SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES)
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # start of file names on the Hub
 
 
@@ -38,15 +39,13 @@ def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, 
     if item == "docstrings":
         return _docstrings(ranked)
     path = io.existing(item)
-    if path.is_dir() and (path / "state.json").is_file():
-        return ((row, f"{path}, row {number}") for number, row in enumerate(_saved(path)))
     files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
     splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
     if (path / "dataset_dict.json").is_file() or len(splits) > 1:
         raise DataError(f"{path} holds several splits: name the files or the folder of one")
     if not files:
         raise io.nothing_in(path, " or ".join(_SUFFIXES))
-    return chain.from_iterable(_parquet(file) if io.has_suffix(file, (".parquet",)) else _json(file) for file in files)
+    return chain.from_iterable(_table(file) if io.has_suffix(file, _TABLES) else _json(file) for file in files)
 
 
 def _in_order(value: Any, order: dict[str, Any]) -> Any:
@@ -79,15 +78,10 @@ def _row(line: bytes) -> Row | str:
     return row if isinstance(row, dict) else "it is no JSON object"
 
 
-def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
-    with io.parquet_table(file) as table:
+def _table(file: Path) -> Iterator[tuple[Row, str]]:
+    opened = io.arrow_table if io.has_suffix(file, (".arrow",)) else io.parquet_table
+    with opened(file) as table:
         yield from ((row, f"{file}, row {number}") for number, row in enumerate(table.rows()))
-
-
-def _saved(folder: Path) -> Iterator[Row]:
-    for file in io.saved_files(folder):
-        with io.arrow_table(file) as table:
-            yield from table.rows
 
 
 def _docstrings(ranked: bool) -> Iterator[tuple[Row, str]]:

@@ -12,13 +12,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
 from crosstrain import DataError, require
-from crosstrain.utils.errors import explained, first_line, os_errors_as
+from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular, unique_keys
 from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
@@ -71,7 +72,7 @@ _KINDS = {
     "Parquet table": (rb"PAR1", "name it .parquet"),
     "Arrow table": (
         rb"ARROW1\0\0|\xff{4}.\x01\0\0\x10\0\0\0",
-        "write it as Parquet, or name the folder of save_to_disk",
+        "name it .arrow",
     ),
     "Avro table": (rb"Obj\x01", "write it as Parquet"),
     "ORC table": (rb"ORC", "write it as Parquet"),
@@ -253,30 +254,18 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
         raise DataError(f"{file} is not a readable Parquet file: {first_line(error)}") from None
 
 
-def saved_files(folder: Path) -> list[Path]:
-    """List the files of each dataset in a folder that `datasets.save_to_disk` wrote, split by split."""
-    found = []
-    for state in sorted(folder.rglob("state.json")):
-        with explained(f"{state} cannot be read", DataError):
-            names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
-            found += [state.parent / Path(name).name for name in names]
-    if not found:
-        raise DataError(f"{folder} is no dataset that save_to_disk wrote: it has no state.json")
-    return found
-
-
 @contextmanager
 def arrow_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a file of `datasets.save_to_disk` with pyarrow; yield its column names and its rows.
+    """Open an Arrow stream, as `datasets.save_to_disk` writes, with pyarrow; yield its column names,
+    and `rows`, a function.
 
     Raises DataError if the file, or a row read from it in the block, is damaged or too large.
     """
     pyarrow = require("pyarrow", f"reading {file}")
     try:
         with pyarrow.OSFile(os.fsencode(file)) as source, pyarrow.ipc.open_stream(source) as stream:
-            yield SimpleNamespace(
-                names=stream.schema.names, rows=_rows(file, _allowed(file.stat().st_size), _lists(stream))
-            )
+            rows = partial(_rows, file, _allowed(file.stat().st_size), _lists(stream))
+            yield SimpleNamespace(names=stream.schema.names, rows=rows)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a readable Arrow file: {first_line(error)}") from None
 
@@ -311,6 +300,8 @@ def files_below(folder: Path) -> list[Path]:
 
     found = []
     for root, folders, names in os.walk(folder, onerror=fail):
+        if {"dataset_dict.json", "dataset_info.json"} & set(names):  # of save_to_disk: its tables, no descriptions
+            names = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
         for path in (Path(root, name) for name in folders + names if not name.startswith(".")):
             if path.is_file():
                 found.append(path)

@@ -28,7 +28,7 @@ from .dedup import Duplicates, find_duplicates
 from .filter import make_filters
 from .options import PrepareOptions
 from .pool import WorkerPool, cores
-from .reader import Task
+from .reader import Chunk
 from .shards import CorpusShard, key_of
 from .sources import sources
 from .stages import FilterStage, TokenizeStage
@@ -125,12 +125,12 @@ class _Pipeline:
         counts = {source.label: Counts(self.options.ignore_columns) for source in self.sources}
         handed_out: list[tuple[str, int]] = []  # (label, bytes) of each task
 
-        def items() -> Iterator[tuple[int, Task]]:
+        def items() -> Iterator[tuple[int, list[Chunk], CorpusShard]]:
             for number, (source, reader) in enumerate(zip(self.sources, self.readers, strict=True)):
                 for task in reader.tasks():
                     self.shards.append(stage.shard(number, task))
-                    handed_out.append((source.label, task.size))
-                    yield number, task
+                    handed_out.append((source.label, sum(chunk.stop - chunk.start for chunk in task)))
+                    yield number, task, self.shards[-1]
 
         with self._bar("read and clean", total, "B") as bar:
             for place, found in enumerate(pool.run(stage, items())):

@@ -61,19 +61,6 @@ class Chunk:
         return self.read().decode(errors="surrogateescape").lstrip("" if self.start else "\ufeff")
 
 
-@dataclass(frozen=True)
-class Task:
-    """A part of the input for one worker. An interrupted task starts again from its beginning.
-
-    key: changes with everything that affects the documents, except the reader's options.
-    size: bytes of input, for the progress bar.
-    """
-
-    key: str
-    size: int
-    chunks: list[Chunk] = field(repr=False)
-
-
 def check_column(table: object, names: list[str], column: str) -> None:
     """Raise DataError unless `column` occurs exactly once among the column names of a table."""
     if names.count(column) > 1:
@@ -166,8 +153,11 @@ class FileReader(ABC):
         files = self.files()
         return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
-    def tasks(self) -> Iterator[Task]:
-        """Yield tasks with about `TASK_BYTES` of chunks each, always in the same order; small files share a task."""
+    def tasks(self) -> Iterator[list[Chunk]]:
+        """Yield tasks for a worker, each chunks of about `TASK_BYTES`, in the same order; small files share a task.
+
+        An interrupted task starts again from its beginning.
+        """
         batch: list[Chunk] = []
         size = 0
         for file in self.files():
@@ -175,12 +165,12 @@ class FileReader(ABC):
                 self._check_content(file, self.contents)
             for chunk in self.chunks(file):
                 if batch and size + chunk.stop - chunk.start > TASK_BYTES:
-                    yield _task(batch, size)
+                    yield batch
                     batch, size = [], 0
                 batch.append(chunk)
                 size += chunk.stop - chunk.start
         if batch:
-            yield _task(batch, size)
+            yield batch
 
     def _check_content(self, file: Path, contents: tuple[str, ...]) -> None:
         kind, advice = io.kind_of(file)
@@ -191,9 +181,9 @@ class FileReader(ABC):
                 f" as {{name: ..., path: {file}}}"
             )
 
-    def read(self, task: Task) -> Iterator[Document]:
+    def read(self, task: list[Chunk]) -> Iterator[Document]:
         """Yield the documents of a task that are text, in order, and pass the others to `unusable`."""
-        for chunk in task.chunks:
+        for chunk in task:
             for document in self.read_chunk(chunk):
                 if reason := flaw(document.text):
                     self.unusable(document.source, reason)
@@ -221,12 +211,13 @@ class ColumnReader(FileReader):
     options: Options
 
 
-def _task(chunks: list[Chunk], size: int) -> Task:
+def task_key(task: list[Chunk]) -> str:
+    """Return a text that changes with everything that affects a task's documents, except the reader's options."""
     key = hashlib.blake2b(digest_size=16)
-    for chunk in chunks:
+    for chunk in task:
         state = chunk.file.stat()
         key.update(os.fsencode(f"{chunk.file}\0{state.st_size}\0{state.st_mtime_ns}\0{chunk.start}\0{chunk.stop}\0"))
-    return Task(key.hexdigest(), size, chunks)
+    return key.hexdigest()
 
 
 def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:

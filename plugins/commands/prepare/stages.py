@@ -13,14 +13,14 @@ from crosstrain.data.tokenizer import load_tokenizer
 
 from .filter import Dropped, make_filters
 from .pool import CorpusStage
-from .reader import FileReader, Task
+from .reader import Chunk, FileReader, task_key
 from .shards import CorpusShard, key_of
 from .sources import InputSource
 from .stats import Counts, size_of
 
 
 @dataclass
-class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
+class FilterStage(CorpusStage[tuple[int, list[Chunk], CorpusShard], dict[str, Any]]):
     """Read a task of the source with a given index, filter its documents, and write those that stay to a shard."""
 
     folder: Path
@@ -33,16 +33,15 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
     def open(self) -> None:
         self.filters = make_filters(self.clean)
 
-    def shard(self, source: int, task: Task) -> CorpusShard:
+    def shard(self, source: int, task: list[Chunk]) -> CorpusShard:
         """Return the shard of a task. Its name depends on everything that affects its content."""
         options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
         rules = [self.clean, self.drop_unusable, self.ignore_columns]
-        return CorpusShard(self.folder, key_of(4, self.sources[source].reader, options, rules, task.key))
+        return CorpusShard(self.folder, key_of(4, self.sources[source].reader, options, rules, task_key(task)))
 
-    def __call__(self, item: tuple[int, Task]) -> dict[str, Any]:
+    def __call__(self, item: tuple[int, list[Chunk], CorpusShard]) -> dict[str, Any]:
         """Return the shard's counts."""
-        source, task = item
-        shard = self.shard(source, task)
+        source, task, shard = item
         if (done := shard.finished()) is not None:
             return done["counts"]
         if source not in self.readers:
@@ -58,7 +57,7 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
                 report["sources"].append(place)
         return counts.plain
 
-    def _kept(self, reader: FileReader, task: Task, counts: Counts) -> Iterator[tuple[bytes, str]]:
+    def _kept(self, reader: FileReader, task: list[Chunk], counts: Counts) -> Iterator[tuple[bytes, str]]:
         for document in reader.read(task):
             counts.rows.row(document.source, document.unread)
             text: str = document.text
