@@ -77,40 +77,24 @@ class CsvReader(ColumnReader):
 
 
 @registry.register_reader("parquet")
-class ParquetReader(ColumnReader):
-    """Parquet files: one document per row, with its text in a column."""
+class TableReader(ColumnReader):
+    """Parquet files, and folders of `datasets.save_to_disk`: one document per row, with its text in a column."""
 
-    suffixes = (".parquet",)
-    contents = ("Parquet table",)
+    suffixes = (".parquet", ".arrow")
+    contents = ("Parquet table", "Arrow table")
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
         """Yield one chunk per row group; start and stop divide the file's bytes evenly among the groups."""
-        with io.parquet_table(file) as table:
+        with io.table(file) as table:
             check_column(file, table.names, self.options.text_key)
-            groups = table.metadata.num_row_groups
-            size = file.stat().st_size
+            size, groups = file.stat().st_size, len(table.groups)
             for group in range(groups):
                 yield Chunk(file, size * group // groups, size * (group + 1) // groups, str(group).encode())
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         assert chunk.data is not None
         group, key = int(chunk.data), self.options.text_key
-        with io.parquet_table(chunk.file) as table:
-            before = sum(table.metadata.row_group(number).num_rows for number in range(group))
-            for number, row in enumerate(table.rows(row_groups=[group], columns=[key]), before + 1):
-                yield row_document(row[key], f"column {key!r} of {chunk.file}, row {number}", table.names, key)
-
-
-@registry.register_reader("huggingface")
-class HuggingFaceReader(ColumnReader):
-    """Folders written by `datasets.save_to_disk`: one document per row of each split, with its text in a column."""
-
-    suffixes = (".arrow",)
-    contents = ("Arrow table",)
-
-    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        key = self.options.text_key
-        with io.arrow_table(chunk.file) as table:
-            check_column(chunk.file, table.names, key)
-            for number, row in enumerate(table.rows(), 1):
+        with io.table(chunk.file) as table:
+            rows = table.rows(row_groups=[group], columns=[key])
+            for number, row in enumerate(rows, sum(table.groups[:group]) + 1):
                 yield row_document(row[key], f"column {key!r} of {chunk.file}, row {number}", table.names, key)

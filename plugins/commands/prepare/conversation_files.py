@@ -79,8 +79,7 @@ def _row(line: bytes) -> Row | str:
 
 
 def _table(file: Path) -> Iterator[tuple[Row, str]]:
-    opened = io.arrow_table if io.has_suffix(file, (".arrow",)) else io.parquet_table
-    with opened(file) as table:
+    with io.table(file) as table:
         yield from ((row, f"{file}, row {number}") for number, row in enumerate(table.rows()))
 
 

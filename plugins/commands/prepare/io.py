@@ -12,7 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,54 +226,52 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
 
 
 @contextmanager
-def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file with pyarrow; yield its metadata, column names, and `rows`, a function like iter_batches.
+def table(file: Path) -> Iterator[SimpleNamespace]:
+    """Open a Parquet file, or an Arrow stream as `datasets.save_to_disk` writes, with pyarrow.
+
+    Yield `names` of the columns, `groups`, the number of rows of each row group (an Arrow stream is one group), and
+    `rows`, a function of `row_groups` and `columns`.
 
     A few bytes of the file can expand to gigabytes. Raises DataError if the file, or a row read from it in the block,
     is damaged or too large.
     """
-    pyarrow, parquet = require("pyarrow", f"reading {file}"), require("pyarrow.parquet", f"reading {file}")
+    pyarrow, kind = require("pyarrow", f"reading {file}"), "Arrow" if has_suffix(file, (".arrow",)) else "Parquet"
     try:
-        with bounded(file):
-            # File names need not be UTF-8. With a buffer, a row group is not held in memory as a whole.
-            table = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(file)), buffer_size=1 << 20)
-        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-        parts = [group.column(number) for group in groups for number in range(table.metadata.num_columns)]
-        least = sum(part.total_uncompressed_size + _VALUE * part.num_values for part in parts)
-
-        def rows(**chosen: Any) -> Iterator[Any]:
-            batches = table.iter_batches(batch_size=_HELD, use_threads=False, **chosen)
-            return _rows(file, _allowed(file.stat().st_size) - least, (batch.to_pylist() for batch in batches))
-
-        try:
-            yield SimpleNamespace(metadata=table.metadata, names=table.schema_arrow.names, rows=rows)
-        finally:
-            table.close(force=True)
+        with pyarrow.OSFile(os.fsencode(file)) as source:  # file names need not be UTF-8
+            yield (_arrow if kind == "Arrow" else _parquet)(file, source)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} is not a readable Parquet file: {first_line(error)}") from None
+        raise DataError(f"{file} is not a readable {kind} file: {first_line(error)}") from None
 
 
-@contextmanager
-def arrow_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open an Arrow stream, as `datasets.save_to_disk` writes, with pyarrow; yield its column names,
-    and `rows`, a function.
+def _parquet(file: Path, source: Any) -> SimpleNamespace:
+    with bounded(file):
+        # With a buffer, a row group is not held in memory as a whole.
+        opened = require("pyarrow.parquet", f"reading {file}").ParquetFile(source, buffer_size=1 << 20)
+    groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
+    parts = [group.column(number) for group in groups for number in range(opened.metadata.num_columns)]
+    least = sum(part.total_uncompressed_size + _VALUE * part.num_values for part in parts)
 
-    Raises DataError if the file, or a row read from it in the block, is damaged or too large.
-    """
-    pyarrow = require("pyarrow", f"reading {file}")
-    try:
-        with pyarrow.OSFile(os.fsencode(file)) as source, pyarrow.ipc.open_stream(source) as stream:
-            rows = partial(_rows, file, _allowed(file.stat().st_size), _lists(stream))
-            yield SimpleNamespace(names=stream.schema.names, rows=rows)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} is not a readable Arrow file: {first_line(error)}") from None
+    def rows(**chosen: Any) -> Iterator[Any]:
+        batches = opened.iter_batches(batch_size=_HELD, use_threads=False, **chosen)
+        return _rows(file, _allowed(file.stat().st_size) - least, (batch.to_pylist() for batch in batches))
+
+    return SimpleNamespace(names=opened.schema_arrow.names, groups=[group.num_rows for group in groups], rows=rows)
 
 
-def _lists(stream: Any) -> Iterator[list[Any]]:
-    for batch in stream:
-        batch.validate(full=True)
-        for start in range(0, len(batch), _HELD):
-            yield batch.slice(start, _HELD).to_pylist()
+def _arrow(file: Path, source: Any) -> SimpleNamespace:
+    with bounded(file):
+        stream = require("pyarrow.ipc", f"reading {file}").open_stream(source)
+
+    def lists() -> Iterator[list[Any]]:
+        for batch in stream:
+            batch.validate(full=True)
+            for start in range(0, len(batch), _HELD):
+                yield batch.slice(start, _HELD).to_pylist()
+
+    def rows(**_: Any) -> Iterator[Any]:
+        return _rows(file, _allowed(file.stat().st_size), lists())
+
+    return SimpleNamespace(names=stream.schema.names, groups=[0], rows=rows)
 
 
 def existing(item: str) -> Path:

@@ -114,11 +114,6 @@ class FileReader(ABC):
         self.options = options
         self.fetch_counts, self.fetched = {}, {}
 
-    @classmethod
-    def claims(cls, path: Path) -> bool:
-        """Return whether this reader is the default for a file or folder; the path may be one in a URL."""
-        return not path.is_dir() and io.has_suffix(path, cls.suffixes)
-
     @property
     def _paths(self) -> list[str]:
         return [self.options.path] if isinstance(self.options.path, str) else self.options.path
@@ -134,7 +129,11 @@ class FileReader(ABC):
         found: list[Path] = []
         for item in self._paths:
             path = self.fetched.get(item) or io.existing(item)
-            inside = [file for file in io.files_below(path) if self.claims(file)] if path.is_dir() else [path]
+            inside = (
+                [file for file in io.files_below(path) if io.has_suffix(file, self.suffixes)]
+                if path.is_dir()
+                else [path]
+            )
             if not inside:
                 raise io.nothing_in(path, "/".join(self.suffixes))
             found += inside

@@ -77,12 +77,12 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         return
     is_url = storage.is_url(item)
     path = Path(urlsplit(item).path) if is_url else io.existing(item)
-    if (reader := _claiming(path)) is not None:
-        yield source(reader)
-        return
     suffixes = sorted({suffix for cls in _readers().values() for suffix in cls.suffixes})
     wanted = ", ".join(suffixes[:-1]) + " or " + suffixes[-1]
     if is_url or path.is_file():
+        if (reader := _claiming(path)) is not None:
+            yield source(reader)
+            return
         kind, advice = ("", "") if is_url else io.kind_of(path)
         about = f"is of the kind {kind}: {advice}" if kind else "is of no known kind: rename it"
         raise DataError(f"{item} {about}; or name its reader, as {{name: text, path: {item}}}; known endings: {wanted}")
@@ -107,8 +107,8 @@ def _name_others(folder: str, names: list[str]) -> None:
 
 
 def _claiming(path: Path) -> str | None:
-    """Return the default reader of a file or folder, or None. Raises ConfigError if there are several."""
-    names = [name for name, cls in _readers().items() if cls.claims(path)]
+    """Return the default reader of a file, or None. Raises ConfigError if there are several."""
+    names = [name for name, cls in _readers().items() if io.has_suffix(path, cls.suffixes)]
     if len(names) > 1:
         raise ConfigError(
             f"input: {path} can be read as {' and as '.join(names)}: say which, as {{name: ..., path: ...}}"
