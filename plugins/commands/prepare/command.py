@@ -1,12 +1,12 @@
-"""`crosstrain prepare`: turn text into tokens, or make the files of a named dataset."""
+"""`crosstrain prepare`: turn text into tokens, or inspect such tokens."""
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 
 from crosstrain import Command, FilePath, UserError, registry
 from crosstrain.cli.flags import add_options
-from crosstrain.config.schema import Checker, defaults, options_class
+from crosstrain.config.schema import Checker
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.utils import paths
 from crosstrain.utils.errors import printable
@@ -28,14 +28,12 @@ class Recipe(PrepareOptions):
 
 @registry.register_command("prepare")
 class PrepareCommand(Command):
-    """Turn text into tokens, or make a dataset's files."""
+    """Turn text into tokens, or inspect such tokens."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("what", nargs="?", choices=["inspect"], help="inspect prepared folders")
         parser.add_argument(
-            "dataset", nargs="?", metavar="WHAT", type=_what, help="inspect; or a dataset that makes files"
-        )
-        parser.add_argument(
-            "paths", nargs="*", metavar="DIR", help="of inspect: prepared folders, or prefixes of Megatron's files"
+            "paths", nargs="*", metavar="DIR", help="of inspect: folders, or prefixes of Megatron's files"
         )
         parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
         parser.add_argument(
@@ -57,17 +55,13 @@ class PrepareCommand(Command):
         parser.add_argument(
             "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"
         )
-        add_options(parser, "of the recipe, or of a dataset")
+        add_options(parser, "of the recipe")
         parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Prepare or inspect; return the exit code."""
-        if arguments.dataset == "inspect":
+        if arguments.what == "inspect":
             return _inspect(arguments)
-        if arguments.paths:
-            raise UserError(f"prepare: only inspect takes folders, not {arguments.dataset}")
-        if arguments.dataset is not None:
-            return _prepare_dataset(arguments.dataset, arguments.output, arguments.options)
         recipe = _read_recipe(arguments)
         summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
         print(
@@ -89,14 +83,8 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
     origins = Origins(layers)
     tree = reduce(merge, (layer.tree for layer in layers))
     if arguments.cfg_path is None and "input" not in tree:
-        raise UserError("prepare: --input or --cfg-path is required, or the name of a dataset that makes its own files")
+        raise UserError("prepare: --input or --cfg-path is required")
     return Checker(origins.where).dataclass(Recipe, resolve(tree, origins), ())
-
-
-def _what(text: str) -> str:
-    if text.endswith((".yaml", ".yml")):
-        raise argparse.ArgumentTypeError(f"{text} is a recipe, not a dataset")
-    return text
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -105,20 +93,4 @@ def _inspect(arguments: argparse.Namespace) -> int:
         raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
     for path in arguments.paths:
         print(printable(inspect(path, arguments.document, arguments.tokenizer)))
-    return 0
-
-
-def _prepare_dataset(name: str, output: str | None, options: list[str]) -> int:
-    """Make a registered dataset create its files in `output`, as for a project file with these options."""
-    if not output:
-        raise UserError("prepare: --output is required: the folder to make")
-    dataset = registry.get("dataset", name)
-    cls = options_class("dataset", dataset)
-    if not {"path", "prepare"} & {f.name for f in fields(cls)}:
-        raise UserError(f"prepare: the dataset {name} makes no files")
-    given = read_options(options)
-    place = {"path": output} if "path" in {f.name for f in fields(cls)} else {"prepare": {"output": output}}
-    tree = reduce(merge, [defaults(cls), place, given.tree])
-    dataset.prepare(Checker(lambda key: f"prepare {name}: {'.'.join(key)}").dataclass(cls, tree, ()))
-    print(f"{output}: ready; train on it with datasets.<label>: {{name: {name}, ...}}")
     return 0
