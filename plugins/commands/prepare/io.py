@@ -119,41 +119,37 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
     Raises DataError if it is missing, truncated or damaged.
     """
-    damage = cast("type[Exception]", ValueError)
+    damage: tuple[type[Exception], ...] = (OSError, zlib.error, lzma.LZMAError, ValueError)
     try:
         packing = _packing(path)  # refuses pipes, sockets and devices
         opener, options = _OPENERS.get(packing, open), {}
         if opener is None:
             module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
             zstd = require(module, f"reading {path}")
-            opener, damage = zstd.open, zstd.ZstdError
+            opener, damage = zstd.open, (*damage, zstd.ZstdError)
             options = {"options": {zstd.DecompressionParameter.window_log_max: _WINDOW}}
         with opener(path, "rb", **options) as stream:
-            yield cast("IO[bytes]", _Decompressed(stream, path, damage)) if packing in _OPENERS else stream
+            yield cast("IO[bytes]", _Decompressed(stream, path)) if packing in _OPENERS else stream
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
     except EOFError:
         raise DataError(f"{path} is truncated: it ends in the middle of the compressed data; fetch it again") from None
-    except (OSError, zlib.error, lzma.LZMAError, ValueError) as error:
+    except damage as error:
         if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 set no errno for damaged data
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         raise DataError(f"{path} is damaged, or not what its ending says: {error}") from None
 
 
 class _Decompressed:
-    """Decompressed content with a size limit. Raises ValueError if the file is damaged or its content too large."""
+    """Decompressed content with a size limit. Raises ValueError if the content is too large."""
 
-    def __init__(self, stream: Any, path: Path, damage: type[Exception]) -> None:
-        self._stream, self._damage = stream, damage
-        self._limit = _allowed(path.stat().st_size)
+    def __init__(self, stream: Any, path: Path) -> None:
+        self._stream, self._limit = stream, _allowed(path.stat().st_size)
         self._read = 0
 
     def read(self, size: int = -1) -> bytes:
         rest = self._limit - self._read + 1
-        try:
-            data = self._stream.read(min(size if size >= 0 else MOST + 1, rest))
-        except self._damage as error:
-            raise ValueError(str(error)) from None
+        data = self._stream.read(min(size if size >= 0 else MOST + 1, rest))
         self._read += len(data)
         if self._read > self._limit:
             raise ValueError(f"it becomes more than {_MAX_RATIO} times as large, as no text does; decompress it first")

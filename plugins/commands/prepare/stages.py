@@ -16,7 +16,7 @@ from .pool import CorpusStage
 from .reader import Chunk, FileReader, task_key
 from .shards import CorpusShard, key_of
 from .sources import InputSource
-from .stats import Counts, size_of
+from .stats import Counts
 
 
 @dataclass
@@ -64,7 +64,7 @@ class FilterStage(CorpusStage[tuple[int, list[Chunk], CorpusShard], dict[str, An
             if not text or text.isspace():
                 counts.plain["blank"] += 1
                 continue
-            size = size_of(text)
+            size = len(text.encode())
             counts.read(size)
             for name, filter in self.filters:
                 outcome = filter.text(text)
@@ -106,7 +106,7 @@ class TokenizeStage(CorpusStage[tuple[CorpusShard, list[int]], tuple[CorpusShard
         return shard, report
 
     def _keeps(self, text: str, length: int, source: str, counts: Counts) -> bool:
-        size = size_of(text)
+        size = len(text.encode())
         counts.read(size)
         for name, filter in self.filters:
             if (dropped := filter.tokens(length)) is not None:

@@ -12,11 +12,6 @@ SNIPPET = 200  # maximum number of characters of an example
 BINS = 40  # number of bins for lengths; bin k holds lengths with k binary digits
 
 
-def size_of(text: str) -> int:
-    """Return the number of bytes of a text in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
-
-
 class Counts:
     """Counts of one shard, or sums over several shards. `plain` is the JSON form; "documents" excludes blank ones.
 
