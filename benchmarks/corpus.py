@@ -1,16 +1,16 @@
-"""From text to tokens and back: preparation, near-duplicates, random reads and start-up, against the plain ways.
+"""Near-duplicates, random reads and start-up, against the plain ways.
 
-    python benchmarks/corpus.py [--quick] [--parts tokenize near read start] [--rounds 5]
+    python benchmarks/corpus.py [--quick] [--parts near read start] [--rounds 5]
 
-The corpus is the Python standard library as JSON lines, several times over with its lines shuffled among documents
-(--quick: once), the tokenizer a byte-level BPE trained on it before any clock starts. Everything runs on all cores.
+The corpus is the Python standard library as JSON lines, several times over with its lines shuffled within documents
+(--quick: once). Everything runs on all cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import multiprocessing
 import random
 import sys
 import tempfile
@@ -23,21 +23,17 @@ from common import ROOT, Result, ratio, rounds, standard_library, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
-from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions, PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions
 from crosstrain_plugins.builtin.commands.prepare.pool import cores
-from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
-from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile, TokenWriter, best_dtype
-
-from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from crosstrain_plugins.builtin.commands.prepare.shards import CorpusShard
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile, TokenWriter
 
 WORDS = 5  # in a shingle
-_tokenizer: TextTokenizer | None = None
 
 
 def make_corpus(folder: Path, copies: int) -> int:
-    """`corpus.jsonl` and a tokenizer; returns the bytes of text."""
+    """`corpus.jsonl`; returns the bytes of text."""
     texts = [text for text in standard_library() if text.strip()]
-    train_bpe(texts, 32_000).save(folder / "tokenizer")
     rng, size = random.Random(0), 0
     with open(folder / "corpus.jsonl", "w") as file:
         for copy in range(copies):
@@ -55,64 +51,6 @@ def read_corpus(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (folder / "corpus.jsonl").read_text().splitlines()]
 
 
-# ---- tokenizing
-
-
-def ours(folder: Path) -> Result:
-    options = PrepareOptions(input=str(folder / "corpus.jsonl"), tokenizer=str(folder / "tokenizer"), workers=cores())
-    started = time.perf_counter()
-    summary = prepare(options, folder / "prepared", progress=False, overwrite=True)
-    seconds = time.perf_counter() - started
-    return {"bytes_per_second": summary.text_bytes / seconds, "tokens": summary.tokens}
-
-
-def _begin(tokenizer: str) -> None:
-    global _tokenizer
-    _tokenizer = load_tokenizer(tokenizer)
-
-
-def _encode(line: str) -> tuple[list[int], int]:
-    assert _tokenizer is not None
-    text = json.loads(line)["text"]
-    return [*_tokenizer.encode(text), _tokenizer.end_id], len(text.encode())
-
-
-def one_at_a_time(folder: Path) -> Result:
-    """Worker processes that take a document each, as Megatron-LM's tools/preprocess_data.py does."""
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    started, size = time.perf_counter(), 0
-    with (
-        open(folder / "corpus.jsonl") as lines,
-        multiprocessing.get_context("spawn").Pool(cores(), _begin, (str(folder / "tokenizer"),)) as pool,
-        TokenWriter(folder / "plain", best_dtype(tokenizer.vocab_size)) as writer,
-    ):
-        for ids, length in pool.imap(_encode, lines, 32):
-            writer.add([ids])
-            size += length
-    return {"bytes_per_second": size / (time.perf_counter() - started), "tokens": writer.num_tokens}
-
-
-def bare_batches(folder: Path) -> Result:
-    """`encode_batch_fast` on texts that are in memory, nothing written."""
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    texts = read_corpus(folder)
-    size, tokens, started = sum(len(text.encode()) for text in texts), 0, time.perf_counter()
-    for start in range(0, len(texts), 256):
-        encoded = tokenizer.backend.encode_batch_fast(texts[start : start + 256], add_special_tokens=False)
-        tokens += sum(len(found.ids) + 1 for found in encoded)
-    return {"bytes_per_second": size / (time.perf_counter() - started), "tokens": tokens}
-
-
-def tokenize(folder: Path, count: int) -> None:
-    ways: dict[str, Callable[[Path], Result]] = {
-        "prepare": ours, "one at a time": one_at_a_time, "encode_batch_fast": bare_batches,
-    }  # fmt: skip
-    found = rounds(list(ways), lambda way: ways[way](folder), count)
-    assert len({result["tokens"] for results in found.values() for result in results}) == 1
-    rows = [[name, ratio(found["prepare"], found[name], "bytes_per_second")] for name in list(ways)[1:]]
-    print(table(["tokenize and write, bytes/s against", "ratio"], rows), "\n")
-
-
 # ---- near-duplicates
 
 
@@ -120,20 +58,26 @@ def our_near(folder: Path) -> Result:
     """From texts in memory to marks, through the files that are in between."""
     from crosstrain_plugins.builtin.commands.prepare.dedup import find_duplicates
     from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool
-    from crosstrain_plugins.builtin.commands.prepare.shards import CorpusShard
 
     texts = read_corpus(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         started, size = time.perf_counter(), max(1, len(texts) // (4 * cores()))
         shards = [CorpusShard(Path(name), str(k)) for k in range(0, len(texts), size)]
         for k, shard in enumerate(shards):
-            shard.write(((text.encode(), str(k)) for text in texts[k * size : (k + 1) * size]), {})
+            _write(shard, texts[k * size : (k + 1) * size])
         with WorkerPool(cores()) as pool:
             options = DedupOptions(exact=True, near=NearOptions(shingle=WORDS))
-            gone = find_duplicates(options, shards, Path(name), pool, lambda count: None)
+            gone = find_duplicates(options, shards, pool, lambda count: None)
         seconds = time.perf_counter() - started
-        assert gone.marks is not None
-        return {"documents_per_second": len(texts) / seconds, "dropped": float(gone.marks.sum())}
+        return {"documents_per_second": len(texts) / seconds, "dropped": float(sum(map(len, gone.dropped)))}
+
+
+def _write(shard: CorpusShard, texts: list[str]) -> None:
+    encoded = [text.encode() for text in texts]
+    hashes = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in encoded]
+    report = {"lengths": list(map(len, encoded)), "hashes": hashes, "sources": [shard.key] * len(texts)}
+    with shard.writing(report) as file:
+        file.writelines(encoded)
 
 
 def datasketch(folder: Path) -> Result:
@@ -227,15 +171,15 @@ def start(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small corpus and two rounds")
-    parser.add_argument("--parts", nargs="+", default=["tokenize", "near", "read", "start"])
+    parser.add_argument("--parts", nargs="+", default=["near", "read", "start"])
     parser.add_argument("--rounds", type=int)
     arguments = parser.parse_args()
     count = arguments.rounds or (2 if arguments.quick else 5)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if {"tokenize", "near"} & set(arguments.parts):
+        if "near" in arguments.parts:
             print(f"{make_corpus(folder, 1 if arguments.quick else 5) / 1e6:.0f} MB of text", file=sys.stderr)
-        for part, work in {"tokenize": tokenize, "near": near, "read": read}.items():
+        for part, work in {"near": near, "read": read}.items():
             if part in arguments.parts:
                 work(folder, count)
         if "start" in arguments.parts:

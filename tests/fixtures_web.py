@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 
 class Server(ThreadingHTTPServer):
@@ -36,14 +37,21 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
+    def do_HEAD(self) -> None:
+        self._answer(head=True)
+
     def do_GET(self) -> None:
+        self._answer(head=False)
+
+    def _answer(self, head: bool) -> None:
         server = self.server
         with server.lock:
-            server.seen.append((self.path, time.monotonic()))
+            if not head:
+                server.seen.append((self.path, time.monotonic()))
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)
-            failing = server.failures.get(self.path, 0)
-            server.failures[self.path] = max(0, failing - 1)
+            failing = 0 if head else server.failures.get(self.path, 0)
+            server.failures[self.path] = max(0, server.failures.get(self.path, 0) - bool(failing))
         try:
             status, kind, body = (
                 (503, "text/plain", b"") if failing else server.content.get(self.path, (404, "text/plain", b""))
@@ -56,6 +64,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body) - start))
             self.send_header("ETag", server.etag)
             self.end_headers()
+            if head:
+                return
             cut, server.cut = server.cut, None
             self.wfile.write(body[start : cut and start + cut])
         finally:
@@ -67,7 +77,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server on this machine, which downloads may reach."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with Server() as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()

@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
         Chunk,
         Document,
         FileReader,
-        Reader,
-        Task,
         split_file,
     )
     from crosstrain_plugins.builtin.commands.samples.sample_view import SampleView

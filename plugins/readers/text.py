@@ -1,5 +1,6 @@
-"""Read text files: one document per file, or several with a separator between them."""
+"""Read text files, and the standard library of the running Python: about 30 MB of text on every machine."""
 
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from crosstrain import Chunk, Document, FileReader, Text, registry
 
 from ..commands.prepare.reader import split_file
 
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
+
 
 @registry.register_reader("text")
 class TextReader(FileReader):
@@ -15,7 +18,6 @@ class TextReader(FileReader):
 
     suffixes = (".txt",)
     contents = ()
-    shared_options = ("separator",)
 
     @dataclass
     class Options(FileReader.Options):
@@ -39,3 +41,22 @@ class TextReader(FileReader):
         for part in chunk.text().split(separator):
             yield Document(part, f"{chunk.file} at byte {offset}")
             offset += len((part + separator).encode(errors="surrogateescape"))
+
+
+@registry.register_reader("stdlib")
+class StandardLibraryReader(FileReader):
+    """The Python standard library, one document per .py file; needs no path."""
+
+    @dataclass
+    class Options:
+        """No options."""
+
+    _paths = ()
+
+    def files(self) -> list[Path]:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return sorted(file for file in root.rglob("*.py") if not _SKIPPED & set(file.relative_to(root).parts))
+
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        # Python tests its own decoder with files that are deliberately not UTF-8.
+        yield Document(chunk.read().decode(errors="replace").replace("\r\n", "\n"), str(chunk.file))

@@ -1,68 +1,100 @@
-"""Read the main text of the pages in lists of URLs."""
+"""Fetch the pages of lists of URLs politely into one file, and read their main text."""
 
-import hashlib
-import sqlite3
+import base64
+import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from urllib.parse import urldefrag, urlsplit
+from threading import Event, Lock
+from typing import Annotated, Any
+from urllib.parse import urldefrag, urljoin, urlsplit
+from urllib.robotparser import RobotFileParser
 
+from annotated_types import Interval
 from tqdm import tqdm
 
-from crosstrain import DataError, Document, Reader, Task, registry, require
+from crosstrain import Chunk, DataError, Document, FileReader, PositiveInt, Text, registry, require
+from crosstrain.utils.files import append
 
-from ..commands.prepare.io import existing, files_below, opened, pieces
-from .crawl import CrawlOptions, PageStore, crawl
-from .web_page import page_document
+from ..commands.prepare import io
+from ..commands.prepare.download import AGENT
+from ..commands.prepare.reader import split_file
+from ..commands.prepare.shards import key_of
+from .web_page import TYPES, page_document
 
-_IN_TASK = 256  # pages per task
+_NOT_TEXT = [
+    "3gp", "7z", "ai", "aif", "apk", "app", "avi", "bin", "bmp", "bz2", "css", "csv", "dat", "deb", "dmg", "doc",
+    "docx", "exe", "gif", "gifv", "gz", "iso", "jar", "jpeg", "jpg", "js", "json", "key", "log", "m4a", "m4v", "mid",
+    "midi", "mov", "mp3", "mp4", "mpeg", "mpg", "ogg", "ogv", "otf", "pdf", "pkg", "png", "ppt", "pptx", "psd", "py",
+    "rar", "rss", "rtf", "svg", "swf", "tar", "tif", "tiff", "ttf", "wav", "webm", "webp", "wma", "wmv", "woff",
+    "woff2", "xls", "xlsx", "xml", "xz", "zip",
+]  # fmt: skip
 
 
 @registry.register_reader("urls")
-class UrlListReader(Reader):
-    """Lists of URLs, one per line, fetched politely: the main text of each page, extracted by trafilatura."""
+class UrlListReader(FileReader):
+    """Lists of URLs, one per line: the main text of each page, fetched and extracted by trafilatura."""
 
-    Options = CrawlOptions
-    options: CrawlOptions
-    pages: Path  # the SQLite file
+    @dataclass
+    class Options:
+        """Pages to fetch. robots.txt is obeyed."""
+
+        path: Text | list[Text]  # URL lists, compressed or not, or folders of them
+        domains: list[Text] = field(default_factory=list)  # fetch only these domains and their subdomains; empty: all
+        blocked_domains: list[Text] = field(default_factory=list)  # skip these domains and their subdomains
+        blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # skip these file extensions
+        limit: PositiveInt | None = None  # maximum number of pages, from the start of the list; None: no limit
+        hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # hosts to fetch from in parallel, one connection each
+        # seconds between two requests to a host; its robots.txt may require more
+        delay: Annotated[float, Interval(ge=0, le=86_400)] = 1.0
+        private_hosts: bool = False  # also fetch from addresses of this machine and of local networks
+
+    options: Options
 
     def fetch(self, folder: Path, progress: bool) -> None:
+        """Fetch the pages that are not yet in the file of these URLs.
+
+        It has a JSON object per line with url, state and, if the state is ok, type and body.
+        """
+        library = require("trafilatura", "reading lists of URLs")
+        lock, refused = Lock(), Counter[str]()
+        urls = list(islice(self._urls(refused), self.options.limit))
+        pages = folder / f"pages-{key_of(urls)[:16]}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        chosen = repr(self.options).encode() + b"".join(str(f.stat().st_mtime_ns).encode() for f in self._lists())
-        self.pages = folder / f"pages-{hashlib.blake2b(chosen, digest_size=8).hexdigest()}.sqlite"
-        require("trafilatura", "reading lists of URLs")
-        refused: Counter[str] = Counter()
-        pages = PageStore(self.pages)
-        known = pages.add(islice(self._urls(refused), self.options.limit))
-        states = pages.states()
-        total, todo = sum(states.values()), states.get("None", 0)
-        with tqdm(desc="fetch pages", total=total, initial=total - todo, unit=" pages", disable=not progress) as bar:
-            try:
-                crawl(pages, self.options, bar.update)
-            except sqlite3.OperationalError as error:
-                raise DataError(
-                    f"{self.pages} cannot be written ({error}): what was fetched stays; make room and run the same"
-                    f" command again to go on"
-                ) from None
-        self.fetch_counts = {**refused, **pages.states()}
-        if todo == total and known:
-            self.fetch_counts["named more than once"] = known
-        pages.base.close()
+        pages.touch()
+        self.known_files = [pages]
+        states = {page["url"]: page["state"] for chunk in self.chunks(pages) for page in _pages(chunk)}
+        waiting = [url for url in dict.fromkeys(urls) if url not in states]
+        with tqdm(desc="fetch pages", total=len(waiting), unit=" pages", disable=not progress) as bar:
+
+            def settle(page: dict[str, str]) -> None:
+                with lock:
+                    append(pages, f"\n{json.dumps(page)}")  # ends a line that a killed process cut
+                    states[page["url"]] = page["state"]
+                    bar.update()
+
+            _Crawl(library, self.options, settle).run(waiting)
+        self.fetch_counts = {**refused, **Counter(states.values())}
+        if repeated := len(urls) - len(states):
+            self.fetch_counts["named more than once"] = repeated
         if not self.fetch_counts.get("ok"):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.fetch_counts.items()) or "they are empty"
             raise DataError(f"{self.options.path} gave no page: {reasons}")
 
     def _lists(self) -> list[Path]:
-        named = self.options.path
-        paths = [existing(item) for item in ([named] if isinstance(named, str) else named)]
-        return [file for path in paths for file in (files_below(path) if path.is_dir() else [path])]
+        paths = map(io.existing, self._paths)
+        return [file for path in paths for file in (io.files_below(path) if path.is_dir() else [path])]
 
     def _urls(self, refused: Counter[str]) -> Iterator[str]:
         for file in self._lists():
-            with opened(file) as stream:
-                for line in pieces(stream, b"\n"):
+            with io.opened(file) as stream:
+                for line in io.pieces(stream, b"\n"):
                     url = urldefrag(line.strip().decode("utf-8", "replace")).url
                     if url and (reason := self._refusal(url)):
                         refused[reason] += 1
@@ -85,25 +117,76 @@ class UrlListReader(Reader):
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 
-    def tasks(self) -> Iterator[Task]:
-        base = sqlite3.connect(f"file:{self.pages}?mode=ro", uri=True)
-        last = base.execute("SELECT COALESCE(MAX(id), 0) FROM pages").fetchone()[0]
-        for start in range(1, last + 1, _IN_TASK):
-            query = "SELECT COUNT(*), SUM(size) FROM pages WHERE state = 'ok' AND id >= ? AND id < ?"
-            count, size = base.execute(query, (start, start + _IN_TASK)).fetchone()
-            if count:
-                key = f"{self.pages.name}-{start}-{count}-{size}"
-                yield Task(key, size, (self.pages, start))
-        base.close()
+    def chunks(self, file: Path) -> Iterator[Chunk]:
+        return split_file(file, b"\n")
 
-    def read(self, task: Task) -> Iterator[Document]:
-        pages, start = task.payload
-        base = sqlite3.connect(f"file:{pages}?mode=ro", uri=True)
-        query = "SELECT url, kind, body FROM pages WHERE state = 'ok' AND id >= ? AND id < ? ORDER BY id"
-        for url, kind, body in base.execute(query, (start, start + _IN_TASK)).fetchall():
-            yield page_document(zlib.decompress(body), kind, url, url)
-        base.close()
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        for page in _pages(chunk):
+            if page["state"] == "ok":
+                body = zlib.decompress(base64.b64decode(page["body"]))
+                yield page_document(body, page["type"], page["url"], page["url"])
+
+
+def _pages(chunk: Chunk) -> Iterator[dict[str, str]]:
+    for line in chunk.read().splitlines():
+        with suppress(ValueError):  # an empty line, or one that a killed process cut
+            yield json.loads(line)
 
 
 def _within(host: str, domain: str) -> bool:
     return host == domain.lower() or host.endswith("." + domain.lower())
+
+
+class _Crawl:
+    """Fetches pages with trafilatura. A host has one request at a time; several hosts are visited at a time."""
+
+    def __init__(
+        self, trafilatura: Any, options: UrlListReader.Options, settle: Callable[[dict[str, str]], object]
+    ) -> None:
+        """`settle` gets the url and state of each page, and of a page with text also its type and body."""
+        self.options, self.settle, self.stop = options, settle, Event()
+        config, protection = trafilatura.settings.use_config(), "off" if options.private_hosts else "on"
+        config["DEFAULT"].update({"USER_AGENTS": AGENT, "INSECURE_SSL_FALLBACK": "off", "SSRF_PROTECTION": protection})
+        # It tries again after temporary errors, and returns None if there is no answer.
+        self.answer = partial(trafilatura.fetch_response, with_headers=True, config=config)
+
+    def run(self, urls: list[str]) -> None:
+        by_host: dict[str, list[str]] = {}
+        for url in urls:
+            by_host.setdefault(urlsplit(url).netloc.lower(), []).append(url)
+        with ThreadPoolExecutor(self.options.hosts) as pool:
+            try:
+                list(pool.map(self._visit, by_host.values()))  # an error cancels visits that have not started
+            finally:
+                self.stop.set()
+
+    def _visit(self, urls: list[str]) -> None:
+        robots = self._robots(urljoin(urls[0], "/robots.txt"))
+        asked = robots.crawl_delay(AGENT) if robots else None
+        delay = max(self.options.delay, float(asked or 0))
+        for url in urls:
+            if robots is None or not robots.can_fetch(AGENT, url):
+                self.settle({"url": url, "state": "robots.txt does not allow it"})
+            elif not self.stop.wait(delay):
+                self.settle({"url": url, **self._page(url)})
+
+    def _robots(self, url: str) -> RobotFileParser | None:
+        """Fetch a host's robots.txt (RFC 9309); None if the request fails. All is allowed if the host has none."""
+        answer = self.answer(url)
+        if answer is None or answer.status >= 500:
+            return None
+        robots = RobotFileParser(url)
+        robots.parse(answer.data.decode("utf-8", "replace").splitlines() if answer.status == 200 else [])
+        return robots
+
+    def _page(self, url: str) -> dict[str, str]:
+        answer = self.answer(url)
+        if answer is None:
+            return {"state": "no answer"}
+        content_type = (answer.headers or {}).get("content-type", "text/plain")
+        kind = content_type.partition(";")[0].strip().lower()
+        if answer.status != 200:
+            return {"state": f"the server says {answer.status}"}
+        if kind not in TYPES:
+            return {"state": f"is {kind}"}
+        return {"state": "ok", "type": content_type, "body": base64.b64encode(zlib.compress(answer.data)).decode()}

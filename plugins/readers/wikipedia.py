@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..commands.prepare import io
 from ..commands.prepare.reader import line_number, split_file
 
 _END = b"</page>"
+_RULES = yaml.safe_load((paths.home() / "configs" / "wikipedia" / "markup.yaml").read_text(encoding="utf-8"))
 _SITE = 1 << 16  # number of bytes at the start of a dump to search for its siteinfo
 _TAGS = {"br": "\n"} | dict.fromkeys(
     (
@@ -112,7 +113,7 @@ def _hidden(file: Path) -> frozenset[str]:
     with io.opened(file) as stream:
         head = stream.read(_SITE).partition(b"</siteinfo>")[0].decode(errors="replace")
     declared = re.findall(r'<namespace key="(?:6|14)"[^>]*>([^<]+)<', head)
-    names = [*map(unescape, declared), "file", "image", *_rules()["categories"], *_rules()["languages"]]
+    names = [*map(unescape, declared), "file", "image", *_RULES["categories"], *_RULES["languages"]]
     return frozenset(name.lower() for name in names)
 
 
@@ -128,12 +129,6 @@ def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
         yield chunk.start + start, data[start:at]
     if chunk.start == 0 and at == 0 and not chunk.read().lstrip().startswith(b"<mediawiki"):
         raise DataError(f"{chunk.file} is no dump of a MediaWiki: it does not begin with <mediawiki>")
-
-
-@cache
-def _rules() -> dict[str, Any]:
-    """Return the content of configs/wikipedia/markup.yaml."""
-    return yaml.safe_load((paths.home() / "configs" / "wikipedia" / "markup.yaml").read_text(encoding="utf-8"))
 
 
 class WikiPage:
@@ -182,7 +177,7 @@ class WikiPage:
         second = f"{name}|{given.get('2', '')}"
         family = re.split("[-/]", name)[0]
         keys = (f"{second}|{given.get('4')}", second, name if node.params else f"{name}()", name, f"{family}-")
-        shown = next((text for key in keys if (text := _rules()["templates"].get(key)) is not None), None)
+        shown = next((text for key in keys if (text := _RULES["templates"].get(key)) is not None), None)
         used = [next(filter(None, map(given.get, names.split("|"))), "") for names in _PARAMETER.findall(shown or "")]
         if shown is None or (used and not any(used)):
             if in_line:
@@ -193,4 +188,4 @@ class WikiPage:
 
 def _shown(found: re.Match[str]) -> str:
     """Return a name between double underscores, or an empty string if it is in upper case and not a known macro."""
-    return found[0] if found[0] != found[0].upper() or found[0] in _rules()["macros"] else ""
+    return found[0] if found[0] != found[0].upper() or found[0] in _RULES["macros"] else ""

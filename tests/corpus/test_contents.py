@@ -9,7 +9,6 @@ import json
 import tarfile
 import zipfile
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import pytest
 from backports import zstd
 from crosstrain_plugins.builtin.commands.prepare import io as corpus_io
 from crosstrain_plugins.builtin.commands.prepare.conversation_files import rows
-from crosstrain_plugins.builtin.commands.prepare.minhash import shingles
-from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.dedup import shingles
+from crosstrain_plugins.builtin.commands.prepare.options import NearOptions, PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -217,8 +216,7 @@ def test_null_is_an_empty_text_in_every_container(tmp_path: Path, container: str
 
 def test_near_duplicates_split_words_at_any_blank() -> None:
     texts = [blank.join(["one", "two", "three", "four"]) for blank in (" ", "\u00a0", "\u3000", "\u2003\t")]
-    hashes, offsets = shingles(texts, 2, "words")
-    sets = [set(hashes[start:stop].tolist()) for start, stop in pairwise(offsets)]
+    sets = [shingles(text, NearOptions(shingle=2)) for text in texts]
     assert len(sets[0]) == 3
     assert sets.count(sets[0]) == 4
 
@@ -243,7 +241,7 @@ def test_a_parquet_file_that_becomes_gigabytes_is_refused(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"y\.parquet becomes more than 250 times as large"):
         read(small)
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(10_000_000, pyarrow.string())}), bomb)
-    with pytest.raises(DataError, match=r"x\.parquet becomes more than 250 times"), corpus_io.parquet_table(bomb) as t:
+    with pytest.raises(DataError, match=r"x\.parquet becomes more than 250 times"), corpus_io.table(bomb) as t:
         next(t.rows())
     assert read(table_of(tmp_path / "z.parquet", "words " * 1000, 100)) == ["words " * 1000] * 100
 

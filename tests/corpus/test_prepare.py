@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from crosstrain_plugins.builtin.commands.prepare import pipeline, shards
+from crosstrain_plugins.builtin.commands.prepare import pipeline
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
@@ -17,7 +15,8 @@ from crosstrain_plugins.builtin.datasets.prepared import Summary
 from filelock import FileLock
 
 from conftest import TEXTS, json_lines
-from crosstrain.config.schema import OptionError
+from crosstrain import registry
+from crosstrain.config.schema import Component, OptionError
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.errors import DataError
 
@@ -26,6 +25,11 @@ from crosstrain.utils.errors import DataError
 
 def options(path: Path, tokenizer: Path, **more: object) -> PrepareOptions:
     return PrepareOptions(input=str(path), tokenizer=str(tokenizer), **more)  # type: ignore[arg-type]
+
+
+def longer(tokens: int) -> list[Component]:
+    options = registry.get("processor", "document_length").Options(min_tokens=tokens)
+    return [Component("document_length", options)]
 
 
 def names(folder: Path) -> list[str]:
@@ -47,18 +51,8 @@ def test_a_prepared_folder_holds_every_document_and_its_end(tokenizer: Path, tmp
     assert summary.tokenizer_sha256 == hashlib.sha256(content).hexdigest()
     assert Summary.read(tmp_path / "out") == summary
     assert names(tmp_path) == ["out", "t.jsonl"]
-    files = ["dataset.json", "lengths.svg", "report.json", "tokenizer", "tokens.bin", "tokens.idx"]
+    files = ["dataset.json", "report.json", "tokenizer", "tokens.bin", "tokens.idx"]
     assert names(tmp_path / "out") == files
-
-
-def test_without_matplotlib_only_the_picture_is_missing(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    prepare(options(json_lines(tmp_path / "t.jsonl", TEXTS), tokenizer), tmp_path / "out", progress=False)
-    assert "drawing lengths.svg needs the package matplotlib" in caplog.text
-    assert "report.json" in names(tmp_path / "out")
-    assert "lengths.svg" not in names(tmp_path / "out")
 
 
 def test_a_tokenizer_can_be_trained_on_the_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,10 +66,10 @@ def test_a_tokenizer_can_be_trained_on_the_way(tmp_path: Path, caplog: pytest.Lo
 
 def test_short_documents_are_dropped_and_counted(tokenizer: Path, tmp_path: Path) -> None:
     source = json_lines(tmp_path / "t.jsonl", ["a", *TEXTS, "b"])
-    summary = prepare(options(source, tokenizer, min_tokens=2), tmp_path / "out", progress=False)
+    summary = prepare(options(source, tokenizer, clean=longer(2)), tmp_path / "out", progress=False)
     assert (summary.documents, summary.dropped) == (3, 2)
-    with pytest.raises(DataError, match=r"all 5 documents were dropped: 5 by min_tokens"):
-        prepare(options(source, tokenizer, min_tokens=999), tmp_path / "none", progress=False)
+    with pytest.raises(DataError, match=r"all 5 documents were dropped: 5 by document_length"):
+        prepare(options(source, tokenizer, clean=longer(999)), tmp_path / "none", progress=False)
     assert not (tmp_path / "none").exists()
 
 
@@ -83,20 +77,6 @@ def test_exactly_one_tokenizer_is_asked_for() -> None:
     for both_or_none in ({}, {"tokenizer": "gpt2", "train_tokenizer": 300}):
         with pytest.raises(OptionError, match="either tokenizer"):
             PrepareOptions(input="stdlib", **both_or_none)  # type: ignore[arg-type]
-
-
-def test_documents_are_read_no_faster_than_they_are_used() -> None:
-    read_so_far = 0
-
-    def endless() -> Iterator[str]:
-        nonlocal read_so_far
-        while True:
-            read_so_far += 1
-            yield "x" * 30
-
-    batches = shards.batches(endless(), 100)
-    assert [len(next(batches)) for _ in range(5)] == [4] * 5
-    assert read_so_far == 20
 
 
 def test_an_existing_dataset_is_replaced_only_on_request(tokenizer: Path, tmp_path: Path) -> None:

@@ -95,11 +95,11 @@ def test_an_input_that_gives_nothing_says_why(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist"):
         read(tmp_path / "nowhere")
     (tmp_path / "page.md").write_text("text")
-    with pytest.raises(DataError, match=r"holds no \.csv, .* or \.xml file \(found: 1 with \.md\)"):
+    with pytest.raises(DataError, match=r"holds no \.arrow, .* or \.xml file \(found: 1 with \.md\)"):
         read(tmp_path)
     (tmp_path / "good.txt").write_text("text")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no \.csv,.*found: nothing"):
+    with pytest.raises(DataError, match=r"empty holds no \.arrow,.*found: nothing"):
         read(tmp_path / "good.txt", tmp_path / "empty")  # one good input does not excuse the other
 
 

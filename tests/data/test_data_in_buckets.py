@@ -15,14 +15,13 @@ import pyarrow
 import pytest
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
-from crosstrain_plugins.builtin.commands.prepare.tools import inspect, merge
+from crosstrain_plugins.builtin.commands.prepare.tools import inspect
 from crosstrain_plugins.builtin.datasets import byte_source
 from crosstrain_plugins.builtin.datasets.byte_source import RemoteBytes
 from crosstrain_plugins.builtin.datasets.prepared import locate_remote
 from pyarrow import parquet
 
 from conftest import Workspace, json_lines
-from crosstrain.cli.main import main
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
 from crosstrain.data.loader import evaluation_batches, training_steps
@@ -132,7 +131,7 @@ def test_memory_holds_a_bounded_part(memory: str, monkeypatch: pytest.MonkeyPatc
     assert source.read(7, 7) == b""
 
 
-def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path) -> None:
     texts = [f"text number {n} has some words" for n in range(40)]
     local = home / "in"
     (local / "more").mkdir(parents=True)
@@ -157,13 +156,6 @@ def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path, capsys:
     TextDataset.prepare(made)
     assert TextDataset.is_prepared(made)
     assert storage.read(memory + "/made/tokens.bin") == storage.read(memory + "/out/tokens.bin")
-    merge([memory + "/out", str(home / "near")], home / "both")
-    given = [memory + "/out", str(home / "near"), "--output", memory + "/both"]
-    assert main(["prepare", "merge", *given]) == 0
-    assert main(["prepare", "merge", *given]) == 1
-    assert "memory://bucket/both is not empty: overwrite it" in capsys.readouterr().err
-    assert storage.read(memory + "/both/tokens.bin") == (home / "both" / "tokens.bin").read_bytes()
-    assert "80 documents" in inspect(str(home / "both"))
     assert "40 documents" in inspect(memory + "/out")
     with pytest.raises(DataError, match="memory://bucket/none/ holds no file that a reader reads"):
         prepare(PrepareOptions(input=memory + "/none/", train_tokenizer=300), home / "x", False)

@@ -276,8 +276,8 @@ def test_a_missing_dataset_is_made_once_and_then_left_alone(tmp_path: Path) -> N
 def test_a_dataset_made_otherwise_is_not_passed_off_as_the_one_asked_for(tmp_path: Path) -> None:
     wanted, output = prepared(tmp_path, ["some words"] * 20)
     TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=8, prepare=wanted))
-    wanted.min_tokens = 3
-    with pytest.raises(DataError, match=r"prepared with min_tokens=0, and prepare\.min_tokens is now 3"):
+    wanted.separator = "---"
+    with pytest.raises(DataError, match=r"prepared with separator=None, and prepare\.separator is now '---'"):
         TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=8, prepare=wanted))
 
 

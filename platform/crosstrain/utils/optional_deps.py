@@ -24,7 +24,7 @@ EXTRAS = {  # module -> extra
         "ray": "ray",
         "wandb": "wandb",
         "mlflow": "mlflow",
-        "corpus": "backports datasets ftfy mwparserfromhell py3langid rensa tiktoken trafilatura",
+        "corpus": "backports ftfy mwparserfromhell py3langid rensa trafilatura",
     }.items()
     for module in modules.split()
 }

@@ -55,22 +55,21 @@ _Result = tuple[
 ]  # (conversations of a row, or the reason why the row is unusable; unread keys of the row)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Result]]]):
     """Render and tokenize rows; return the place of each row with its result."""
 
     source: ChatSource
 
     def open(self) -> None:
-        global _template, _process
-        _template = ChatTemplate(self.source.tokenizer)
-        _process = LimitedProcess(self._read, "")
+        self.template = ChatTemplate(self.source.tokenizer)
+        self.process = LimitedProcess(self._read, "")
 
     def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, _Result]]:
         found = []
         for row, place in item:
-            _process.name = f"{place}: the chat template or its tokenizer"
-            found.append((place, _process(row)))
+            self.process.name = f"{place}: the chat template or its tokenizer"
+            found.append((place, self.process(row)))
         return found
 
     def _read(self, row: Row | str) -> _Result:
@@ -88,7 +87,7 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Re
         messages = [
             {key: value for key, value in turn if key in turn.model_fields_set} for turn in conversation.messages
         ]
-        encoded = _template.encode(messages, conversation.tools or None, self.source.train_on)
+        encoded = self.template.encode(messages, conversation.tools or None, self.source.train_on)
         unread |= encoded.unwritten
         length = len(encoded.ids) - 1
         refuse_if(length < 1, "it has no token to be learned")
@@ -96,10 +95,6 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Re
             length > self.source.max_tokens, f"it has {length} tokens, and seq_length is {self.source.max_tokens}"
         )
         return [~token if is_target else token for token, is_target in zip(encoded.ids, encoded.is_target, strict=True)]
-
-
-_template: ChatTemplate  # one per worker process
-_process: LimitedProcess  # renders with the template
 
 
 def check_inputs(paths: Iterable[str]) -> None:

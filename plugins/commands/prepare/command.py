@@ -1,24 +1,22 @@
-"""`crosstrain prepare`: turn text into tokens, or make the files of a named dataset."""
+"""`crosstrain prepare`: turn text into tokens, or inspect such tokens."""
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 
 from crosstrain import Command, FilePath, UserError, registry
 from crosstrain.cli.flags import add_options
-from crosstrain.config.schema import Checker, defaults, options_class
+from crosstrain.config.schema import Checker
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.utils import paths
 from crosstrain.utils.errors import printable
 from crosstrain.utils.program import command
-from crosstrain.utils.storage import is_url
 
-from . import tools
 from .options import PrepareOptions
 from .prepare import prepare
+from .tools import inspect
 
-_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers")
+_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "workers")
 
 
 @dataclass(kw_only=True)
@@ -30,13 +28,13 @@ class Recipe(PrepareOptions):
 
 @registry.register_command("prepare")
 class PrepareCommand(Command):
-    """Turn text into tokens, or make a dataset's files."""
+    """Turn text into tokens, or inspect such tokens."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("what", nargs="?", choices=["inspect"], help="inspect prepared folders")
         parser.add_argument(
-            "dataset", nargs="?", metavar="WHAT", type=_what, help="inspect or merge; or a dataset that makes files"
+            "paths", nargs="*", metavar="DIR", help="of inspect: folders, or prefixes of Megatron's files"
         )
-        parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect and merge: prepared folders")
         parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
         parser.add_argument(
             "--input",
@@ -53,29 +51,24 @@ class PrepareCommand(Command):
         parser.add_argument(
             "--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)"
         )
-        parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
         parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
         parser.add_argument(
             "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"
         )
-        add_options(parser, "of the recipe, or of a dataset")
+        add_options(parser, "of the recipe")
         parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Prepare, inspect or merge; return the exit code."""
-        if arguments.dataset in ("inspect", "merge"):
-            return _existing(arguments)
-        if arguments.paths:
-            raise UserError(f"prepare: only inspect and merge take folders, not {arguments.dataset}")
-        if arguments.dataset is not None:
-            return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
+        """Prepare or inspect; return the exit code."""
+        if arguments.what == "inspect":
+            return _inspect(arguments)
         recipe = _read_recipe(arguments)
         summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
         print(
             f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), "
             f"vocabulary {summary.vocab_size:,}{f', {summary.dropped:,} documents dropped' if summary.dropped else ''}"
         )
-        print(f"what became of every document: {recipe.output}/report.json and lengths.svg")
+        print(f"what became of every document: {recipe.output}/report.json")
         print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
         return 0
 
@@ -90,49 +83,14 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
     origins = Origins(layers)
     tree = reduce(merge, (layer.tree for layer in layers))
     if arguments.cfg_path is None and "input" not in tree:
-        raise UserError("prepare: --input or --cfg-path is required, or the name of a dataset that makes its own files")
+        raise UserError("prepare: --input or --cfg-path is required")
     return Checker(origins.where).dataclass(Recipe, resolve(tree, origins), ())
 
 
-def _what(text: str) -> str:
-    if text.endswith((".yaml", ".yml")):
-        raise argparse.ArgumentTypeError(f"{text} is a recipe, not a dataset")
-    return text
-
-
-def _output(arguments: argparse.Namespace) -> str:
-    if not arguments.output:
-        raise UserError("prepare: --output is required: the folder to make")
-    return arguments.output
-
-
-def _existing(arguments: argparse.Namespace) -> int:
-    """Inspect or merge prepared folders."""
-    given = arguments.paths
-    if arguments.dataset == "inspect":
-        if not given:
-            hint = f"`{command('samples')}` shows what a project trains"
-            raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
-        for path in given:
-            print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
-        return 0
-    if len(given) < 2:
-        raise UserError("prepare merge: name two prepared folders or more")
-    name = _output(arguments)
-    summary = tools.merge(given, name if is_url(name) else Path(name), overwrite=arguments.overwrite)
-    print(f"{name}: {summary.documents:,} documents, {summary.tokens:,} tokens")
-    return 0
-
-
-def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
-    """Make a registered dataset create its files in `output`, as for a project file with these options."""
-    dataset = registry.get("dataset", name)
-    cls = options_class("dataset", dataset)
-    if not {"path", "prepare"} & {f.name for f in fields(cls)}:
-        raise UserError(f"prepare: the dataset {name} makes no files")
-    given = read_options(options)
-    place = {"path": output} if "path" in {f.name for f in fields(cls)} else {"prepare": {"output": output}}
-    tree = reduce(merge, [defaults(cls), place, given.tree])
-    dataset.prepare(Checker(lambda key: f"prepare {name}: {'.'.join(key)}").dataclass(cls, tree, ()))
-    print(f"{output}: ready; train on it with datasets.<label>: {{name: {name}, ...}}")
+def _inspect(arguments: argparse.Namespace) -> int:
+    if not arguments.paths:
+        hint = f"`{command('samples')}` shows what a project trains"
+        raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
+    for path in arguments.paths:
+        print(printable(inspect(path, arguments.document, arguments.tokenizer)))
     return 0

@@ -10,9 +10,10 @@ from typing import Any
 from crosstrain import DataError
 
 from . import io
-from .json_rows import Row, entries, parsed
+from .io import Row
 
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_TABLES = (".parquet", ".arrow")
+_SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES)
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # start of file names on the Hub
 
 
@@ -38,16 +39,13 @@ def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, 
     if item == "docstrings":
         return _docstrings(ranked)
     path = io.existing(item)
-    if path.is_dir() and (path / "state.json").is_file():
-        saved = io.saved_rows(path, io.saved_dataset(path))
-        return ((row, f"{path}, row {number}") for number, row in enumerate(saved))
     files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
     splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
     if (path / "dataset_dict.json").is_file() or len(splits) > 1:
         raise DataError(f"{path} holds several splits: name the files or the folder of one")
     if not files:
         raise io.nothing_in(path, " or ".join(_SUFFIXES))
-    return chain.from_iterable(_parquet(file) if io.has_suffix(file, (".parquet",)) else _json(file) for file in files)
+    return chain.from_iterable(_table(file) if io.has_suffix(file, _TABLES) else _json(file) for file in files)
 
 
 def _in_order(value: Any, order: dict[str, Any]) -> Any:
@@ -61,7 +59,7 @@ def _in_order(value: Any, order: dict[str, Any]) -> Any:
 
 
 def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
-    whole = entries(file, lambda row: not isinstance(row.get("data"), list))
+    whole = io.entries(file, lambda row: not isinstance(row.get("data"), list))
     if whole is not None:
         for number, entry in enumerate(whole):
             yield entry if isinstance(entry, dict) else "it is no JSON object", f"{file}, entry {number}"
@@ -74,14 +72,14 @@ def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
 
 def _row(line: bytes) -> Row | str:
     try:
-        row = parsed(line)
+        row = io.parsed(line)
     except ValueError as error:
         return f"it is not JSON ({error})"
     return row if isinstance(row, dict) else "it is no JSON object"
 
 
-def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
-    with io.parquet_table(file) as table:
+def _table(file: Path) -> Iterator[tuple[Row, str]]:
+    with io.table(file) as table:
         yield from ((row, f"{file}, row {number}") for number, row in enumerate(table.rows()))
 
 

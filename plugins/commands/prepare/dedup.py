@@ -1,181 +1,151 @@
-"""Find the documents to drop because they are equal or similar to an earlier document that stays."""
+"""Find the documents to drop because they are equal or similar to an earlier document that stays.
 
-import hashlib
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
+For near-duplicates, banded MinHash signatures propose pairs, and the exact similarity of a pair decides. Signatures:
+Broder 1997. Bands: Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from functools import cached_property, lru_cache
+from itertools import repeat
+from typing import Any
 
-import numpy as np
+from crosstrain import require
 
-from crosstrain.config.schema import to_plain
-from crosstrain.utils.files import replacing
-
-from . import minhash
 from .options import DedupOptions, NearOptions
 from .pool import CorpusStage, WorkerPool
-from .shards import CorpusShard, DocumentStore, key_of
-from .stats import Counts
+from .shards import CorpusShard
+from .stats import EXAMPLES, SNIPPET
 
-_PAIRS = 2048  # pairs in one work item
-SORTED_BYTES = 64 << 20  # bytes of rows that are sorted in memory at once
+_SEED = 42
+_FOUND = 0.99  # probability of finding a pair at the threshold; it is higher for more similar pairs
+_MOST_PAIRS = 256  # a document is compared with at most this many that share a band, the earliest ones
+_CACHED = 4096  # sets of shingles kept for later comparisons
+
+Place = tuple[int, int]  # of a document: number of its shard, place in the shard
 
 
-@dataclass
+@dataclass(frozen=True)
 class Duplicates:
-    """Marks of one byte per document, 1 to drop it (None: all stay), and a report with counts and examples per kind."""
+    """The places of the documents to drop in each shard, and a report with counts and examples per kind."""
 
-    marks: np.ndarray | None
+    dropped: list[list[int]]
     report: dict[str, Any]
-
-    @property
-    def digest(self) -> str:
-        """A hash of the marks."""
-        return "" if self.marks is None else hashlib.blake2b(self.marks.data, digest_size=16).hexdigest()
-
-    def left(self, shards: list[CorpusShard]) -> Iterator[tuple[CorpusShard, np.ndarray | None]]:
-        """Yield each shard with a mask of the documents to keep; None: keep all of them."""
-        start = 0
-        for shard in shards:
-            stop = start if self.marks is None else start + len(shard.rows())
-            yield shard, None if self.marks is None else np.array(self.marks[start:stop] == 0)
-            start = stop
 
 
 def find_duplicates(
-    options: DedupOptions, shards: list[CorpusShard], folder: Path, pool: WorkerPool, advance: Callable[[int], Any]
+    options: DedupOptions, shards: list[CorpusShard], pool: WorkerPool, advance: Callable[[int], Any]
 ) -> Duplicates:
     """Compare all documents of all shards; the first of equal or similar documents stays.
 
-    Memory holds only the names of the shards, one per 8 MB of input. The rest is on disk, in `folder`.
+    Memory holds about 250 bytes per document for equal ones, and 2 KB more for similar ones.
     """
-    starts = np.concatenate(([0], np.cumsum([len(shard.rows()) for shard in shards]))).astype(np.int64)
-    total = int(starts[-1])
-    if not total:
-        return Duplicates(None, {})
-    search = _Search(shards, starts, folder, np.memmap(folder / "repeated", np.uint8, "w+", shape=(total,)))
-    if options.exact:
-        search.mark_equal()
-    if options.near is not None:
-        search.mark_near(options.near, pool, advance)
-    return Duplicates(search.marks, search.counts.plain["dropped"])
+    search = _Search(options.near or NearOptions(), shards)
+    signatures = repeat([]) if options.near is None else pool.run(SignatureStage(options.near), shards)
+    for number, (shard, signed) in enumerate(zip(shards, signatures, strict=False)):
+        hashes = shard.report()["hashes"]
+        for place, digest in enumerate(hashes):
+            if not (options.exact and search.is_equal((number, place), digest)) and signed:
+                search.compare((number, place), signed[place])
+        advance(len(hashes))
+    return search.result()
 
 
 class _Search:
-    def __init__(self, shards: list[CorpusShard], starts: np.ndarray, folder: Path, marks: np.memmap) -> None:
-        self.shards, self.starts, self.folder, self.marks = shards, starts, folder, marks
-        self.documents = DocumentStore(shards, starts)
-        self.counts = Counts()
+    def __init__(self, near: NearOptions, shards: list[CorpusShard]) -> None:
+        self.near, self.shards = near, shards
+        self.first: dict[str, Place] = {}  # hash -> the first document with it
+        self.kept: list[Place] = []  # documents in the index
+        self.found: dict[str, list[tuple[Place, Place, str]]] = {}  # kind -> (document to drop, one like it, how)
+        self.shingles = lru_cache(_CACHED)(lambda document: shingles(self._read(document)[0], near))
 
-    def mark_equal(self) -> None:
-        """Mark documents with equal 128-bit hashes; no collision of these hashes is known."""
-        with ExternalSort(self.folder / "equal", 3, len(self.marks)) as sorter:
-            for start, shard in zip(self.starts, self.shards, strict=False):
-                hashes = shard.rows()["hash"]
-                sorter.add(hashes[:, 0], hashes[:, 1], start + np.arange(len(hashes)))
-            for rows in sorter.sorted():  # documents with equal hashes keep their order
-                new = np.concatenate(([True], (rows[1:, :2] != rows[:-1, :2]).any(axis=1)))
-                first = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
-                for place in np.flatnonzero(~new):
-                    self._mark("exact", int(rows[place, 2]), int(rows[first[place], 2]), "equal to")
+    @cached_property
+    def index(self) -> Any:
+        """An index of signatures by their bands."""
+        bands, rows = banding(self.near)
+        lsh = require("rensa", "finding near-duplicates").RMinHashLSH
+        return lsh(threshold=self.near.threshold, num_perm=bands * rows, num_bands=bands)
 
-    def mark_near(self, options: NearOptions, pool: WorkerPool, advance: Callable[[int], Any]) -> None:
-        """Mark the later document of each similar pair if the earlier one stays."""
-        folder = self.folder / f"near-{key_of(to_plain(options))}"
-        folder.mkdir(exist_ok=True)
-        for signed in pool.run(minhash.SignatureStage(folder, options), self.shards):
-            advance(signed)
-        total = len(self.marks)
-        similarity = minhash.SimilarityStage(self.shards, self.starts, options)
-        self.marks.flush()  # the stage reads the marks of equal documents
-        bands = BandStage(folder, self.shards, self.starts, Path(str(self.marks.filename)))
-        with ExternalSort(self.folder / "pairs", 2, 4 * total, highest=total) as candidates:
-            for path in pool.run(bands, range(minhash.banding(options)[0])):
-                with open(path, "rb") as file:
-                    while len(pairs := np.fromfile(file, np.int64, SORTED_BYTES // 8).reshape(-1, 2)):
-                        candidates.add(pairs[:, 1], pairs[:, 0])  # sorted by the later document
-                path.unlink()
-            for rows in candidates.sorted():
-                rows = np.unique(rows, axis=0)[:, ::-1].astype(np.int64)
-                chunks = [rows[start : start + _PAIRS] for start in range(0, len(rows), _PAIRS)]
-                for chunk, found in zip(chunks, pool.run(similarity, chunks), strict=True):
-                    for (first, second), share in zip(chunk.tolist(), found.tolist(), strict=True):
-                        if share >= options.threshold and not self.marks[first] and not self.marks[second]:
-                            self._mark("near", second, first, f"similarity {share:.3f} to")
+    def is_equal(self, document: Place, digest: str) -> bool:
+        """Drop a document whose 128-bit hash an earlier one has; no collision of these hashes is known."""
+        first = self.first.setdefault(digest, document)
+        if first != document:
+            self.found.setdefault("exact", []).append((document, first, "equal to"))
+        return first != document
 
-    def _mark(self, kind: str, document: int, like: int, how: str) -> None:
-        """Drop a document because of an earlier one."""
-        self.marks[document] = 1
-        text, source, reason = self.documents.get(document), "", ""
-        if self.counts.wants_example(kind):
-            kept = " ".join(self.documents.get(like)[:80].decode(errors="ignore").split())
-            source, reason = self.documents.source(document), f"{how} {self.documents.source(like)}: {kept}"
-        self.counts.drop(kind, len(text), source, reason, text.decode())
+    def compare(self, document: Place, signature: Any) -> None:
+        """Drop a document if an earlier one that stays is similar; otherwise add it to the index."""
+        for key in sorted(self.index.query(signature))[:_MOST_PAIRS]:
+            similarity = jaccard(self.shingles(self.kept[key]), self.shingles(document))
+            if similarity >= self.near.threshold:
+                found = document, self.kept[key], f"similarity {similarity:.3f} to"
+                self.found.setdefault("near", []).append(found)
+                return
+        self.index.insert(len(self.kept), signature)
+        self.kept.append(document)
+
+    def result(self) -> Duplicates:
+        dropped: list[list[int]] = [[] for _ in self.shards]
+        report = {}
+        for kind, found in self.found.items():
+            for (number, place), _, _ in found:
+                dropped[number].append(place)
+            size = sum(len(self._read(document)[0].encode()) for document, _, _ in found)
+            examples = [self._example(*pair) for pair in found[:EXAMPLES]]
+            report[kind] = {"documents": len(found), "bytes": size, "examples": examples}
+        return Duplicates([sorted(places) for places in dropped], report)
+
+    def _example(self, document: Place, like: Place, how: str) -> dict[str, str]:
+        text, source = self._read(document)
+        kept, other = self._read(like)
+        return {"source": source, "why": f"{how} {other}: {' '.join(kept[:80].split())}", "text": text[:SNIPPET]}
+
+    def _read(self, document: Place) -> tuple[str, str]:
+        number, place = document
+        return self.shards[number].document(place)
 
 
 @dataclass
-class BandStage(CorpusStage[int, Path]):
-    """Write the pairs of unmarked documents that share a band's key: int64 [pairs, 2], one file per band."""
+class SignatureStage(CorpusStage[CorpusShard, list[Any]]):
+    """Return the MinHash signature of each document of a shard."""
 
-    folder: Path  # holds the files of band keys
-    shards: list[CorpusShard]
-    starts: np.ndarray
-    marks: Path
+    options: NearOptions
 
-    def open(self) -> None:
-        self.marked = np.memmap(self.marks, np.uint8, "r")
+    def __call__(self, shard: CorpusShard) -> list[Any]:
+        return [self._signature(text) for text, _ in shard.documents()]
 
-    def __call__(self, band: int) -> Path:
-        place = self.folder / f"band-{band}-{secrets.token_hex(4)}"  # two workers may process the same band
-        with ExternalSort(place, 2, len(self.marked)) as sorter:
-            for number, shard in enumerate(self.shards):
-                keys = np.load(self.folder / f"{shard.key}.bands.npy", mmap_mode="r")[band]
-                documents = np.arange(self.starts[number], self.starts[number + 1])
-                new = self.marked[documents] == 0
-                sorter.add(keys[new], documents[new])
-            with replacing(self.folder / f"pairs-{band}") as file:
-                for rows in sorter.sorted():
-                    file.write(minhash.pairs(rows).tobytes())
-        return self.folder / f"pairs-{band}"
+    def _signature(self, text: str) -> Any:
+        bands, rows = banding(self.options)
+        signature = require("rensa", "finding near-duplicates").RMinHash(num_perm=bands * rows, seed=_SEED)
+        signature.update(shingles(text, self.options))
+        return signature
 
 
-class ExternalSort:
-    """Sorts rows of two or three uint64 on disk; the first column is the key.
+def banding(options: NearOptions) -> tuple[int, int]:
+    """Return (bands, rows) with the longest bands that still find 99% of the pairs at the threshold.
 
-    Rows are assigned to files by key, and each file is small enough to sort in memory. As a context manager, it removes
-    the files at the end of the block.
+    A pair of similarity s shares all r minima of a band with probability s^r, and at least one of b bands with
+    probability 1 - (1 - s^r)^b.
     """
+    for rows in range(options.permutations, 1, -1):
+        bands = options.permutations // rows
+        if 1 - (1 - options.threshold**rows) ** bands >= _FOUND:
+            return bands, rows
+    return options.permutations, 1
 
-    def __init__(self, folder: Path, columns: int, rows: int, highest: int = 1 << 64) -> None:
-        """Create the folder. rows: expected number of rows. highest: upper bound on the keys (assumed uniform)."""
-        self.folder, self.columns, self.highest = folder, columns, highest
-        self.parts = max(1, -(-rows * columns * 8 // SORTED_BYTES))
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
 
-    def __enter__(self) -> Self:
-        return self
+def shingles(text: str, options: NearOptions) -> set[str]:
+    """Return the shingles of a text: `shingle` consecutive units in lower case; of a shorter text, all its units.
 
-    def __exit__(self, *exception: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    A unit is a run of characters other than whitespace ("words"), or one such character ("characters").
+    """
+    words = text.lower().split()
+    units = words if options.unit == "words" else list("".join(words))
+    count = max(1, len(units) - options.shingle + 1)
+    return {" ".join(units[k : k + options.shingle]) for k in range(count)}
 
-    def add(self, *columns: np.ndarray) -> None:
-        """Append rows, given column by column."""
-        rows = np.stack([np.asarray(column).astype(np.uint64) for column in columns], axis=1)
-        width = -(-self.highest // self.parts)
-        part = (rows[:, 0] // np.uint64(width)).astype(np.int64) if self.parts > 1 else np.zeros(len(rows), np.int64)
-        order = np.argsort(part, kind="stable")
-        bounds = np.searchsorted(part[order], np.arange(self.parts + 1))
-        for number in np.unique(part):
-            with open(self.folder / str(number), "ab") as file:
-                file.write(rows[order[bounds[number] : bounds[number + 1]]].tobytes())
 
-    def sorted(self) -> Iterator[np.ndarray]:
-        """Yield all rows, uint64 [rows, columns], in ascending order, one file at a time; no key is in two files."""
-        for number in range(self.parts):
-            path = self.folder / str(number)
-            if path.exists():
-                rows = np.fromfile(path, np.uint64).reshape(-1, self.columns)
-                yield rows[np.lexsort(rows.T[::-1])]
+def jaccard(first: set[str], second: set[str]) -> float:
+    """Return |A and B| / |A or B| for two sets that are not empty."""
+    common = len(first & second)
+    return common / (len(first) + len(second) - common)

@@ -33,19 +33,6 @@ class Filter:
         return None
 
 
-class TokenLimits(Filter):
-    """Keep documents with `least` to `most` tokens; if `most` is None, there is no upper limit."""
-
-    def __init__(self, options: Any, least: int = 0, most: int | None = None) -> None:
-        super().__init__(options)
-        self.least, self.most = least, most
-
-    def tokens(self, count: int) -> Dropped | None:
-        if count < self.least or (self.most is not None and count > self.most):
-            return Dropped(f"{count} tokens")
-        return None
-
-
 def make_filters(given: list[dict[str, Any]]) -> list[tuple[str, Filter]]:
     """Create (name, filter) pairs from components as plain data. Raises ConfigError if a processor is not a filter."""
     made = []

@@ -1,7 +1,8 @@
-"""Open files (compressed or not) and tables, with a clear error if one cannot be read."""
+"""Open files (compressed or not), tables and JSON documents, with a clear error if one cannot be read."""
 
 import bz2
 import gzip
+import json
 import lzma
 import os
 import pickle
@@ -9,7 +10,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -17,8 +18,8 @@ from types import SimpleNamespace
 from typing import IO, Any, cast
 
 from crosstrain import DataError, require
-from crosstrain.utils.errors import explained, first_line, os_errors_as
-from crosstrain.utils.files import open_regular
+from crosstrain.utils.errors import first_line, os_errors_as
+from crosstrain.utils.files import open_regular, unique_keys
 from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
 
@@ -36,6 +37,51 @@ _PACKED = {
 }  # fmt: skip
 # Suffixes of compressed files and parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
 _PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
+Row = dict[str, Any]
+# A list of objects, an object over several lines, or perhaps an object that contains a list of objects.
+_DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*((?P<list>\[\s*[{\]])|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
+_EXPANSION = 4  # bytes of memory allowed per byte of a document
+_UNPACK = "unpack it, and name the files inside"
+_CONVERT = "extract its text into .txt, .jsonl or .parquet files first"
+# Name -> (regular expression for the beginning, advice if the reader does not accept this kind). First match wins.
+_KINDS = {
+    "Git LFS pointer": (rb"version https://git-lfs", "fetch the content with `git lfs pull`"),
+    "PDF": (rb"%PDF-", _CONVERT),
+    "zip archive": (rb"PK(\x03\x04|\x05\x06)", f"{_UNPACK}; of a document, {_CONVERT}"),
+    "tar archive": (rb".{257}ustar", _UNPACK),
+    "7z archive": (rb"7z\xbc\xaf\x27\x1c", _UNPACK),
+    "RAR archive": (rb"Rar!\x1a\x07", _UNPACK),
+    "compressed file": (
+        rb"\x1f[\x8b\x9d]|BZh[1-9]1AY|\xfd7zXZ|\x28\xb5\x2f\xfd|\x04\x22\x4d\x18",
+        "decompress it once",
+    ),
+    "picture": (
+        rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM.{12}[\x0c\x28\x6c\x7c]\0\0\0|II\*\0|MM\0\*",
+        _CONVERT,
+    ),
+    "sound or film": (rb"ID3|OggS|fLaC|RIFF....(WAVE|AVI )|.{4}ftyp|\x1a\x45\xdf\xa3", _CONVERT),
+    "program": (rb"\x7fELF|MZ.{62}|\xca\xfe\xba\xbe|\xcf\xfa\xed\xfe|\0asm", _CONVERT),
+    "SQLite database": (rb"SQLite format 3\0", _CONVERT),
+    "HDF5 file": (rb"\x89HDF\r\n", _CONVERT),
+    "NumPy array": (rb"\x93NUMPY", _CONVERT),
+    "pickle": (rb"\x80[\x02-\x05][}\]c(\x8c\x95]", _CONVERT),
+    "Word document": (rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _CONVERT),
+    "RTF document": (rb"\{\\rtf", _CONVERT),
+    "PostScript": (rb"%!PS", _CONVERT),
+    "Parquet table": (rb"PAR1", "name it .parquet"),
+    "Arrow table": (
+        rb"ARROW1\0\0|\xff{4}.\x01\0\0\x10\0\0\0",
+        "name it .arrow",
+    ),
+    "Avro table": (rb"Obj\x01", "write it as Parquet"),
+    "ORC table": (rb"ORC", "write it as Parquet"),
+    "ARC archive": (rb"filedesc://", "convert it to WARC, with `warcio recompress`"),
+    "WARC archive": (rb"WARC/\d", "name it .warc"),
+    "MediaWiki dump": (rb"\s*(<\?xml[^>]*>\s*)?<mediawiki", "name it .xml"),
+    "HTML page": (rb"(?i)\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype html|html|head|body)\b", "name it .html"),
+    "XML document": (rb"\s*<(\?xml|svg|rss|TEI)\b", _CONVERT),
+    "JSON document": (rb'\s*(\[\s*)?\{\s*"[^"\n]*"\s*:', "name it .jsonl"),
+}
 
 
 def is_compressed(path: Path) -> bool:
@@ -73,41 +119,37 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
     Raises DataError if it is missing, truncated or damaged.
     """
-    damage = cast("type[Exception]", ValueError)
+    damage: tuple[type[Exception], ...] = (OSError, zlib.error, lzma.LZMAError, ValueError)
     try:
         packing = _packing(path)  # refuses pipes, sockets and devices
         opener, options = _OPENERS.get(packing, open), {}
         if opener is None:
             module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
             zstd = require(module, f"reading {path}")
-            opener, damage = zstd.open, zstd.ZstdError
+            opener, damage = zstd.open, (*damage, zstd.ZstdError)
             options = {"options": {zstd.DecompressionParameter.window_log_max: _WINDOW}}
         with opener(path, "rb", **options) as stream:
-            yield cast("IO[bytes]", _Decompressed(stream, path, damage)) if packing in _OPENERS else stream
+            yield cast("IO[bytes]", _Decompressed(stream, path)) if packing in _OPENERS else stream
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
     except EOFError:
         raise DataError(f"{path} is truncated: it ends in the middle of the compressed data; fetch it again") from None
-    except (OSError, zlib.error, lzma.LZMAError, ValueError) as error:
+    except damage as error:
         if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 set no errno for damaged data
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         raise DataError(f"{path} is damaged, or not what its ending says: {error}") from None
 
 
 class _Decompressed:
-    """Decompressed content with a size limit. Raises ValueError if the file is damaged or its content too large."""
+    """Decompressed content with a size limit. Raises ValueError if the content is too large."""
 
-    def __init__(self, stream: Any, path: Path, damage: type[Exception]) -> None:
-        self._stream, self._damage = stream, damage
-        self._limit = _allowed(path.stat().st_size)
+    def __init__(self, stream: Any, path: Path) -> None:
+        self._stream, self._limit = stream, _allowed(path.stat().st_size)
         self._read = 0
 
     def read(self, size: int = -1) -> bytes:
         rest = self._limit - self._read + 1
-        try:
-            data = self._stream.read(min(size if size >= 0 else MOST + 1, rest))
-        except self._damage as error:
-            raise ValueError(str(error)) from None
+        data = self._stream.read(min(size if size >= 0 else MOST + 1, rest))
         self._read += len(data)
         if self._read > self._limit:
             raise ValueError(f"it becomes more than {_MAX_RATIO} times as large, as no text does; decompress it first")
@@ -180,54 +222,52 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
 
 
 @contextmanager
-def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file with pyarrow; yield its metadata, column names, and `rows`, a function like iter_batches.
+def table(file: Path) -> Iterator[SimpleNamespace]:
+    """Open a Parquet file, or an Arrow stream as `datasets.save_to_disk` writes, with pyarrow.
+
+    Yield `names` of the columns, `groups`, the number of rows of each row group (an Arrow stream is one group), and
+    `rows`, a function of `row_groups` and `columns`.
 
     A few bytes of the file can expand to gigabytes. Raises DataError if the file, or a row read from it in the block,
     is damaged or too large.
     """
-    pyarrow, parquet = require("pyarrow", f"reading {file}"), require("pyarrow.parquet", f"reading {file}")
+    pyarrow, kind = require("pyarrow", f"reading {file}"), "Arrow" if has_suffix(file, (".arrow",)) else "Parquet"
     try:
-        with bounded(file):
-            # File names need not be UTF-8. With a buffer, a row group is not held in memory as a whole.
-            table = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(file)), buffer_size=1 << 20)
-        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-        parts = [group.column(number) for group in groups for number in range(table.metadata.num_columns)]
-        least = sum(part.total_uncompressed_size + _VALUE * part.num_values for part in parts)
-
-        def rows(**chosen: Any) -> Iterator[Any]:
-            batches = table.iter_batches(batch_size=_HELD, use_threads=False, **chosen)
-            return _rows(file, _allowed(file.stat().st_size) - least, (batch.to_pylist() for batch in batches))
-
-        try:
-            yield SimpleNamespace(metadata=table.metadata, names=table.schema_arrow.names, rows=rows)
-        finally:
-            table.close(force=True)
+        with pyarrow.OSFile(os.fsencode(file)) as source:  # file names need not be UTF-8
+            yield (_arrow if kind == "Arrow" else _parquet)(file, source)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} is not a readable Parquet file: {first_line(error)}") from None
+        raise DataError(f"{file} is not a readable {kind} file: {first_line(error)}") from None
 
 
-def saved_dataset(folder: Path) -> Any:
-    """Open a folder written by `datasets.save_to_disk`. Raises DataError if it is damaged or compressed."""
-    library, size = require("datasets", f"reading {folder}"), _arrow_bytes(folder)
-    with explained(f"{folder} cannot be read as a Hugging Face dataset", DataError), bounded(folder, size):
-        dataset = library.load_from_disk(str(folder))
-    if dataset.data.nbytes > size:
-        raise DataError(f"{folder} holds compressed tables, as save_to_disk writes none: write it again uncompressed")
-    return dataset
+def _parquet(file: Path, source: Any) -> SimpleNamespace:
+    with bounded(file):
+        # With a buffer, a row group is not held in memory as a whole.
+        opened = require("pyarrow.parquet", f"reading {file}").ParquetFile(source, buffer_size=1 << 20)
+    groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
+    parts = [group.column(number) for group in groups for number in range(opened.metadata.num_columns)]
+    least = sum(part.total_uncompressed_size + _VALUE * part.num_values for part in parts)
+
+    def rows(**chosen: Any) -> Iterator[Any]:
+        batches = opened.iter_batches(batch_size=_HELD, use_threads=False, **chosen)
+        return _rows(file, _allowed(file.stat().st_size) - least, (batch.to_pylist() for batch in batches))
+
+    return SimpleNamespace(names=opened.schema_arrow.names, groups=[group.num_rows for group in groups], rows=rows)
 
 
-def saved_rows(folder: Path, dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a saved dataset. Raises DataError if they are not UTF-8 text, or too large."""
-    tables = dataset.with_format("arrow").iter(_HELD)
-    try:
-        yield from _rows(folder, _allowed(_arrow_bytes(folder)), (table.to_pylist() for table in tables))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{folder} is not UTF-8 text: {error}") from None
+def _arrow(file: Path, source: Any) -> SimpleNamespace:
+    with bounded(file):
+        stream = require("pyarrow.ipc", f"reading {file}").open_stream(source)
 
+    def lists() -> Iterator[list[Any]]:
+        for batch in stream:
+            batch.validate(full=True)
+            for start in range(0, len(batch), _HELD):
+                yield batch.slice(start, _HELD).to_pylist()
 
-def _arrow_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.arrow"))
+    def rows(**_: Any) -> Iterator[Any]:
+        return _rows(file, _allowed(file.stat().st_size), lists())
+
+    return SimpleNamespace(names=stream.schema.names, groups=[0], rows=rows)
 
 
 def existing(item: str) -> Path:
@@ -253,6 +293,8 @@ def files_below(folder: Path) -> list[Path]:
 
     found = []
     for root, folders, names in os.walk(folder, onerror=fail):
+        if {"dataset_dict.json", "dataset_info.json"} & set(names):  # of save_to_disk: its tables, no descriptions
+            names = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
         for path in (Path(root, name) for name in folders + names if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
@@ -267,3 +309,56 @@ def nothing_in(folder: Path, wanted: str) -> DataError:
     kinds = Counter(file.suffix or "no suffix" for file in files_below(folder)).most_common(3)
     found = ", ".join(f"{count} with {kind}" for kind, count in kinds) or "nothing"
     return DataError(f"{folder} holds no {wanted} file (found: {found})")
+
+
+def kind_of(file: Path) -> tuple[str, str]:
+    """Return (name, advice) for the kind of a file's content; `("", "")` for plain text and unknown kinds.
+
+    Raises DataError if the file cannot be read.
+    """
+    with opened(file) as stream:
+        head = stream.read(HEAD).removeprefix(b"\xef\xbb\xbf")
+    return next(
+        ((name, advice) for name, (sign, advice) in _KINDS.items() if re.match(sign, head, re.DOTALL)), ("", "")
+    )
+
+
+def parsed(text: bytes) -> Any:
+    """Return a JSON value. Raises ValueError for any other text, and for an object with a repeated key."""
+    try:
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
+    """Return the entries of a file that is one JSON value; None for a file of lines.
+
+    The value is a row, a list of rows, or an object with a list of rows (under `data`, or its only list). The object's
+    other columns are added to each row. Raises DataError for a damaged list, or if the value or rows need too much
+    memory.
+    """
+    with opened(file) as stream:
+        data = stream.read(HEAD)
+        found = _DOCUMENT.match(data)
+        if not found:
+            return None
+        data += stream.read(MOST if found["perhaps"] else max(MOST, file.stat().st_size))
+    try:
+        with bounded(file, _EXPANSION * len(data)):
+            content = parsed(data)
+    except ValueError as error:
+        if found["list"]:
+            raise DataError(f"{file}: it is not JSON ({error}), or more than {MOST >> 20} MiB compressed") from None
+        return None
+    if isinstance(content, list):
+        return content
+    if is_row(content):
+        return None if found["perhaps"] else [content]
+    lists = [name for name, value in content.items() if isinstance(value, list)]
+    if "data" not in lists and len(lists) != 1:
+        return [content]
+    rows = content.pop("data" if "data" in lists else lists[0])
+    if len(json.dumps(content)) * len(rows) > MOST:
+        raise DataError(f"{file}: the keys beside its list are too large to be repeated in each row: remove them")
+    return [content | row if isinstance(row, dict) else row for row in rows]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from crosstrain import Component, FilePath, Fraction, NonNegativeInt, OptionError, Text
+from crosstrain import Component, FilePath, Fraction, OptionError, Text
 from crosstrain.config.schema import to_plain
 
 
@@ -46,7 +46,6 @@ class PrepareOptions:
     tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json; None: train_tokenizer
     # vocabulary size of a byte-level BPE to train on the input; None: use `tokenizer`
     train_tokenizer: Annotated[int, Interval(ge=257, le=2**20)] | None = None
-    min_tokens: NonNegativeInt = 0  # drop documents with fewer tokens
     downloads: FilePath | None = None  # a folder that keeps downloads; None: remove them at the end
     # number of processes; None: one per core, or only the main process for a small input
     workers: Annotated[int, Interval(ge=1, le=1024)] | None = None

@@ -20,18 +20,19 @@ from crosstrain import DataError
 from crosstrain.config.schema import to_plain
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
 from crosstrain.utils.errors import printable
+from crosstrain.utils.files import write_json
 
 from ...datasets.indexed_dataset import TokenWriter, best_dtype
 from ...datasets.prepared import FORMAT_VERSION, Summary, hash_of
 from .dedup import Duplicates, find_duplicates
 from .filter import make_filters
 from .options import PrepareOptions
-from .pool import WorkerPool
-from .reader import Task
+from .pool import WorkerPool, cores
+from .reader import Chunk
 from .shards import CorpusShard, key_of
 from .sources import sources
 from .stages import FilterStage, TokenizeStage
-from .stats import BINS, Counts, histogram, write_report
+from .stats import BINS, Counts, bins, histogram
 
 _SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
 _log = logging.getLogger(__name__)
@@ -40,63 +41,76 @@ _log = logging.getLogger(__name__)
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
     """Make the dataset in `folder`/out, and reuse the finished work of earlier calls in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with WorkerPool(options.workers) as pool:
-        return _Pipeline(options, folder, progress, pool).run()
+    pipeline = _Pipeline(options, folder, progress)
+    sizes = [reader.size() for reader in pipeline.readers]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    little = total is not None and total <= _SMALL
+    with WorkerPool(options.workers or (1 if little else cores())) as pool:
+        return pipeline.run(pool, total)
 
 
 class _Pipeline:
-    def __init__(self, options: PrepareOptions, folder: Path, progress: bool, pool: WorkerPool) -> None:
-        self.options, self.folder, self.progress, self.pool = options, folder, progress, pool
+    def __init__(self, options: PrepareOptions, folder: Path, progress: bool) -> None:
+        self.options, self.folder, self.progress = options, folder, progress
         self.filters = [to_plain(component) for component in options.clean]
         make_filters(self.filters)  # report mistakes before any work is done
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
         warn_if_rebuilt(options.tokenizer or "")
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
+        self.readers = [source.open() for source in self.sources]
+        for reader in self.readers:
+            reader.fetch(Path(options.downloads or folder / "fetched").expanduser(), progress)
         self.shards: list[CorpusShard] = []  # filtered documents, in input order
 
-    def run(self) -> Summary:
-        inputs = self._filter()
-        duplicates = Duplicates(None, {})
+    def run(self, pool: WorkerPool, total: int | None) -> Summary:
+        """Make the dataset; `total`: bytes of input, if they are known."""
+        inputs = self._filter(pool, total)
+        duplicates = Duplicates([[] for _ in self.shards], {})
         if self.options.dedup is not None:
             with self._bar("find repeated documents", None, " documents") as bar:
-                duplicates = find_duplicates(self.options.dedup, self.shards, self.folder, self.pool, bar.update)
-        folder = self._tokenizer(duplicates)
+                duplicates = find_duplicates(self.options.dedup, self.shards, pool, bar.update)
+        folder = self._tokenizer(duplicates.dropped)
         tokenizer = load_tokenizer(folder)
         dtype = best_dtype(tokenizer.vocab_size)
-        tokenized, late = self._tokenize(duplicates, folder, dtype)
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        lengths = np.zeros(BINS, np.int64)
-        with TokenWriter(out / "tokens", dtype) as writer, self._bar("write", len(tokenized)) as bar:
-            for shard in tokenized:
-                sizes = shard.rows()
-                writer.append(sizes, shard.path("bin"))
+        counts, lengths = Counts(), np.zeros(BINS, np.int64)
+        with TokenWriter(out / "tokens", dtype) as writer:
+            for shard, report in self._tokenized(pool, duplicates.dropped, folder, dtype):
+                sizes = np.array(report["lengths"], np.int64)
+                writer.append(sizes, shard.path)
                 lengths += histogram(sizes - 1)
-                bar.update()
+                counts.add(report["counts"])
+        if not counts.kept:
+            raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")
         shutil.copytree(folder, out / "tokenizer")
-        documents = sum(counts["documents"] for counts in inputs.values())
+        documents = sum(each["documents"] for each in inputs.values())
         summary = Summary(
             format_version=FORMAT_VERSION,
             documents=writer.num_documents,
             dropped=documents - writer.num_documents,
             tokens=writer.num_tokens,
-            text_bytes=sum(counts["bytes"] for counts in inputs.values()),
+            text_bytes=sum(each["bytes"] for each in inputs.values()),
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.end_id,
             dtype=dtype.name,
             tokenizer_sha256=hash_of(out / "tokenizer" / "tokenizer.json"),
             options=self.options.plain,
         )
-        text_sizes = np.sum([histogram(shard.rows()["length"]) for shard in self.shards], axis=0)
-        write_report(out, inputs, duplicates.report, late.plain, tokens=lengths, bytes=text_sizes)
+        text_sizes = np.sum([histogram(shard.report()["lengths"]) for shard in self.shards], axis=0)
+        lengths_by_unit = {"tokens": bins(lengths), "bytes": bins(text_sizes)}
+        write_json(
+            out / "report.json",
+            {"inputs": inputs, "repeated": duplicates.report, "tokenized": counts.plain, "lengths": lengths_by_unit},
+        )
         summary.write(out)
         for path in (file for file in out.rglob("*") if file.is_file()):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         return summary
 
-    def _filter(self) -> dict[str, dict[str, Any]]:
+    def _filter(self, pool: WorkerPool, total: int | None) -> dict[str, dict[str, Any]]:
         """Fill `shards`, and return a dict from the label of each input to its counts."""
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,79 +122,66 @@ class _Pipeline:
             self.options.unusable != "error",
             self.options.ignore_columns,
         )
-        readers = [source.open() for source in self.sources]
-        for reader in readers:
-            reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)
-        totals = [reader.size() for reader in readers]
         counts = {source.label: Counts(self.options.ignore_columns) for source in self.sources}
         handed_out: list[tuple[str, int]] = []  # (label, bytes) of each task
 
-        def items() -> Iterator[tuple[int, Task]]:
-            for number, (source, reader) in enumerate(zip(self.sources, readers, strict=True)):
+        def items() -> Iterator[tuple[int, list[Chunk], CorpusShard]]:
+            for number, (source, reader) in enumerate(zip(self.sources, self.readers, strict=True)):
                 for task in reader.tasks():
                     self.shards.append(stage.shard(number, task))
-                    handed_out.append((source.label, task.size))
-                    yield number, task
+                    handed_out.append((source.label, sum(chunk.stop - chunk.start for chunk in task)))
+                    yield number, task, self.shards[-1]
 
-        first, rest, size = [], items(), 0
-        while size <= _SMALL and (item := next(rest, None)) is not None:
-            first.append(item)
-            size += handed_out[-1][1]
-        self.pool.size_for(size <= _SMALL)
-        with self._bar("read and clean", None if None in totals else sum(size or 0 for size in totals), "B") as bar:
-            for place, report in enumerate(self.pool.run(stage, chain(first, rest))):
+        with self._bar("read and clean", total, "B") as bar:
+            for place, found in enumerate(pool.run(stage, items())):
                 label, size = handed_out[place]
-                counts[label].add(report["counts"])
+                counts[label].add(found)
                 bar.update(size)
-        for label, found in counts.items():
-            found.rows.check(label, self.options.max_dropped)
-            for notice in found.rows.notices():
+        for label, sums in counts.items():
+            sums.rows.check(label, self.options.max_dropped)
+            for notice in sums.rows.notices():
                 _log.warning("%s: %s", printable(label), notice)
-            if not found.kept:
-                raise DataError(f"{label} holds no document: {found.all_dropped()}")
-        inputs = {label: found.plain for label, found in counts.items()}
-        for source, reader in zip(self.sources, readers, strict=True):
+            if not sums.kept:
+                raise DataError(f"{label} holds no document: {sums.all_dropped()}")
+        inputs = {label: sums.plain for label, sums in counts.items()}
+        for source, reader in zip(self.sources, self.readers, strict=True):
             if reader.fetch_counts:
                 inputs[source.label] = inputs[source.label] | {"fetched": reader.fetch_counts}
         return inputs
 
-    def _tokenizer(self, duplicates: Duplicates) -> Path:
+    def _tokenizer(self, dropped: list[list[int]]) -> Path:
         """Return the folder of the given tokenizer, or of a tokenizer trained on the remaining documents."""
         if self.given is not None:
             key = key_of(self.given.backend.to_str())
         else:
-            key = key_of([shard.key for shard in self.shards], duplicates.digest, self.options.train_tokenizer)
+            key = key_of([shard.key for shard in self.shards], dropped, self.options.train_tokenizer)
         folder = self.folder / f"tokenizer-{key}"
         if not folder.exists():
-            (self.given or self._trained(duplicates)).save(folder.with_suffix(".new"))
+            (self.given or self._trained(dropped)).save(folder.with_suffix(".new"))
             folder.with_suffix(".new").rename(folder)
         return folder
 
-    def _trained(self, duplicates: Duplicates) -> TextTokenizer:
+    def _trained(self, dropped: list[list[int]]) -> TextTokenizer:
         wanted = self.options.train_tokenizer
         assert wanted is not None
-        texts = chain.from_iterable(shard.texts(mask) for shard, mask in duplicates.left(self.shards))
-        tokenizer = train_bpe(texts, wanted, self.progress)
+        kept = (shard.documents(set(places)) for shard, places in zip(self.shards, dropped, strict=True))
+        tokenizer = train_bpe((text for text, _ in chain.from_iterable(kept)), wanted, self.progress)
         if (size := tokenizer.vocab_size) < wanted:
             hint = "a model's vocab_size need not be larger"
             _log.warning("the text is too short for a vocabulary of %d: the tokenizer has %d; %s", wanted, size, hint)
         return tokenizer
 
-    def _tokenize(self, duplicates: Duplicates, tokenizer: Path, dtype: np.dtype) -> tuple[list[CorpusShard], Counts]:
-        key = key_of(tokenizer.name, dtype.name, self.filters, self.options.min_tokens)
-        folder = self.folder / f"tokens-{key}"
+    def _tokenized(
+        self, pool: WorkerPool, dropped: list[list[int]], tokenizer: Path, dtype: np.dtype
+    ) -> Iterator[tuple[CorpusShard, dict[str, Any]]]:
+        """Yield each shard of tokens with its report."""
+        folder = self.folder / f"tokens-{key_of(tokenizer.name, dtype.name, self.filters)}"
         folder.mkdir(exist_ok=True)
-        alone = self.pool.workers == 1
-        stage = TokenizeStage(folder, tokenizer, dtype, self.filters, self.options.min_tokens, alone)
-        shards, counts = [], Counts()
+        stage = TokenizeStage(folder, tokenizer, dtype, self.filters)
         with self._bar("tokenize", len(self.shards)) as bar:
-            for report in self.pool.run(stage, duplicates.left(self.shards)):
-                counts.add(report["counts"])
-                shards.append(CorpusShard(folder, report["key"]))
+            for found in pool.run(stage, zip(self.shards, dropped, strict=True)):
+                yield found
                 bar.update()
-        if not counts.kept:
-            raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")
-        return shards, counts
 
     def _bar(self, title: str, total: int | None, unit: str = " shards") -> tqdm:
         return tqdm(desc=title, total=total, unit=unit, unit_scale=unit == "B", disable=not self.progress)

@@ -4,10 +4,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
@@ -43,14 +42,9 @@ class WorkerPool:
     The processes start with the first work. As a context manager, the pool ends them with the block.
     """
 
-    def __init__(self, workers: int | None) -> None:
-        """`workers`: number of processes; None: 1 until `size_for` chooses a number."""
-        self.given, self.workers = workers, workers or 1
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
         self._executor: ProcessPoolExecutor | None = None
-
-    def size_for(self, little: bool) -> None:
-        """Choose the number of workers if none was given: 1 for little work, else one per core."""
-        self.workers = self.given or (1 if little else cores())
 
     def __enter__(self) -> Self:
         return self
@@ -71,33 +65,20 @@ class WorkerPool:
         if self._executor is None:
             context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads
             self._executor = ProcessPoolExecutor(self.workers, context, _begin, (registry.folders(), Bond()))
-
-        def submit(item: Item) -> Future[Result]:
-            with main_hidden():
-                return executor.submit(_work, file.name, item)
-
-        executor = self._executor
-        with tempfile.NamedTemporaryFile() as file:  # each worker reads it once
-            pickle.dump(stage, file)
-            file.flush()
-            try:
-                yield from self.results(submit, items)
-            except BrokenProcessPool:
-                raise DataError(
-                    "a worker process died, perhaps for want of memory: run the same command again to go on where it"
-                    " stopped, with fewer workers if it dies again"
-                ) from None
-
-    def results(self, submit: Callable[[Item], Future[Result]], items: Iterable[Item]) -> Iterator[Result]:
-        """Submit items, a few ahead, and yield results in order. An error cancels the items that have not started."""
-        running: deque[Future[Result]] = deque()
+        packed, running = pickle.dumps(stage), deque[Future[Result]]()
         try:
             for item in items:
-                running.append(submit(item))
+                with main_hidden():
+                    running.append(self._executor.submit(_work, packed, item))
                 if len(running) >= 3 * self.workers:
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(
+                "a worker process died, perhaps for want of memory: run the same command again to go on where it"
+                " stopped, with fewer workers if it dies again"
+            ) from None
         finally:
             for future in running:
                 future.cancel()
@@ -111,11 +92,11 @@ def _begin(folders: list[tuple[str, Path]], _bond: Bond) -> None:
 
 
 @lru_cache(1)
-def _stage(file: str) -> CorpusStage[Any, Any]:
-    stage = pickle.loads(Path(file).read_bytes())
+def _stage(packed: bytes) -> CorpusStage[Any, Any]:
+    stage = pickle.loads(packed)
     stage.open()
     return stage
 
 
-def _work(file: str, item: Any) -> Any:
-    return _stage(file)(item)
+def _work(packed: bytes, item: Any) -> Any:
+    return _stage(packed)(item)

@@ -3,7 +3,7 @@
 tokens.bin, tokens.idx   Megatron's format; every document ends with the tokenizer's end-of-text token
 tokenizer/               a Hugging Face tokenizer folder
 dataset.json             summary, with the options
-report.json, lengths.svg counts of documents read, kept and dropped, with reasons; lengths of documents
+report.json              counts of documents read, kept and dropped, with reasons; lengths of documents
 """
 
 import errno

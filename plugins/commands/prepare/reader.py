@@ -18,7 +18,6 @@ from crosstrain.utils.storage import is_url
 from ...datasets.row_audit import RowAudit
 from . import io
 from .download import download
-from .kinds import kind_of
 
 TASK_BYTES = 8 << 20  # input bytes per task: enough to be worth a separate file, and few enough to fit in memory
 
@@ -58,21 +57,8 @@ class Chunk:
             return stream.read(self.stop - self.start)
 
     def text(self) -> str:
-        """Decode the bytes from UTF-8, without a file's byte order mark. `Reader.usable` finds invalid bytes."""
+        """Decode the bytes from UTF-8, without a file's byte order mark. `FileReader.read` finds invalid bytes."""
         return self.read().decode(errors="surrogateescape").lstrip("" if self.start else "\ufeff")
-
-
-@dataclass(frozen=True)
-class Task:
-    """A part of the input for one worker. An interrupted task starts again from its beginning.
-
-    key: changes with everything that affects the documents, except the reader's options.
-    size: bytes of input, for the progress bar. payload: data for `Reader.read`; it is pickled.
-    """
-
-    key: str
-    size: int
-    payload: Any = field(repr=False)
 
 
 def check_column(table: object, names: list[str], column: str) -> None:
@@ -102,65 +88,12 @@ def flaw(text: object) -> str:
     return ""
 
 
-class Reader(ABC):
-    """A reader of one kind of input. Every process that reads creates its own instance from the options.
+class FileReader(ABC):
+    """A reader of one kind of file. Every process that reads creates its own instance from the options.
 
     `tasks` runs once, in the main process. Its tasks may carry raw records if workers cannot seek to them, as in a
     compressed file. `read` runs in the workers and does the slow part.
     """
-
-    suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
-    shared_options: ClassVar[tuple[str, ...]] = ()  # options that a recipe sets for all its readers
-    contents: ClassVar[tuple[str, ...] | None] = None  # kinds from `kinds.py` that it reads; None: any kind
-
-    fetch_counts: dict[str, int]  # name -> count; `fetch` adds these to the report
-    fetched: dict[str, Path]  # URL -> downloaded file
-    drops: RowAudit | None = None  # counts unusable records; None: the first one is an error
-    chosen_by_ending = False  # True: chosen by file suffix, so files are checked for `contents`
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
-        self.fetch_counts, self.fetched = {}, {}
-
-    @classmethod
-    def claims(cls, path: Path) -> bool:
-        """Return whether this reader is the default for a file or folder."""
-        return path.is_file() and io.has_suffix(path, cls.suffixes)
-
-    def fetch(self, folder: Path, progress: bool) -> None:  # noqa: B027 - most have nothing to fetch
-        """Download missing input into `folder` before `tasks` is called; the folder outlives the process."""
-
-    def size(self) -> int | None:
-        """Return the total size of all tasks in bytes; None if it is unknown before reading."""
-        return None
-
-    @abstractmethod
-    def tasks(self) -> Iterator[Task]:
-        """Yield all input, always in the same order. Raises DataError if it is missing or empty."""
-
-    @abstractmethod
-    def read(self, task: Task) -> Iterator[Document]:
-        """Yield the documents of a task in order. Raises DataError, with the location, if the input is damaged."""
-
-    def usable(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents that are text, and pass the others to `unusable`."""
-        for document in documents:
-            if reason := flaw(document.text):
-                self.unusable(document.source, reason)
-            else:
-                yield document
-
-    def unusable(self, source: str, reason: str) -> None:
-        """Count an unusable record if the recipe drops such records; otherwise raise DataError."""
-        if self.drops is None:
-            if place := re.fullmatch(r"(.+) at byte (\d+)", source, re.DOTALL):
-                source = f"{place[1]}:{line_number(Path(place[1]), int(place[2]))}"
-            raise DataError(f"{source} {reason}")
-        self.drops.drop(source, reason)
-
-
-class FileReader(Reader):
-    """A reader of files, each cut into chunks. Its options have a `path`: a file, a folder or several of them."""
 
     @dataclass
     class Options:
@@ -168,13 +101,25 @@ class FileReader(Reader):
 
         path: Text | list[Text]  # files, URLs of files, and folders to search for files
 
+    suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
+    contents: ClassVar[tuple[str, ...] | None] = None  # kinds from `io.kind_of` that it reads; None: any kind
+
+    fetch_counts: dict[str, int]  # name -> count; `fetch` adds these to the report
+    fetched: dict[str, Path]  # URL -> downloaded file
     known_files: list[Path] | None = None  # the files, if a search has already found them
+    drops: RowAudit | None = None  # counts unusable records; None: the first one is an error
+    chosen_by_ending = False  # True: chosen by file suffix, so files are checked for `contents`
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.fetch_counts, self.fetched = {}, {}
 
     @property
     def _paths(self) -> list[str]:
         return [self.options.path] if isinstance(self.options.path, str) else self.options.path
 
     def fetch(self, folder: Path, progress: bool) -> None:
+        """Download missing input into `folder` before `tasks` is called; the folder outlives the process."""
         self.fetched = {item: download(item, folder, progress) for item in self._paths if is_url(item)}
 
     def files(self) -> list[Path]:
@@ -184,7 +129,11 @@ class FileReader(Reader):
         found: list[Path] = []
         for item in self._paths:
             path = self.fetched.get(item) or io.existing(item)
-            inside = [file for file in io.files_below(path) if self.claims(file)] if path.is_dir() else [path]
+            inside = (
+                [file for file in io.files_below(path) if io.has_suffix(file, self.suffixes)]
+                if path.is_dir()
+                else [path]
+            )
             if not inside:
                 raise io.nothing_in(path, "/".join(self.suffixes))
             found += inside
@@ -196,14 +145,18 @@ class FileReader(Reader):
 
     @abstractmethod
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        """Yield the documents of a chunk in order."""
+        """Yield the documents of a chunk in order. Raises DataError, with the location, if the input is damaged."""
 
     def size(self) -> int | None:
+        """Return the total size of all tasks in bytes; None if it is unknown before reading."""
         files = self.files()
         return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
-    def tasks(self) -> Iterator[Task]:
-        """Yield tasks with about `TASK_BYTES` of chunks each; small files share a task."""
+    def tasks(self) -> Iterator[list[Chunk]]:
+        """Yield tasks for a worker, each chunks of about `TASK_BYTES`, in the same order; small files share a task.
+
+        An interrupted task starts again from its beginning.
+        """
         batch: list[Chunk] = []
         size = 0
         for file in self.files():
@@ -211,15 +164,15 @@ class FileReader(Reader):
                 self._check_content(file, self.contents)
             for chunk in self.chunks(file):
                 if batch and size + chunk.stop - chunk.start > TASK_BYTES:
-                    yield _task(batch, size)
+                    yield batch
                     batch, size = [], 0
                 batch.append(chunk)
                 size += chunk.stop - chunk.start
         if batch:
-            yield _task(batch, size)
+            yield batch
 
     def _check_content(self, file: Path, contents: tuple[str, ...]) -> None:
-        kind, advice = kind_of(file)
+        kind, advice = io.kind_of(file)
         if kind and kind not in contents:
             wanted = "/".join(self.suffixes)
             raise DataError(
@@ -227,15 +180,26 @@ class FileReader(Reader):
                 f" as {{name: ..., path: {file}}}"
             )
 
-    def read(self, task: Task) -> Iterator[Document]:
-        for chunk in task.payload:
-            yield from self.usable(self.read_chunk(chunk))
+    def read(self, task: list[Chunk]) -> Iterator[Document]:
+        """Yield the documents of a task that are text, in order, and pass the others to `unusable`."""
+        for chunk in task:
+            for document in self.read_chunk(chunk):
+                if reason := flaw(document.text):
+                    self.unusable(document.source, reason)
+                else:
+                    yield document
+
+    def unusable(self, source: str, reason: str) -> None:
+        """Count an unusable record if the recipe drops such records; otherwise raise DataError."""
+        if self.drops is None:
+            if place := re.fullmatch(r"(.+) at byte (\d+)", source, re.DOTALL):
+                source = f"{place[1]}:{line_number(Path(place[1]), int(place[2]))}"
+            raise DataError(f"{source} {reason}")
+        self.drops.drop(source, reason)
 
 
 class ColumnReader(FileReader):
     """A reader of files of rows, each with its text under a key."""
-
-    shared_options = ("text_key",)
 
     @dataclass
     class Options(FileReader.Options):
@@ -246,12 +210,13 @@ class ColumnReader(FileReader):
     options: Options
 
 
-def _task(chunks: list[Chunk], size: int) -> Task:
+def task_key(task: list[Chunk]) -> str:
+    """Return a text that changes with everything that affects a task's documents, except the reader's options."""
     key = hashlib.blake2b(digest_size=16)
-    for chunk in chunks:
+    for chunk in task:
         state = chunk.file.stat()
         key.update(os.fsencode(f"{chunk.file}\0{state.st_size}\0{state.st_mtime_ns}\0{chunk.start}\0{chunk.stop}\0"))
-    return Task(key.hexdigest(), size, chunks)
+    return key.hexdigest()
 
 
 def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:

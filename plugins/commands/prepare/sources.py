@@ -14,8 +14,7 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import printable
 
 from . import io
-from .kinds import kind_of
-from .reader import Reader
+from .reader import FileReader
 
 Input = str | Component | list[str | Component]
 _log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class InputSource:
     files: tuple[Path, ...] | None = None  # the files, if a search has already found them
     chosen_by_ending: bool = True  # False: the recipe names the reader
 
-    def open(self) -> Reader:
+    def open(self) -> FileReader:
         """Make the reader."""
         cls = registry.get("reader", self.reader)
         checker = Checker(lambda key: f"reader {self.reader}: {'.'.join(key)}")
@@ -61,16 +60,15 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         return
 
     def source(name: str, path: str | None = item, files: tuple[Path, ...] | None = None) -> InputSource:
-        shared = registry.get("reader", name).shared_options
-        options = {key: value for key, value in settings.items() if key in shared}
+        options = {key: value for key, value in settings.items() if key in _option_names(name)}
         return InputSource(name, options if path is None else {"path": path} | options, item, files)
 
-    if item in registry.names("reader") and not _takes_path(registry.get("reader", item)):
+    if item in registry.names("reader") and "path" not in _option_names(item):
         yield source(item, None)
         return
     if storage.is_url(item) and item.endswith("/"):
         names = sorted(storage.files(item))
-        inside = [name for name in names if _by_suffix(Path(name))]
+        inside = [name for name in names if _claiming(Path(name))]
         if not inside:
             raise DataError(f"{item} holds no file that a reader reads")
         _name_others(item, [name for name in names if name not in inside])
@@ -79,14 +77,13 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         return
     is_url = storage.is_url(item)
     path = Path(urlsplit(item).path) if is_url else io.existing(item)
-    reader = _by_suffix(path) if is_url else _claiming(path)
-    if reader is not None:
-        yield source(reader)
-        return
     suffixes = sorted({suffix for cls in _readers().values() for suffix in cls.suffixes})
     wanted = ", ".join(suffixes[:-1]) + " or " + suffixes[-1]
     if is_url or path.is_file():
-        kind, advice = ("", "") if is_url else kind_of(path)
+        if (reader := _claiming(path)) is not None:
+            yield source(reader)
+            return
+        kind, advice = ("", "") if is_url else io.kind_of(path)
         about = f"is of the kind {kind}: {advice}" if kind else "is of no known kind: rename it"
         raise DataError(f"{item} {about}; or name its reader, as {{name: text, path: {item}}}; known endings: {wanted}")
     owners = {file: _claiming(file) for file in io.files_below(path)}
@@ -98,8 +95,8 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         yield source(owner, files=tuple(file for file, _ in group))
 
 
-def _takes_path(reader: type[Reader]) -> bool:
-    return any(field.name == "path" for field in fields(options_class("reader", reader)))
+def _option_names(reader: str) -> set[str]:
+    return {field.name for field in fields(options_class("reader", registry.get("reader", reader)))}
 
 
 def _name_others(folder: str, names: list[str]) -> None:
@@ -109,13 +106,9 @@ def _name_others(folder: str, names: list[str]) -> None:
         _log.warning("%s: %d files are not read, such as %s: no reader has that ending", folder, len(names), first)
 
 
-def _by_suffix(name: Path) -> str | None:
-    return next((reader for reader, cls in _readers().items() if io.has_suffix(name, cls.suffixes)), None)
-
-
 def _claiming(path: Path) -> str | None:
-    """Return the default reader of a file or folder, or None. Raises ConfigError if there are several."""
-    names = [name for name, cls in _readers().items() if cls.claims(path)]
+    """Return the default reader of a file, or None. Raises ConfigError if there are several."""
+    names = [name for name, cls in _readers().items() if io.has_suffix(path, cls.suffixes)]
     if len(names) > 1:
         raise ConfigError(
             f"input: {path} can be read as {' and as '.join(names)}: say which, as {{name: ..., path: ...}}"
@@ -123,7 +116,7 @@ def _claiming(path: Path) -> str | None:
     return names[0] if names else None
 
 
-def _readers() -> dict[str, type[Reader]]:
+def _readers() -> dict[str, type[FileReader]]:
     """Return the readers that can be imported; a broken reader is an error only if the recipe names it."""
     found = {}
     for name in registry.names("reader"):

@@ -1,27 +1,15 @@
-"""Count the documents that each step reads, drops and changes, with examples, and measure their lengths."""
+"""Count the documents that each step reads and drops, with examples, and measure their lengths."""
 
-import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from crosstrain import UserError
-from crosstrain.utils.drawing import picture
-from crosstrain.utils.files import write_json
-
 from ...datasets.row_audit import RowAudit
 
 EXAMPLES = 3  # number of examples kept of each kind: the first ones in input order
-_SNIPPET = 200  # maximum number of characters of an example
+SNIPPET = 200  # maximum number of characters of an example
 BINS = 40  # number of bins for lengths; bin k holds lengths with k binary digits
-_log = logging.getLogger(__name__)
-
-
-def size_of(text: str) -> int:
-    """Return the number of bytes of a text in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class Counts:
@@ -33,7 +21,7 @@ class Counts:
     def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
         self.rows = RowAudit(ignore_columns)
         self.plain: dict[str, Any] = {
-            "blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "changed": {}, "rows": self.rows.plain,
+            "blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "rows": self.rows.plain,
         }  # fmt: skip
 
     def read(self, size: int) -> None:
@@ -43,34 +31,22 @@ class Counts:
 
     def drop(self, step: str, size: int, source: str, reason: str, text: str) -> None:
         """Count a document that `step` dropped."""
-        example = {"source": source, "why": reason, "text": text[:_SNIPPET]}
-        self._add("dropped", step, {"documents": 1, "bytes": size, "examples": [example]})
-
-    def wants_example(self, step: str) -> bool:
-        """Return whether one more example of a document dropped by `step` would be kept."""
-        return len(self.plain["dropped"].get(step, {"examples": []})["examples"]) < EXAMPLES
-
-    def change(self, step: str, source: str, before: str, after: str) -> None:
-        """Count a document that `step` changed; the example begins a little before the first difference."""
-        pairs = enumerate(zip(before, after, strict=False))
-        first = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
-        window = slice(max(0, first - 20), first + _SNIPPET // 2)
-        example = {"source": source, "text": before[window], "became": after[window]}
-        self._add("changed", step, {"documents": 1, "examples": [example]})
+        example = {"source": source, "why": reason, "text": text[:SNIPPET]}
+        self._add(step, {"documents": 1, "bytes": size, "examples": [example]})
 
     def add(self, other: dict[str, Any]) -> None:
         """Merge `plain` from another instance. Call this in input order."""
         self.rows.add(other["rows"])
         for name in ("blank", "documents", "bytes"):
             self.plain[name] += other[name]
-        for kind in ("dropped", "changed"):
-            for step, found in other[kind].items():
-                self._add(kind, step, found)
+        for step, found in other["dropped"].items():
+            self._add(step, found)
 
-    def _add(self, kind: str, step: str, found: dict[str, Any]) -> None:
-        mine = self.plain[kind].setdefault(step, {name: 0 for name in found if name != "examples"} | {"examples": []})
+    def _add(self, step: str, found: dict[str, Any]) -> None:
+        mine = self.plain["dropped"].setdefault(step, {"documents": 0, "bytes": 0, "examples": []})
         for name, value in found.items():
-            mine[name] = (mine[name] + value)[:EXAMPLES] if name == "examples" else mine[name] + value
+            mine[name] += value
+        mine["examples"] = mine["examples"][:EXAMPLES]
 
     @property
     def kept(self) -> int:
@@ -96,22 +72,3 @@ def bins(counts: np.ndarray) -> list[dict[str, int]]:
     rows = [{"from": (1 << k) >> 1, "to": (1 << k) - 1, "documents": n} for k, n in enumerate(counts.tolist())]
     used = np.flatnonzero(counts)
     return rows[used[0] : used[-1] + 1] if used.size else []
-
-
-def write_report(
-    folder: Path, inputs: dict[str, Any], repeated: dict[str, Any], tokenized: dict[str, Any], **lengths: np.ndarray
-) -> None:
-    """Write `report.json` and `lengths.svg`: counts for each input, for duplicates and for tokenization, and lengths.
-
-    lengths: unit -> histogram: `tokens` for the kept documents, `bytes` for the documents after filtering.
-    """
-    rows = {unit: bins(counts) for unit, counts in lengths.items()}
-    content = {"inputs": inputs, "repeated": repeated, "tokenized": tokenized, "lengths": rows}
-    write_json(folder / "report.json", content)
-    try:
-        with picture(folder / "lengths.svg", 9, 3 * len(rows)) as figure:
-            for axis, (unit, found) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
-                axis.bar([f"{row['from']:,}" for row in found], [row["documents"] for row in found])
-                axis.set(title=f"documents by length in {unit}", xlabel="from this length on", ylabel="documents")
-    except UserError as error:  # matplotlib is missing; report.json has the numbers
-        _log.warning("%s", error)
