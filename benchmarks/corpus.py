@@ -26,9 +26,10 @@ sys.path.insert(0, str(ROOT / "platform"))
 from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions, PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.pool import cores
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile, TokenWriter, best_dtype
 
-from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer
 
 WORDS = 5  # in a shingle
 _tokenizer: TextTokenizer | None = None

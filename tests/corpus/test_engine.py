@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from crosstrain_plugins.builtin.commands.prepare import fast_bpe as module
 from crosstrain_plugins.builtin.commands.prepare.fast_bpe import FastEncoder
+from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from conftest import TEXTS
-from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer
 
 CORPUS = [
     *TEXTS, "The towns' folk don't know, they've seen 1234567 sheep...\n\n\tdef f(x):\n        return x ** 2  \r\n" * 3,

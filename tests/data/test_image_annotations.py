@@ -17,14 +17,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
+from crosstrain.data.chat import SampleError
 from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.vision.conversations import IMAGE_ID, SampleError
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_shards import captions, jpeg, module_of, opened, write_shard

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID, ConversationEncoder
 from PIL import Image
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
+from crosstrain.data.chat import Message
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.data.vision.conversations import IMAGE_ID, ConversationEncoder, Message
 from crosstrain.utils.errors import ConfigError, DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_shards import captions, jpeg, module_of, opened, serving, write_shard

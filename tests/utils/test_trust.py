@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
 from crosstrain_plugins.builtin.datasets.prepared import Summary
+from crosstrain_plugins.builtin.datasets.vision.image import open_image_file
 from webdataset.gopen import gopen_schemes
 
 from conftest import Workspace
 from crosstrain.config.load import load_config
+from crosstrain.data.chat import SampleError
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
-from crosstrain.data.vision.conversations import SampleError
-from crosstrain.data.vision.image import open_image_file
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.utils import trust
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES

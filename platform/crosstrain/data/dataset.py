@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from crosstrain.config.bounds import FilePath
 from crosstrain.config.schema import OptionError
+from crosstrain.data.chat import EncodeText, PromptBuilder
 from crosstrain.data.shuffle import sample_index
 from crosstrain.utils.errors import EmptySplit, UserError
 from crosstrain.utils.types import Batch, Sample
@@ -74,7 +75,6 @@ class Dataset(ABC):
     address: str = ""  # key in the project, such as datasets.chat; for error messages
     vocab_size: int | None = None  # upper bound of the token IDs; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
-    image_sizes: frozenset[tuple[int, int]] = frozenset()  # (height, width) of its images; checked against the model's
     tokenizer_path: Path | None = None  # tokenizer folder; its tokenizer files are copied into every checkpoint
     end_tokens: tuple[int, ...] = ()  # token IDs that end an answer; saved in a checkpoint's generation_config.json
     documents: bool = False  # True: position_ids restart at each document, which keeps documents in a sample separate
@@ -120,6 +120,15 @@ class Dataset(ABC):
     def tokenizer_of(cls, options: Any) -> str | None:
         """Return the name or path of the tokenizer that `prepare` will use; None for data without a tokenizer."""
         return None
+
+    @classmethod
+    def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
+        """Make the prompt builder for a model trained on such data. The data need not exist.
+
+        tokenizer: folder of a checkpoint's tokenizer. encode: replaces this tokenizer's function. Raises UserError, the
+        default, if conversations in such data have the form of the tokenizer's chat template, or if there are none.
+        """
+        raise UserError(f"{cls.__name__} has no form of conversations, so questions about files cannot be asked")
 
     def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need it
         """Get ready to read. Called in every process of a run before the first sample."""

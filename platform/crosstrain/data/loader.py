@@ -110,7 +110,7 @@ def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[lis
 def _check_ids(
     dataset: Dataset, data: Batch, numbers: Sequence[int], index_of: Callable[[int], int], vocab_size: int | None
 ) -> None:
-    """Raise DataError for an ID outside the model's vocabulary. Negative IDs mark images and ignored labels."""
+    """Raise DataError for an ID outside the model's vocabulary. Negative IDs are placeholders and ignored labels."""
     for ids in [data[name] for name in ("input_ids", "labels") if name in data]:
         if vocab_size is not None and ids.numel() and (largest := int(ids.max())) >= vocab_size:
             number = numbers[int(ids.argmax()) * len(numbers) // ids.numel()]

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import DecodeState
@@ -19,6 +18,7 @@ from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Sample
 
+UNKNOWN = -1  # ID of a token that the tokenizer does not know; other negative IDs are placeholders
 OnText = Callable[[int, str], None]  # called with (index of the completion, new piece of its text)
 
 
@@ -130,7 +130,7 @@ def generate(
 
 def as_prompt(ids: list[int], end: int) -> Sample:
     """Make a sample from token IDs; an empty prompt becomes `end`, the token before each document in training."""
-    return {"input_ids": np.array([-1 if i is None else i for i in ids] or [end], np.int64)}
+    return {"input_ids": np.array([UNKNOWN if i is None else i for i in ids] or [end], np.int64)}
 
 
 def room_after(model: Model, sample: Sample, least: int = 1) -> int:
@@ -139,8 +139,7 @@ def room_after(model: Model, sample: Sample, least: int = 1) -> int:
     Raises UserError if it is below `least`, and for token IDs outside the model's vocabulary.
     """
     ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
-    known = (ids >= 0) | (ids == IMAGE_ID)
-    if not known.all() or (vocabulary is not None and ids.max() >= vocabulary):
+    if (ids == UNKNOWN).any() or (vocabulary is not None and ids.max() >= vocabulary):
         raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
     if limit is not None and len(ids) + least > limit:
         raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")

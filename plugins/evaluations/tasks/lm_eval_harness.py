@@ -17,12 +17,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from crosstrain.engine.runner import Runner
+from crosstrain import IGNORE_INDEX, Runner, UserError, log
 from crosstrain.inference.decoder import DecodeState
 from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.utils.errors import UserError, did_you_mean, explained
-from crosstrain.utils.logging import log
-from crosstrain.utils.types import IGNORE_INDEX
+from crosstrain.utils.errors import did_you_mean, explained
 from crosstrain.utils.units import finite
 
 _LENGTH = 2048  # maximum length in tokens if the model has no limit

@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from crosstrain.data.template_library import lacking, template_library
+from crosstrain import DataError, SampleError
 from crosstrain.data.tokenizer import stored_tokenizer
-from crosstrain.utils.errors import DataError, first_line
+from crosstrain.utils.errors import first_line
+
+from .template_library import lacking, template_library
 
 Message = Mapping[str, Any]  # role, content (text, or null with tool_calls), and other keys for the template
 TrainOn = Literal["assistant", "last", "all"]
@@ -24,10 +26,6 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NO_THOUGHT = ("", "<think></think>", "</think>")
 _OPENING = 64  # maximum number of an answer's first characters that may already be in the prompt
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning; a template reads one of them
-
-
-class SampleError(Exception):
-    """A sample that cannot be used, with the reason. The dataset decides whether to skip it."""
 
 
 class ChatError(SampleError):
