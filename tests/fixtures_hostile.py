@@ -174,7 +174,6 @@ def dataset(rng: random.Random, place: str, depth: int = 0) -> dict[str, Any]:
     return rng.choice(
         [
             {"name": "image_text", **images, **split, "cache": rng.choice([None, f"{place}/cache"])},
-            {"name": "image_text", **images, **split, "streaming": True, "samples": 8},
             {
                 "name": "image_text",
                 **images,

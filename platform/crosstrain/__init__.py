@@ -79,7 +79,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
     from crosstrain.data.chat import Conversation, Message, PromptBuilder, SampleError
-    from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, SplitOptions
+    from crosstrain.data.dataset import SPLITS, Dataset, Split, SplitOptions
     from crosstrain.distributed.group import Group
     from crosstrain.engine.expert_parallel import (
         ExpertParallel,

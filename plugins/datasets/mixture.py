@@ -22,7 +22,6 @@ from crosstrain import (
     OptionError,
     PositiveFloat,
     PromptBuilder,
-    ReadContext,
     Sample,
     Split,
     VqaDataset,
@@ -116,7 +115,6 @@ class Mixture(VqaDataset):
         self.documents, self.end_tokens = first.documents, tuple(sorted({t for p in self.parts for t in p.end_tokens}))
         self.notice = "; ".join(f"{part.address}: {part.notice}" for part in self.parts if part.notice)
         self.far = any(part.far for part in self.parts)
-        self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
         if len({*longest}) > 1 and type(first).collate is Dataset.collate:
             raise DataError(f"the parts of a mixture have samples of {longest} tokens: give them one seq_length")
@@ -133,10 +131,6 @@ class Mixture(VqaDataset):
     @property
     def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
         return frozenset().union(*(part.image_sizes for part in self.parts if isinstance(part, VqaDataset)))
-
-    def begin(self, context: ReadContext) -> None:
-        for part in self.parts:
-            part.begin(context)
 
     def __len__(self) -> int:
         return self.starts[-1]

@@ -21,16 +21,6 @@ Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
-@dataclass(frozen=True)
-class ReadContext:
-    """The rank that reads a split, and the first sample that the run reads."""
-
-    seed: int
-    start: int  # sample number of the first sample; above 0 after a resume
-    rank: int  # data-parallel rank
-    size: int
-
-
 @dataclass(kw_only=True)
 class SplitOptions:
     """Splits as shares of the same files, or as separate files that are used entirely."""
@@ -83,7 +73,6 @@ class Dataset(ABC):
     reference: np.ndarray | None = None  # reference values [samples, rows]; `get` includes them as "reference"
     notice: str = ""  # a sentence to show at each start, for example about dropped rows
     far: bool = False  # True: samples are fetched remotely, so `announce` is called before `get`
-    indexed: bool = True  # False: `get` ignores the index and returns the next sample of a stream
 
     def __init__(self, options: Any, split: Split) -> None:
         self.options = options
@@ -129,9 +118,6 @@ class Dataset(ABC):
         default, if conversations in such data have the form of the tokenizer's chat template, or if there are none.
         """
         raise UserError(f"{cls.__name__} has no form of conversations, so questions about files cannot be asked")
-
-    def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need it
-        """Get ready to read. Called in every process of a run before the first sample."""
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
