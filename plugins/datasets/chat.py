@@ -24,7 +24,7 @@ from crosstrain import (
 )
 
 from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_audit
-from ..commands.prepare.template_library import load_with_template
+from ..commands.prepare.chat_template import load_with_template
 from .indexed_dataset import TokenFile
 from .packing import pack
 

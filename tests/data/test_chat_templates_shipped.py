@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crosstrain_plugins.builtin.commands.prepare.chat_template import ChatError, ChatTemplate
-from crosstrain_plugins.builtin.commands.prepare.template_library import lacking, load_with_template, template_library
+from crosstrain_plugins.builtin.commands.prepare.chat_template import (
+    ChatError,
+    ChatTemplate,
+    lacking,
+    load_with_template,
+    template_library,
+)
 from tokenizers import Tokenizer
 
 from crosstrain.utils.errors import DataError

@@ -416,8 +416,7 @@ def table_rows(draw: st.DrawFn) -> list[Row]:
 def test_no_rendering_differs_between_lines_parquet_and_a_dataset_on_disk(
     tmp_path_factory: pytest.TempPathFactory, tools_template: Path, given_rows: list[Row]
 ) -> None:
-    from crosstrain_plugins.builtin.commands.prepare.chat_template import ChatTemplate
-    from crosstrain_plugins.builtin.commands.prepare.template_library import template_library
+    from crosstrain_plugins.builtin.commands.prepare.chat_template import ChatTemplate, template_library
 
     folder = tmp_path_factory.mktemp("containers")
     lines = folder / "d.jsonl"

@@ -130,7 +130,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
     for index, answer in enumerate(answers[:6]):
         talk.images, talk.waiting, talk.history = dataset.read(index)[0], 1, []
         prompt = talk.ask("what colour is it")
-        (text,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=4, temperature=0), end=end)
+        (text,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=4, temperature=0), ends=[end])
         assert text.strip() == answer.text
 
 

@@ -68,7 +68,7 @@ def test_images_are_seen_as_in_training(eyes: Server, seeing: Path, tmp_path: Pa
     talk = ChatSession(ChatForm.of_training(config, seeing), [str(file) for file in files])
     prompt = talk.ask("what colour is it")
     tokenizer = AutoTokenizer.from_pretrained(seeing)
-    (expected,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), end=talk.form.ends)
+    (expected,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), ends=talk.form.ends)
     client = eyes.client()
     asked: dict[str, Any] = {"model": "eyes", "max_tokens": 5, "temperature": 0}
     messages: Any = seen(*files, "what colour is it")

@@ -100,28 +100,24 @@ def decode(
 def generate(
     runner: Runner,
     tokenizer: Any,
-    prompt: str | Sample,
+    prompt: Sample,
     sampling: Sampling,
     on_text: OnText | None = None,
-    end: int | Collection[int] | None = None,
+    ends: Collection[int] | None = None,
     stops: Iterable[str] = (),
 ) -> list[str]:
-    """Complete `prompt`, a text or a sample without labels; results are the same on every rank. Collective.
+    """Complete `prompt`, a sample without labels; results are the same on every rank. Collective.
 
     `on_text(index, piece)` is called for each new piece of a completion's text. A completion ends at an end token, or
-    before the first of the strings `stops`. `end` defaults to the tokenizer's end-of-text token. Raises UserError if
+    before the first of the strings `stops`. `ends` defaults to the tokenizer's end-of-text token. Raises UserError if
     the prompt leaves no room for a token or if the tokenizer does not match the model.
     """
-    end = tokenizer.eos_token_id if end is None else end
-    ends = [end] if isinstance(end, int) else end
-    sample = prompt
-    if isinstance(sample, str):
-        sample = as_prompt(tokenizer(sample, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, sample)))
+    ends = [tokenizer.eos_token_id] if ends is None else ends
+    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, prompt)))
     count = sampling.num_completions
     sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, stops)) for i in range(count)]
     with runner.evaluating():
-        decode(runner, [sample] * count, sequences, on_text)
+        decode(runner, [prompt] * count, sequences, on_text)
     for i, sequence in enumerate(sequences):
         if (rest := sequence.text.finish()) and on_text:
             on_text(i, rest)

@@ -45,8 +45,7 @@ class RollBack(TrainingError):
 class BadSteps(Callback):
     """Applies the policy of `run.on_bad_step`. All ranks reach the same decision.
 
-    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`. Raises ConfigError for the policy
-    roll_back with a stream, because the samples of a stream cannot be left out.
+    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`.
     """
 
     def __init__(self, options: Any, trainer: Any) -> None:

@@ -40,7 +40,8 @@ class ConversationEncoder:
         self, tokenizer: TextTokenizer, image_tokens: int, style: Style, encode: EncodeText | None = None
     ) -> None:
         """encode: replaces the tokenizer's function, as in a server."""
-        self.style, self.end_id = style, tokenizer.end_id  # the token that ends an answer
+        self.tokenizer, self.style = tokenizer, style
+        self.end_id = tokenizer.end_id  # the token that ends an answer
         if style == "chat":
             for token in (_START, _END):
                 if tokenizer.backend.token_to_id(token) is None:

@@ -88,7 +88,7 @@ def _complete(
     end = model.tokenizer.eos_token_id
     ends = [end] if session is None else session.form.ends
     asked = as_prompt(model.encoders.encode("text", prompt), end) if session is None else session.ask(prompt)
-    answer = partial(generate, model.runner, model.tokenizer, asked, sampling, end=ends)
+    answer = partial(generate, model.runner, model.tokenizer, asked, sampling, ends=ends)
     if not show or sampling.num_completions > 1:
         texts = answer()
         for number, text in enumerate(texts if show else [], 1):
