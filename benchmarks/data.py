@@ -21,10 +21,11 @@ sys.path.insert(0, str(ROOT / "platform"))
 
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
 from crosstrain.data.shuffle import sample_index
-from crosstrain.data.tokenizer import load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import load_tokenizer
 
 
 def whole(folder: Path) -> dict[str, float]:

@@ -26,9 +26,8 @@ PROMPT = "the quick brown fox jumps over the lazy dog and " * 4
 
 def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
     """(a run's folder, the exported model) of a GPT-2 that has learned a few words, so that it writes on and on."""
+    from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
     from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
-
-    from crosstrain.data.tokenizer import train_bpe
 
     words = folder / "words"
     run = {

@@ -35,9 +35,8 @@ TEMPLATE = (
 def make(folder: Path) -> None:
     """Write a model of random weights with a tokenizer of 2,000 tokens, and conversations of 40 to 450 tokens."""
     import torch
+    from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
     from transformers import AddedToken, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from crosstrain.data.tokenizer import train_bpe
 
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7))) for _ in range(1500)]

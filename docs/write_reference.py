@@ -33,7 +33,7 @@ from crosstrain.utils.errors import UserError
 
 FOLDER = Path(__file__).parent / "reference"
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null", dict: "mapping"}
-OF_THE_COMMAND_LINE = ("command", "preflight", "hints")  # kinds that a project file does not name
+OF_THE_COMMAND_LINE = ("command", "evaluation", "preflight", "hints")  # kinds that a project file does not name
 SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 log = logging.getLogger(__name__)

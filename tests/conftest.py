@@ -68,7 +68,7 @@ TEXTS = [
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a byte-level BPE of 300 ids, trained on TEXTS."""
-    from crosstrain.data.tokenizer import train_bpe
+    from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 
     folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
     train_bpe(TEXTS * 2, 300).save(folder)

@@ -174,7 +174,6 @@ def dataset(rng: random.Random, place: str, depth: int = 0) -> dict[str, Any]:
     return rng.choice(
         [
             {"name": "image_text", **images, **split, "cache": rng.choice([None, f"{place}/cache"])},
-            {"name": "image_text", **images, **split, "streaming": True, "samples": 8},
             {
                 "name": "image_text",
                 **images,
@@ -473,11 +472,12 @@ def _serve(request: Path) -> None:
     """The process: import everything, then fork for each job."""
     import transformers
     from crosstrain_plugins.builtin.commands.serve import command as serve
+    from crosstrain_plugins.builtin.evaluations.answers import vqa  # noqa: F401
 
     from crosstrain.api import evaluate  # noqa: F401
     from crosstrain.cli.main import main
     from crosstrain.config.registry import registry
-    from crosstrain.inference import open_checkpoint, vqa  # noqa: F401
+    from crosstrain.inference import open_checkpoint
 
     for lazy in ("PreTrainedTokenizerFast", "PreTrainedModel", "AutoModelForCausalLM"):
         getattr(transformers, lazy)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import yaml
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
 from PIL import Image
 
 from crosstrain.config.load import load_config
-from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.types import IGNORE_INDEX, Sample

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters are part of `crosstrain prepare`
+if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
     from crosstrain_plugins.builtin.commands.prepare.filter import Dropped, Filter
     from crosstrain_plugins.builtin.commands.prepare.reader import (
         Chunk,
@@ -25,7 +25,22 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
         FileReader,
         split_file,
     )
+    from crosstrain_plugins.builtin.commands.samples.contact_sheet import contact_sheet
     from crosstrain_plugins.builtin.commands.samples.sample_view import SampleView
+    from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE, IMAGE_ID, SHARED, Style
+    from crosstrain_plugins.builtin.datasets.vision.image import ImageTooLarge, open_image, open_image_file
+    from crosstrain_plugins.builtin.datasets.vision.image_dataset import (
+        Annotation,
+        Example,
+        ImageDataset,
+        ImageDatasetOptions,
+        ImageProcessor,
+        ImagePrompts,
+        Processors,
+        TextProcessor,
+        VqaDataset,
+        processors,
+    )
     from crosstrain_plugins.builtin.models.hugging_face.base import DropRate, TransformersModel
     from crosstrain_plugins.builtin.models.hugging_face.export import TransformersExport
     from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
@@ -33,6 +48,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain_plugins.builtin.models.hugging_face.weights import TransformersWeights
 
     from crosstrain.api.evaluate import evaluate
+    from crosstrain.api.evaluation import Evaluation
     from crosstrain.api.model import OpenModel, open
     from crosstrain.api.run import Run
     from crosstrain.api.train import train
@@ -60,21 +76,8 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
-    from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, SplitOptions
-    from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
-    from crosstrain.data.vision.image import open_image, open_image_file
-    from crosstrain.data.vision.image_dataset import (
-        Annotation,
-        Example,
-        ImageDataset,
-        ImageDatasetOptions,
-        ImageProcessor,
-        Processors,
-        PromptBuilder,
-        TextProcessor,
-        VqaDataset,
-        processors,
-    )
+    from crosstrain.data.chat import Conversation, Message, PromptBuilder, SampleError
+    from crosstrain.data.dataset import SPLITS, Dataset, Split, SplitOptions
     from crosstrain.distributed.group import Group
     from crosstrain.engine.expert_parallel import (
         ExpertParallel,

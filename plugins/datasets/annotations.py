@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain import IMAGE, SampleError
-from crosstrain.data.chat_template import ChatError, refuse_if
-from crosstrain.data.vision.image import LARGEST_IMAGE
 from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import read_regular
 
+from ..commands.prepare.chat_template import ChatError, refuse_if
 from ..commands.prepare.conversation_files import rows_as_given
 from ..commands.prepare.conversations import Turn, conversations
 from .row_audit import RowAudit
+from .vision.image import LARGEST_IMAGE
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 _IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys that hold image names

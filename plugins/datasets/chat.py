@@ -22,9 +22,9 @@ from crosstrain import (
     Text,
     registry,
 )
-from crosstrain.data.tokenizer import load_cached
 
 from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_audit
+from ..commands.prepare.chat_template import load_with_template
 from .indexed_dataset import TokenFile
 from .packing import pack
 
@@ -79,7 +79,7 @@ class ConversationDataset(Dataset):
 
         Raises DataError if too many rows are dropped.
         """
-        tokenizer = load_cached(options.tokenizer, options.chat_template)[1]
+        tokenizer = load_with_template(options.tokenizer, options.chat_template)[1]
         folder = prepare_chat(cls.source(options, _paths(options), tokenizer))
         row_audit(folder, ()).check(" and ".join(_paths(options)), options.max_dropped)
         return folder
@@ -87,7 +87,7 @@ class ConversationDataset(Dataset):
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         given, options = options, options.of(split)[0]
-        tokenizer, self.tokenizer_path = load_cached(options.tokenizer, options.chat_template)
+        tokenizer, self.tokenizer_path = load_with_template(options.tokenizer, options.chat_template)
         self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
         self.folder = self.prepared(options)
         said = row_audit(self.folder, options.ignore_columns).notices()

@@ -1,32 +1,21 @@
 """Images with captions, questions or conversations in WebDataset shards."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import numpy as np
-from annotated_types import Interval
-from torch.utils.data import get_worker_info
+from typing import Any, ClassVar
 
 from crosstrain import (
     SPLITS,
     Annotation,
-    DataError,
     EmptySplit,
     FilePath,
     ImageDataset,
     ImageDatasetOptions,
-    OptionError,
-    PositiveInt,
     Processors,
-    ReadContext,
-    Sample,
     SampleError,
     Split,
     Text,
-    log,
     open_image,
     processors,
     registry,
@@ -34,10 +23,8 @@ from crosstrain import (
 from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
-from .row_audit import RowAudit
 from .shard_writer import PackOptions, pack
-from .streaming import ShardStream
-from .webdataset import TEXTS, Shards, check_there, expand, prepare
+from .webdataset import TEXTS, Shards, expand, prepare
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
@@ -46,13 +33,17 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 class ImageText(ImageDataset):
     """Samples in tar shards: KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt (a caption) or both.
 
-    Samples are read by index, so the platform shuffles them and resumes exactly. A streamed train split is the
-    exception: see `ShardStream`.
+    Samples are read by index, so the platform shuffles them and resumes exactly.
     """
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions):
         """Shard names, with braces or wildcards: local, http(s):// or pipe:COMMAND."""
+
+        elsewhere: ClassVar = {
+            "streaming": "none: shards are read by index, and remote ones are copied into `cache` once",
+        }
+        former: ClassVar = {"streaming": False, "samples": None, "shuffle_buffer": 1000}
 
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("captions", "captions"))
@@ -62,14 +53,6 @@ class ImageText(ImageDataset):
         # folder for indexes and for copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
         cache: FilePath | None = None
         prepare: PackOptions | None = None  # pack images into shards first; None: the shards already exist
-        streaming: bool = False  # stream the train split: no index, no copy, no exact resume
-        samples: PositiveInt | None = None  # samples per epoch; only for streaming, and required there
-        # number of samples in the shuffle buffer of a stream, with images still compressed
-        shuffle_buffer: Annotated[int, Interval(ge=1, le=10**7)] = 1000
-
-        def __post_init__(self) -> None:
-            if self.streaming and self.samples is None:
-                raise OptionError("samples", "say with streaming how many samples are an epoch, which nobody counts")
 
     options: Options
 
@@ -83,22 +66,13 @@ class ImageText(ImageDataset):
         if options.prepare is not None:
             pack(options.prepare)
         for split in SPLITS:
-            names = cls.shards(options, split)
-            if cls.streams(options, split):
-                check_there(names)
-            elif names:
-                prepare(names, cls.cache(options), _keys)
+            prepare(cls.shards(options, split), cls.cache(options), _keys)
 
     @classmethod
     def shards(cls, options: Any, split: Split) -> list[str]:
         """Return the names of a split's shards."""
         named = getattr(options, split)
         return expand(named) if named else []
-
-    @classmethod
-    def streams(cls, options: Any, split: Split) -> bool:
-        """Return True if a split is streamed."""
-        return options.streaming and split == "train"
 
     @classmethod
     def cache(cls, options: Any) -> Path:
@@ -110,55 +84,19 @@ class ImageText(ImageDataset):
         names = self.shards(options, split)
         if not names:
             raise EmptySplit(f"the {split} split has no shards", f"name them under `{split}` of the dataset")
-        self.names, self.context = names, ReadContext(0, 0, 0, 1)
-        self.indexed = not self.streams(options, split)
         used = self.used(options, split)
-        self.samples = Shards(names, self.cache(options), used) if self.indexed else None
-        self.audit = RowAudit(used) if self.samples is None else self.samples.audit
-        self.notice = "; ".join(self.audit.notices()) if used else ""
-        self._stream: Iterator[tuple[str, dict[str, bytes]]] | None = None
+        self.samples = Shards(names, self.cache(options), used)
+        self.notice = "; ".join(self.samples.audit.notices()) if used else ""
         if not len(self):
             raise EmptySplit(f"the {split} split has no sample: its {len(names)} shards are empty")
 
     def __len__(self) -> int:
-        return self.options.samples or 0 if self.samples is None else len(self.samples)
-
-    def begin(self, context: ReadContext) -> None:
-        self.context, self._stream = context, None
-
-    def get(self, index: int, rng: np.random.Generator) -> Sample:
-        return super().get(index, rng) if self.samples is not None else self._next(rng)
-
-    def _next(self, rng: np.random.Generator) -> Sample:
-        """Return the next usable sample of the stream."""
-        if self._stream is None:  # opened on first use, in the worker process that reads it
-            info = get_worker_info()
-            worker, workers = (info.id, info.num_workers) if info else (0, 1)
-            given = (self.context, worker, workers, self.options.shuffle_buffer, self.options.max_skipped)
-            self._stream = iter(ShardStream(self.names, *given))
-        while True:
-            self.tried += 1
-            try:
-                name, content = next(self._stream)
-                images, annotation = _parsed(name, content)
-                self._account(name, annotation)
-                return self.sample(images, annotation, rng)
-            except SampleError as error:
-                self.skip(self.tried, str(error))
-
-    def _account(self, name: str, annotation: Annotation) -> None:
-        """Count the unused keys of a streamed sample, and log a warning for new ones."""
-        before = len(self.audit.plain["unread"])
-        self.audit.row(name, keys_of(annotation) if self.audit.ignore_columns else [])
-        if len(self.audit.plain["unread"]) > before:
-            log.warning("%s: %s", self._name(), self.audit.notices()[0])
+        return len(self.samples)
 
     def location(self, index: int) -> str:
-        return "" if self.samples is None else self.samples.name(index)
+        return self.samples.name(index)
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        if self.samples is None:
-            raise DataError(f"the {self.split} split is streamed and has no sample {index}: set streaming=false")
         return _parsed(*self.samples.read(index))
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from annotated_types import MinLen
 
 from crosstrain import (
-    IMAGE,
     SPLITS,
     Batch,
     Component,
@@ -23,18 +22,16 @@ from crosstrain import (
     OptionError,
     PositiveFloat,
     PromptBuilder,
-    ReadContext,
     Sample,
     Split,
     VqaDataset,
     derive_seed,
     log,
     registry,
-    require,
 )
+from crosstrain.data.chat import EncodeText
 from crosstrain.data.splits import open_dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
-from crosstrain.data.vision.image_dataset import prompt_builder
 
 from .mixture_order import MixtureOrder, quantise
 
@@ -118,7 +115,6 @@ class Mixture(VqaDataset):
         self.documents, self.end_tokens = first.documents, tuple(sorted({t for p in self.parts for t in p.end_tokens}))
         self.notice = "; ".join(f"{part.address}: {part.notice}" for part in self.parts if part.notice)
         self.far = any(part.far for part in self.parts)
-        self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
         if len({*longest}) > 1 and type(first).collate is Dataset.collate:
             raise DataError(f"the parts of a mixture have samples of {longest} tokens: give them one seq_length")
@@ -134,11 +130,7 @@ class Mixture(VqaDataset):
 
     @property
     def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
-        return frozenset().union(*(part.image_sizes for part in self.parts))
-
-    def begin(self, context: ReadContext) -> None:
-        for part in self.parts:
-            part.begin(context)
+        return frozenset().union(*(part.image_sizes for part in self.parts if isinstance(part, VqaDataset)))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -189,21 +181,16 @@ class Mixture(VqaDataset):
         return [replace(example, kind=f"{label}{example.kind}") for example in found]
 
     @classmethod
-    def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
-        """Return the prompt builder that most parts with conversations use, and log a warning if they differ."""
-        parts = [part.dataset for part in options.parts]
-        talking = [k for k, p in enumerate(parts) if issubclass(registry.get("dataset", p.name), VqaDataset)] or [0]
-        builders = [prompt_builder(parts[k], tokenizer) for k in talking]
-        asked, picture = [Message("user", f"{IMAGE}a")], require("PIL.Image", "a chat about images").new("RGB", (8, 8))
-        forms = [{key: value.tolist() for key, value in b.ask(asked, [picture]).items()} for b in builders]
-        n = max(range(len(forms)), key=lambda n: forms.count(forms[n]))
-        if forms.count(forms[n]) < len(forms):
-            log.warning(
-                "the mixture's parts have several forms of conversations; a chat has that of part %d (%s)",
-                talking[n],
-                options.parts[talking[n]].label or parts[talking[n]].name,
-            )
-        return builders[n]
+    def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
+        """Return the prompt builder of the first part with conversations, and log a warning if others differ."""
+        kinds = [(part, registry.get("dataset", part.dataset.name)) for part in options.parts]
+        talking = [(part, kind) for part, kind in kinds if issubclass(kind, VqaDataset)] or kinds[:1]
+        builders = [kind.prompt_builder(part.dataset.options, tokenizer, encode) for part, kind in talking]
+        forms = [builder.ask([Message("user", "a")], [])["input_ids"].tolist() for builder in builders]
+        if any(form != forms[0] for form in forms):
+            name = talking[0][0].label or talking[0][0].dataset.name
+            log.warning("the mixture's parts have several forms of conversations; a chat has that of %s", name)
+        return builders[0]
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:

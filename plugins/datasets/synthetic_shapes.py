@@ -54,7 +54,6 @@ class Shapes(ImageText):
         novel: bool = False  # use the split `novel` as the test split
 
         def __post_init__(self) -> None:
-            super().__post_init__()
             folder = Path(self.path).expanduser()
             self.tokenizer = self.tokenizer or str(folder / "tokenizer")
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from braceexpand import braceexpand
@@ -90,15 +90,6 @@ def is_remote(name: str) -> bool:
     return True
 
 
-def open_remote(name: str) -> IO[bytes]:
-    """Open a remote shard; a shard in a bucket is first downloaded to a temporary file, which is deleted on close."""
-    if name.partition(":")[0] not in _BUCKETS:
-        return gopen(name, "rb")
-    with tempfile.NamedTemporaryFile() as copy:
-        storage.download(name, Path(copy.name))
-        return open(copy.name, "rb")
-
-
 def local_path(name: str) -> Path:
     """Return the path of a local shard."""
     return Path(name.removeprefix("file:").removeprefix("//")).expanduser()
@@ -120,13 +111,6 @@ def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content
                 _write_index(path, cache, keys)
 
 
-def check_there(names: Iterable[str]) -> None:
-    """Raise DataError if a local shard is missing or not a regular file."""
-    for name in names:
-        if not is_remote(name):
-            _state(local_path(name))
-
-
 def _local(name: str, cache: Path) -> Path:
     """Return the path of a shard or of its copy."""
     return cache / f"{_digest(name)}.tar" if is_remote(name) else local_path(name)
@@ -141,8 +125,11 @@ def _fetch(name: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder) / path.name
         try:
-            with open(partial, "wb") as file, open_remote(name) as stream:
-                shutil.copyfileobj(stream, file, 1 << 20)
+            if name.partition(":")[0] in _BUCKETS:
+                storage.download(name, partial)
+            else:
+                with open(partial, "wb") as file, gopen(name, "rb") as stream:
+                    shutil.copyfileobj(stream, file, 1 << 20)
         except (OSError, ValueError) as error:  # webdataset reports a failed pipe as an OSError
             raise DataError(f"{name} cannot be fetched ({error})") from None
         if not tarfile.is_tarfile(partial):

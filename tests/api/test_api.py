@@ -292,3 +292,10 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 def test_a_keyword_that_no_check_takes_is_an_error(workspace: Workspace) -> None:
     with pytest.raises(TypeError, match=r"train\(\) has no keyword 'fitcheck'; checks take fit_check, device_memory"):
         crosstrain.train(workspace.project, fitcheck=False)
+
+
+def test_flags_of_evaluations_are_keywords() -> None:
+    with pytest.raises(TypeError, match=r"evaluate\(\) has no keyword 'answer'; evaluations take answers, sheet, "):
+        crosstrain.evaluate("nowhere", answer=["val"])
+    with pytest.raises(crosstrain.UserError, match="--sheet: shows what --answers found; give both"):
+        crosstrain.evaluate("nowhere", sheet="sheet.png")

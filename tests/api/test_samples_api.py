@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crosstrain_plugins.builtin.commands.samples.contact_sheet import TILE
 from PIL import Image
 
 import crosstrain
@@ -20,7 +21,6 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.data.loader import training_steps
 from crosstrain.data.splits import open_split
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.utils.drawing import TILE
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
 from fixtures_vision import mixed_project, shapes, write_project

@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}},
 }  # fmt: skip
 LANGUAGE_DATA = ["text", "instructions", "mixture of texts", "mixture of instructions"]
-SEEING_DATA = ["shapes", "image_text", "streaming", "packing", "instructions", "mixture of images"]
+SEEING_DATA = ["shapes", "image_text", "packing", "instructions", "mixture of images"]
 CASES = [
     *(f"{model}{start} on {data}" for model in FAMILIES for start in ("", " pretrained") for data in LANGUAGE_DATA),
     *(f"blip2_qwen{start} on {data}" for start in ("", " pretrained", " frozen") for data in SEEING_DATA),
@@ -112,9 +112,8 @@ def data_of(kind: str, place: Path, tokenizer: Path) -> dict[str, Any]:
     cls = registry.get("dataset", "shapes")
     cls.prepare(Checker(".".join).dataclass(cls.Options, {k: v for k, v in shapes.items() if k != "name"}, ()))
     read = {key: value for key, value in shapes.items() if key in {*common, "text_processor"}}
-    shards = [str(place / "shapes" / f"{split}-*.tar") for split in ("train", "val")]  # as many as ranks that stream
-    how = {"streaming": True, "samples": 40} if kind == "streaming" else {}
-    return read | how | {"name": "image_text", "train": shards}
+    shards = [str(place / "shapes" / f"{split}-*.tar") for split in ("train", "val")]
+    return read | {"name": "image_text", "train": shards}
 
 
 def model_of(name: str, start: str, place: Path) -> tuple[dict[str, Any], Path]:

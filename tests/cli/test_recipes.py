@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
 from crosstrain_plugins.builtin.datasets.prepared import Summary
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.data.tokenizer import load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import load_tokenizer
 from fixtures_web import PAGE, Server, server
 
 __all__ = ["server"]  # a fixture

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.cli import main
 from crosstrain.config.schema import OptionError
-from crosstrain.data.tokenizer import train_bpe
 from crosstrain.utils.errors import DataError, UserError, sentence
 from crosstrain.utils.files import locked
 

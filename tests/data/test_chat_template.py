@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.chat_template import ChatError, ChatTemplate, EncodedChat
 
-from crosstrain.data.chat_template import ChatError, ChatTemplate, EncodedChat
 from fixtures_chat import SHAPES, Shape, conversation, write_tokenizer
 
 CONVERSATIONS = 200

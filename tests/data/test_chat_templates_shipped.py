@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.chat_template import (
+    ChatError,
+    ChatTemplate,
+    lacking,
+    load_with_template,
+    template_library,
+)
 from tokenizers import Tokenizer
 
-from crosstrain.data.chat_template import ChatError, ChatTemplate
-from crosstrain.data.template_library import lacking, template_library
-from crosstrain.data.tokenizer import load_cached
 from crosstrain.utils.errors import DataError
 from fixtures_chat import SHAPES, write_tokenizer
 
@@ -178,11 +182,11 @@ def test_default_system_turns(everything: Path) -> None:
 
 @pytest.mark.usefixtures("home")
 def test_a_template_is_chosen_by_its_name(tmp_path: Path, everything: Path) -> None:
-    _, folder = load_cached(str(everything), "qwen3")
+    _, folder = load_with_template(str(everything), "qwen3")
     assert (folder / "chat_template.jinja").read_text() == template_library()["qwen3"]
     plain = write_tokenizer(tmp_path / "t", SHAPES["chatml"].template)
     with pytest.raises(DataError, match=r"gemma needs <bos>, .*which .* lacks"):
-        load_cached(str(plain), "gemma")
+        load_with_template(str(plain), "gemma")
     tokenizer = Tokenizer.from_file(str(plain / "tokenizer.json"))
     assert [name for name, text in template_library().items() if not lacking(tokenizer, text)] == [
         "chatml",

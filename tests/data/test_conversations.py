@@ -13,6 +13,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.chat_template import ChatError
 from crosstrain_plugins.builtin.commands.prepare.conversation_files import rows
 from crosstrain_plugins.builtin.commands.prepare.conversations import conversations
 from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
@@ -20,7 +21,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.registry import registry
-from crosstrain.data.chat_template import ChatError
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
@@ -416,8 +416,7 @@ def table_rows(draw: st.DrawFn) -> list[Row]:
 def test_no_rendering_differs_between_lines_parquet_and_a_dataset_on_disk(
     tmp_path_factory: pytest.TempPathFactory, tools_template: Path, given_rows: list[Row]
 ) -> None:
-    from crosstrain.data.chat_template import ChatTemplate
-    from crosstrain.data.template_library import template_library
+    from crosstrain_plugins.builtin.commands.prepare.chat_template import ChatTemplate, template_library
 
     folder = tmp_path_factory.mktemp("containers")
     lines = folder / "d.jsonl"

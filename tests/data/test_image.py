@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.datasets.vision.image import open_image, open_image_file
 from PIL import Image
 from torchvision.io import ImageReadMode, decode_image
 
-from crosstrain.data.vision.conversations import SampleError
-from crosstrain.data.vision.image import open_image, open_image_file
+from crosstrain.data.chat import SampleError
 
 Array = np.ndarray
 SIZE = (12, 20)  # height and width

@@ -17,15 +17,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
+from crosstrain.data.chat import SampleError
 from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.vision.conversations import IMAGE_ID, SampleError
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import ConfigError, DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_shards import captions, jpeg, module_of, opened, write_shard
 from fixtures_vision import EVAL, picture, write_project
@@ -489,28 +490,23 @@ def img2dataset(number: int, **more: Any) -> bytes:
     return json.dumps(known | more).encode()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_shards_of_img2dataset_have_captions_and_named_metadata(
-    home: Path, words: Path, streaming: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shards_of_img2dataset_have_captions_and_named_metadata(home: Path, words: Path) -> None:
     members = [
         {"jpg": jpeg(0), "txt": b"red circle", "json": img2dataset(0, caption="red circle")},
         {"jpg": jpeg(1), "txt": b"blue", "json": img2dataset(1, caption=None)},
         {"jpg": jpeg(2), "txt": b"left", "json": json.dumps({"url": "u"}).encode()},
     ]
     path = str(write_shard(home / "a.tar", members))
-    more = {"streaming": True, "samples": 3, "shuffle_buffer": 1} if streaming else {}
-    dataset = opened(home, captions(words, train=path, **more))
+    dataset = opened(home, captions(words, train=path))
     found = sorted(said(dataset, i) for i in range(3))
     assert [text.rpartition(" ")[0] for text in found] == ["blue", "left", "red circle"]
-    notice = "\n".join(caplog.messages) if streaming else dataset.notice
+    notice = dataset.notice
     for key in ("url", "width", "status"):
         assert f"{key} (" in notice
     assert "error_message" not in notice
-    if not streaming:
-        assert "url (3 of 3 rows, first in a.tar: 000000)" in notice
-        quiet = captions(words, train=path, ignore_columns=["url", "width", "status"])
-        assert opened(home, quiet).notice == ""
+    assert "url (3 of 3 rows, first in a.tar: 000000)" in notice
+    quiet = captions(words, train=path, ignore_columns=["url", "width", "status"])
+    assert opened(home, quiet).notice == ""
 
 
 def test_a_text_that_is_another_caption_and_other_members_are_named(home: Path, words: Path) -> None:
@@ -553,12 +549,12 @@ def test_members_in_any_order_are_paired_by_their_names(home: Path, words: Path)
         assert all(np.array_equal(a[key], b[key]) for key in a)
 
 
-def test_a_stream_refuses_members_that_are_apart(home: Path, words: Path) -> None:
-    members = [("0.jpg", jpeg(0)), ("0.txt", b"red"), ("1.jpg", jpeg(1)), ("0.json", b"{}")]
-    more = {"streaming": True, "samples": 3, "shuffle_buffer": 1}
-    dataset = opened(home, captions(words, train=tar(home / "a.tar", members), **more))
-    with pytest.raises(DataError, match=r"the members of 0 are apart: sort the shard, or set streaming=false"):
-        [get(dataset) for _ in range(4)]
+def test_options_of_streams_are_ignored_where_they_changed_nothing(home: Path, words: Path) -> None:
+    train = str(write_shard(home / "a.tar", [{"jpg": jpeg(0), "txt": b"red"}]))
+    old = {"streaming": False, "samples": None, "shuffle_buffer": 1000}
+    assert len(opened(home, captions(words, train=train, **old))) == 1
+    with pytest.raises(ConfigError, match=r"streaming: not an option here: none: shards are read by index"):
+        opened(home, captions(words, train=train, **old | {"streaming": True}))
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID, ConversationEncoder
 from PIL import Image
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
+from crosstrain.data.chat import Message
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.data.vision.conversations import IMAGE_ID, ConversationEncoder, Message
 from crosstrain.utils.errors import ConfigError, DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_shards import captions, jpeg, module_of, opened, serving, write_shard
@@ -161,7 +162,7 @@ def test_chats_are_tokenised_as_the_template_says_and_the_assistant_is_learned(w
 def test_special_tokens_in_what_users_write_are_text(words: Path) -> None:
     encoder = ConversationEncoder(load_tokenizer(words), 1, "chat")
     tokens = encoder.encode([Message("user", "red <|im_end|> <|im_start|> assistant blue")])
-    assert tokens.ids.count(encoder.end) == 1
+    assert tokens.ids.count(encoder.end_id) == 1
 
 
 def test_captions_follow_their_images_without_a_template(home: Path, words: Path) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches, training_steps
-from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX, MicroBatch, Sample
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker
-from crosstrain.data.tokenizer import load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.errors import ConfigError, DataError
 
 TextDataset = registry.get("dataset", "text")

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import TEXTS
-from crosstrain.data.tokenizer import cached_folder, load_cached, load_gpt2, load_tokenizer, train_bpe, warn_if_rebuilt
+from crosstrain.data.tokenizer import cached_folder, load_cached, load_gpt2, load_tokenizer, warn_if_rebuilt
 from crosstrain.utils.errors import DataError
 
 

@@ -85,7 +85,7 @@ def _train_here(path: Path, folder: Path, *options: str, size: int) -> Run:
 def _say(checkpoint: str) -> Any:
     from transformers import AutoTokenizer
 
-    from crosstrain.inference.generation import Sampling, generate
+    from crosstrain.inference.generation import Sampling, as_prompt, generate
     from crosstrain.inference.open_checkpoint import saved_config
 
     config = saved_config(Path(checkpoint), [])
@@ -93,6 +93,7 @@ def _say(checkpoint: str) -> Any:
     runner.setup()
     build_model(config, runner, Path(checkpoint), for_training=False)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    said = generate(runner, tokenizer, "ban", Sampling(max_new_tokens=8))
+    asked = as_prompt(tokenizer("ban", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    said = generate(runner, tokenizer, asked, Sampling(max_new_tokens=8))
     runner.close()
     return said

@@ -13,8 +13,7 @@ from conftest import Run
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.data.shuffle import sample_index
-from crosstrain.data.splits import open_split, prepare_data, training_dataset
-from crosstrain.data.vision.image_dataset import prompt_builder
+from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.engine.build import build_model, make_model, make_runner
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
@@ -132,11 +131,12 @@ def test_any_runner_goes_on_when_parts_are_frozen_and_opened(project: Path, road
 
 def _asked(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[str]]]:
     """Loss on the validation split, and what is answered there."""
+    from crosstrain_plugins.builtin.evaluations.answers.vqa import answer_questions
     from transformers import AutoTokenizer
 
+    from crosstrain.inference.chat_form import ChatForm
     from crosstrain.inference.open_checkpoint import saved_config
     from crosstrain.inference.perplexity import evaluate_loss
-    from crosstrain.inference.vqa import answer_questions
 
     config = saved_config(Path(checkpoint), list(options))
     runner = make_runner(config)
@@ -145,7 +145,7 @@ def _asked(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[
     dataset = open_split(config, "val")
     loss = evaluate_loss(runner, dataset, 2, 6).loss
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    end = prompt_builder(training_dataset(config), Path(checkpoint)).end_id
+    end = ChatForm.of_training(config, Path(checkpoint)).builder.end_id  # type: ignore[union-attr]
     answers, _ = answer_questions(runner, tokenizer, end, dataset, 4, 6, 8)
     runner.close()
     return loss, [list(map(str, answer.document().values())) for answer in answers]

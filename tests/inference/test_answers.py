@@ -10,22 +10,14 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-
-from conftest import ENVIRONMENT, ROOT, Run
-from crosstrain.config.load import load_config
-from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.vision.conversations import IMAGE_ID
-from crosstrain.engine.build import build_model, make_runner
-from crosstrain.inference.conversation import ChatSession
-from crosstrain.inference.encoding import open_tokenizer
-from crosstrain.inference.generation import Sampling, generate
-from crosstrain.inference.open_checkpoint import saved_config
-from crosstrain.inference.vqa import (
+from crosstrain_plugins.builtin.commands.samples.contact_sheet import TILE
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
+from crosstrain_plugins.builtin.evaluations.answers.vqa import (
     Answer,
     answer_questions,
     answer_sheet,
@@ -33,7 +25,17 @@ from crosstrain.inference.vqa import (
     caption_scores,
     score,
 )
-from crosstrain.utils.drawing import TILE
+from crosstrain_plugins.builtin.evaluations.completions.talk import ChatSession
+from PIL import Image
+
+from conftest import ENVIRONMENT, ROOT, Run
+from crosstrain.config.load import load_config
+from crosstrain.data.splits import open_split, prepare_data
+from crosstrain.engine.build import build_model, make_runner
+from crosstrain.inference.chat_form import ChatForm
+from crosstrain.inference.encoding import open_tokenizer
+from crosstrain.inference.generation import Sampling, generate
+from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.utils.errors import ConfigError, UserError
 from crosstrain.utils.limited_process import LimitError
 from fixtures_ranks import mostly_slow, run_ranks, train
@@ -122,20 +124,20 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
     project, run = trained
     runner = build(project, *SEES, checkpoint=run.checkpoint(160))
     tokenizer = AutoTokenizer.from_pretrained(run.checkpoint(160))
-    talk = ChatSession.about([], load_config(project, SEES), run.checkpoint(160))
+    talk = ChatSession(ChatForm.of_training(load_config(project, SEES), run.checkpoint(160)), [])
     dataset = open_split(load_config(project, SEES), "test")
-    (end,) = talk.ends
+    (end,) = talk.form.ends
     for index, answer in enumerate(answers[:6]):
         talk.images, talk.waiting, talk.history = dataset.read(index)[0], 1, []
         prompt = talk.ask("what colour is it")
-        (text,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=4, temperature=0), end=end)
+        (text,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=4, temperature=0), ends=[end])
         assert text.strip() == answer.text
 
 
 def test_a_conversation_about_images_goes_on(trained: tuple[Path, Run], tmp_path: Path) -> None:
     project, run = trained
     files = [str(picture(tmp_path / f"{i}.png", i)) for i in range(2)]
-    talk = ChatSession.about(files[:1], load_config(project, SEES), run.checkpoint(160))
+    talk = ChatSession(ChatForm.of_training(load_config(project, SEES), run.checkpoint(160)), files[:1])
     first = talk.ask("what colour is it")
     assert (first["input_ids"] == IMAGE_ID).sum() == 4
     talk.remember("what colour is it", "red")
@@ -241,10 +243,11 @@ def test_questions_that_take_too_long_to_encode_end_with_a_sentence(
     asked = [{"instruction": HARMFUL, "output": "two"}] * 4
     other = write_questions(tmp_path, words)
     (tmp_path / "notes.json").write_text(json.dumps(asked))
-    config = load_config(other, SEES)
-    job = {"answers": ["test"], "max_samples": None, "sheet": None}
+    model: Any = SimpleNamespace(
+        config=load_config(other, SEES), runner=build(other, *SEES), tokenizer=open_tokenizer(run.checkpoint(160))
+    )
     with pytest.raises(LimitError, match=r"the tokenizer took more than 10\.\d+ s of computing|retry-limit"):
-        answer_splits(config, build(other, *SEES), open_tokenizer(run.checkpoint(160)), job, Sampling(2), True)
+        answer_splits(model, ["test"], {"max_samples": None, "max_new_tokens": 2, "sheet": None})
 
 
 def answer(said: str, truth: str, kind: str = "caption", blind: str = "") -> Answer:

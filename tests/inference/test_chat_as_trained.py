@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from crosstrain_plugins.builtin.commands.serve.chat_format import chat_format
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE
+from crosstrain_plugins.builtin.evaluations.completions.talk import ChatSession
 
 from crosstrain.config.load import load_config
+from crosstrain.data.chat import Message
 from crosstrain.data.splits import open_split
-from crosstrain.data.vision.conversations import IMAGE, Message
-from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.chat_form import ChatForm
 from crosstrain.inference.encoding import Encoders
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
@@ -74,26 +76,28 @@ def test_a_chat_begins_as_a_sample_of_training(kind: str, mixed: bool, words: Pa
     data = seeing(tmp_path, words, *KINDS[kind])
     config = project(tmp_path, **({"first": data, "second": data} if mixed else {"only": data}))
     learned = asked_in_training(config)
-    talk = ChatSession.about([str(tmp_path / "0.png")], config, words)
+    talk = ChatSession(ChatForm.of_training(config, words), [str(tmp_path / "0.png")])
     given = talk.ask(f"{ASKED}\n{IMAGE}" if kind == "an image at the end" else ASKED)
     assert given["input_ids"].tolist() == learned["input_ids"].tolist()
     assert np.array_equal(given["pixel_values"], learned["pixel_values"])
-    own = talk.prompt([Message("system", "sat"), Message("user", ASKED)], [])["input_ids"]
+    own = talk.form.prompt([Message("system", "sat"), Message("user", ASKED)], [])["input_ids"]
     assert (own == given["input_ids"][0]).sum() == 3, "another system prompt takes its place"
 
 
-def test_parts_that_ask_in_several_ways_are_told(words: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_of_parts_that_ask_in_several_ways_is_named(
+    words: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     told, silent = (
         seeing(tmp_path, words, {"name": "dialogue", "system": system}, KINDS["dialogue"][1])
         for system in ("sat", None)
     )
-    config = project(tmp_path, a=told, b=silent, c=silent)
+    config = project(tmp_path, b=silent, a=told)
     with caplog.at_level(logging.WARNING, "crosstrain"):
-        given = ChatSession.about([], config, words).ask("cat")
-    alone = ChatSession.about([], project(tmp_path, c=silent), words).ask("cat")
+        given = ChatSession(ChatForm.of_training(config, words), []).ask("cat")
+    alone = ChatSession(ChatForm.of_training(project(tmp_path, c=silent), words), []).ask("cat")
     assert given["input_ids"].tolist() == alone["input_ids"].tolist()
     assert [record.getMessage() for record in caplog.records] == [
-        "the mixture's parts have several forms of conversations; a chat has that of part 1 (b)"
+        "the mixture's parts have several forms of conversations; a chat has that of b"
     ]
 
 
@@ -110,7 +114,7 @@ def test_a_text_chat_begins_as_a_sample_of_training(tmp_path: Path) -> None:
     assert folder is not None
     encoders = Encoders(folder)
     try:
-        assert ChatSession.possible(config, folder, encoders) is None
+        assert ChatForm.possible(config, folder, encoders) is None
         prompt = chat_format(encoders.tokenizer, None, encoders).make([Message("user", ASKED)], [])
     finally:
         encoders.close()

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
 
 from conftest import Workspace
-from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import BLOCK, Decoder, DecodeState
 from crosstrain.utils.types import Sample

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
-from crosstrain.inference.generation import Sampling, choose, generate
+from crosstrain.inference.generation import Sampling, as_prompt, choose, generate
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
+from crosstrain.utils.types import Sample
 from fixtures_gpt2 import build
 
 
@@ -22,11 +23,12 @@ class Letters:
 
     eos_token_id = 299
 
-    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        return {"input_ids": [ord(c) - 32 for c in text]}
-
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(0x4E00 + i) for i in ids)
+
+
+def asked(text: str) -> Sample:
+    return as_prompt([ord(c) - 32 for c in text], Letters.eos_token_id)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +38,15 @@ def runner() -> Runner:
 
 def test_the_cache_changes_nothing(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(max_new_tokens=20, temperature=0.9, top_k=40, num_completions=3, seed=5)
-    cached = generate(runner, Letters(), "hello", sampling)
+    cached = generate(runner, Letters(), asked("hello"), sampling)
     monkeypatch.setattr(type(runner.model), "new_cache", lambda self: None)
-    assert generate(runner, Letters(), "hello", sampling) == cached
+    assert generate(runner, Letters(), asked("hello"), sampling) == cached
 
 
 def test_a_completion_depends_on_the_seed_and_not_on_its_neighbours(runner: Runner) -> None:
-    many = generate(runner, Letters(), "abc", Sampling(max_new_tokens=12, num_completions=3, seed=1))
-    assert generate(runner, Letters(), "abc", Sampling(max_new_tokens=12, num_completions=1, seed=1)) == many[:1]
-    assert generate(runner, Letters(), "abc", Sampling(max_new_tokens=12, num_completions=3, seed=2)) != many
+    many = generate(runner, Letters(), asked("abc"), Sampling(max_new_tokens=12, num_completions=3, seed=1))
+    assert generate(runner, Letters(), asked("abc"), Sampling(max_new_tokens=12, num_completions=1, seed=1)) == many[:1]
+    assert generate(runner, Letters(), asked("abc"), Sampling(max_new_tokens=12, num_completions=3, seed=2)) != many
     assert len(set(many)) == 3
 
 
@@ -54,7 +56,7 @@ def test_streamed_pieces_are_the_text(runner: Runner) -> None:
     def on_text(completion: int, piece: str) -> None:
         pieces[completion] += piece
 
-    texts = generate(runner, Letters(), "abc", Sampling(max_new_tokens=10, num_completions=2), on_text)
+    texts = generate(runner, Letters(), asked("abc"), Sampling(max_new_tokens=10, num_completions=2), on_text)
     assert list(pieces.values()) == texts
 
 
@@ -71,13 +73,13 @@ def test_generation_ends_at_the_end_of_text(runner: Runner, monkeypatch: pytest.
         return torch.nn.functional.one_hot(torch.tensor([next(ids)]), 300).float() * 100
 
     monkeypatch.setattr(runner, "evaluate", evaluate)
-    assert generate(runner, Letters(), "a", Sampling(temperature=0)) == [Letters().decode([5, 6])]
+    assert generate(runner, Letters(), asked("a"), Sampling(temperature=0)) == [Letters().decode([5, 6])]
 
 
 def test_a_prompt_that_fills_the_model_is_refused_and_a_long_one_is_cut_short(runner: Runner) -> None:
     with pytest.raises(UserError, match="limit is 256; shorten it"):
-        generate(runner, Letters(), "a" * 256, Sampling())
-    (text,) = generate(runner, Letters(), "a" * 250, Sampling(max_new_tokens=50, temperature=0))
+        generate(runner, Letters(), asked("a" * 256), Sampling())
+    (text,) = generate(runner, Letters(), asked("a" * 250), Sampling(max_new_tokens=50, temperature=0))
     assert len(text) <= 6
 
 

@@ -153,7 +153,7 @@ def test_the_harness_finds_the_perplexity_that_evaluation_finds(place: Path, fou
 
 def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:
     """Tasks on however many ranks this is run."""
-    from crosstrain.inference.lm_eval_harness import run_tasks
+    from crosstrain_plugins.builtin.evaluations.tasks.lm_eval_harness import run_tasks
 
     os.environ |= offline(Path(folder))
     config = saved_config(Path(checkpoint), [f"run.runner={runner}"])
@@ -206,7 +206,7 @@ print(json.dumps(numbers))
 @harness
 @pytest.mark.slow
 def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
-    from crosstrain.inference.lm_eval_harness import run_tasks
+    from crosstrain_plugins.builtin.evaluations.tasks.lm_eval_harness import run_tasks
 
     checkpoint = run.checkpoint(20)
     runner = loaded(checkpoint)[1]

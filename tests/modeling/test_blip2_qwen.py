@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.datasets.vision.conversations import collate
 from torch.distributed.tensor import DTensor
 
 from conftest import Run
 from crosstrain.config.load import load_config
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.vision.conversations import collate
 from crosstrain.engine.build import make_model
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import parameters_on_meta

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.datasets.vision.conversations import collate
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, Run
@@ -20,7 +21,6 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
-from crosstrain.data.vision.conversations import collate
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from fixtures_ranks import mostly_slow, train
 from fixtures_training import HALF_TOLERANCE, TOLERANCE, relative, sized, stored

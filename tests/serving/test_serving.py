@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.generation import Sampling, generate
+from crosstrain.inference.generation import Sampling, as_prompt, generate
 from fixtures_server import Server, loaded, served, wait_for
 
 
@@ -33,7 +33,8 @@ def reference(speaker: Path) -> Runner:
 
 def text_of(runner: Runner, tokenizer: Any, prompt: str, **sampling: Any) -> str:
     """What `evaluate --generate` says."""
-    return generate(runner, tokenizer, prompt, Sampling(**sampling))[0]
+    asked = as_prompt(tokenizer(prompt, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    return generate(runner, tokenizer, asked, Sampling(**sampling))[0]
 
 
 @pytest.fixture(scope="module")

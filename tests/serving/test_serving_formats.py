@@ -15,13 +15,14 @@ from typing import Any
 import openai
 import pytest
 from crosstrain_plugins.builtin.commands.serve.limits import Limits
+from crosstrain_plugins.builtin.evaluations.completions.talk import ChatSession
 from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import ENVIRONMENT
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
-from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.chat_form import ChatForm
 from crosstrain.inference.generation import Sampling, generate
 from fixtures_ranks import train
 from fixtures_server import Server, loaded, served, serving
@@ -64,10 +65,10 @@ def seen(*parts: str | Path) -> list[dict[str, Any]]:
 def test_images_are_seen_as_in_training(eyes: Server, seeing: Path, tmp_path: Path) -> None:
     files = [picture(tmp_path / f"{i}.png", i) for i in range(2)]
     config, runner = loaded(seeing)
-    talk = ChatSession.about([str(file) for file in files], config, seeing)
+    talk = ChatSession(ChatForm.of_training(config, seeing), [str(file) for file in files])
     prompt = talk.ask("what colour is it")
     tokenizer = AutoTokenizer.from_pretrained(seeing)
-    (expected,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), end=talk.ends)
+    (expected,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), ends=talk.form.ends)
     client = eyes.client()
     asked: dict[str, Any] = {"model": "eyes", "max_tokens": 5, "temperature": 0}
     messages: Any = seen(*files, "what colour is it")

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
 from crosstrain_plugins.builtin.datasets.prepared import Summary
+from crosstrain_plugins.builtin.datasets.vision.image import open_image_file
 from webdataset.gopen import gopen_schemes
 
 from conftest import Workspace
 from crosstrain.config.load import load_config
+from crosstrain.data.chat import SampleError
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
-from crosstrain.data.vision.conversations import SampleError
-from crosstrain.data.vision.image import open_image_file
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.utils import trust
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
@@ -51,7 +51,6 @@ from fixtures_tampering import frugal, seal
 
 shards = module_of("image_text", "webdataset")
 annotations = module_of("instructions", "annotations")
-read_shard = module_of("image_text", "streaming").read_shard
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +238,7 @@ def test_no_spelling_of_a_command_passes_for_a_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with trust.limited_to(Trust.DATA), pytest.raises((UserError, OSError)):
-        [list(read_shard(expanded)) for expanded in shards.expand(name.format(c="touch harm"))]
+        shards.prepare(shards.expand(name.format(c="touch harm")), tmp_path.with_name("cache"))
     assert not list(tmp_path.iterdir())
 
 
@@ -250,8 +249,8 @@ def test_what_is_no_regular_file_is_never_read(tmp_path: Path, kind: str) -> Non
     vocabulary = tmp_path / "vocab.json"
     vocabulary.write_text("{}")
     uses: list[Callable[[], object]] = [
-        lambda: list(annotations.read_annotations(special)), lambda: list(read_shard(str(special))),
-        lambda: shards.check_there([str(special)]), lambda: open_image_file(special), lambda: load_config(special),
+        lambda: list(annotations.read_annotations(special)), lambda: shards.prepare([str(special)], tmp_path / "cache"),
+        lambda: open_image_file(special), lambda: load_config(special),
         lambda: load_gpt2(vocabulary, special), lambda: TokenFile(special), lambda: Summary.read(special),
     ]  # fmt: skip
     if kind != "folder":

@@ -14,9 +14,9 @@ import torch
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.sources import Overrides, pairs
-from crosstrain.data.vision.conversations import Message
+from crosstrain.data.chat import Message
 from crosstrain.engine.build import make_runner
-from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.chat_form import ChatForm
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, generate, room_after
 from crosstrain.inference.open_checkpoint import find_model, load_model, open_on_workers
@@ -47,6 +47,11 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         return Encoders(self.checkpoint)
 
     @property
+    def is_main(self) -> bool:
+        """True on rank 0, which prints and writes."""
+        return self.runner.world.rank == 0
+
+    @property
     def module(self) -> torch.nn.Module:
         """The model in evaluation mode.
 
@@ -60,31 +65,33 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         return self.encoders.tokenizer
 
     @cached_property
-    def _talk(self) -> ChatSession | None:
-        return ChatSession.possible(self.config, self.checkpoint, self.encoders)
+    def _form(self) -> ChatForm | None:
+        return ChatForm.possible(self.config, self.checkpoint, self.encoders)
 
     def generate(self, prompt: str, **sampling: Any) -> str:
         """Return a completion of `prompt`, without the prompt."""
         end = self.tokenizer.eos_token_id
         return self._answer(as_prompt(self.encoders.encode("text", prompt), end), [end], sampling)
 
-    def chat(self, messages: str | Turns, *, images: Sequence[str | Path] = (), **sampling: Any) -> str:
+    def chat(self, messages: str | Turns, *, files: Sequence[str | Path] = (), **sampling: Any) -> str:
         """Return the answer to a message, or to the last message of a conversation, formatted as in training.
 
-        The format is the tokenizer's chat template, or for a dataset with images the dataset's own. images: image files
-        for the first user message.
+        The format is the tokenizer's chat template, or that of the dataset if it has its own. files: images, or what
+        the dataset takes, for the first user message.
         """
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         turns: list[dict[str, Any]] = [dict(message) for message in given]
-        files = [str(file) for file in images]
-        talk = ChatSession.about(files, self.config, self.checkpoint, self.encoders) if files else self._talk
-        if talk is None:
+        form = self._form
+        if files and form is None:  # raise the reason why there is none
+            form = ChatForm.of_training(self.config, self.checkpoint, self.encoders)
+        if form is None or form.builder is None:
             asked = as_prompt(self.encoders.encode("chat", turns), self.tokenizer.eos_token_id)
-            return self._answer(asked, self.encoders.ends(self.tokenizer), sampling)
+            return self._answer(asked, self.encoders.ends, sampling)
+        opened = [form.builder.open(str(file)) for file in files]
         first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
-        first["content"] = talk.message(first["content"]).text
-        asked = talk.prompt([Message(t["role"], t["content"]) for t in turns], talk.images)
-        return self._answer(asked, talk.ends, sampling)
+        first["content"] = form.builder.placed(first["content"], len(opened))
+        asked = form.prompt([Message(t["role"], t["content"]) for t in turns], opened)
+        return self._answer(asked, form.ends, sampling)
 
     def _answer(self, prompt: Sample, ends: Collection[int], sampling: dict[str, Any]) -> str:
         return generate(self.runner, self.tokenizer, prompt, Sampling(**sampling), None, ends)[0]

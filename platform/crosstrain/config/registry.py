@@ -90,6 +90,7 @@ class Registry:
     register_tracker = partialmethod(register, "tracker")
     register_callback = partialmethod(register, "callback")
     register_metric = partialmethod(register, "metric")
+    register_evaluation = partialmethod(register, "evaluation")
     register_command = partialmethod(register, "command")
     register_preflight = partialmethod(register, "preflight")
     register_hints = partialmethod(register, "hints")

@@ -53,7 +53,8 @@ class Mistakes:
 class NoOptions:
     """Options of a component that declares none.
 
-    Any options dataclass may have these class variables. `elsewhere` maps keys of other programs to advice.
+    Any options dataclass may have these class variables. `elsewhere` maps keys of other programs to advice. `former`
+    maps removed options to the values that are ignored in old files, their defaults.
     `shorthand` names the field for a plain value, as in `amp: bf16`. `published` lists keys of a model for which a
     `pretrained` folder takes precedence over presets.
     """
@@ -160,7 +161,10 @@ class Checker:
         hints = get_type_hints(cls, include_extras=True)
         known = [f.name for f in fields(cls) if f.init]
         mistakes, meant = Mistakes(), set[str]()
+        former = getattr(cls, "former", {})
         for name in [name for name in value if name not in known]:
+            if name in former and value[name] == former[name]:
+                continue
             with mistakes:
                 if instead := getattr(cls, "elsewhere", {}).get(name):
                     self.fail((*key, str(name)), f"not an option here: {instead}")

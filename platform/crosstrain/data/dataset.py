@@ -12,22 +12,13 @@ from torch.utils.data import default_collate
 
 from crosstrain.config.bounds import FilePath
 from crosstrain.config.schema import OptionError
+from crosstrain.data.chat import EncodeText, PromptBuilder
 from crosstrain.data.shuffle import sample_index
 from crosstrain.utils.errors import EmptySplit, UserError
 from crosstrain.utils.types import Batch, Sample
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-
-
-@dataclass(frozen=True)
-class ReadContext:
-    """The rank that reads a split, and the first sample that the run reads."""
-
-    seed: int
-    start: int  # sample number of the first sample; above 0 after a resume
-    rank: int  # data-parallel rank
-    size: int
 
 
 @dataclass(kw_only=True)
@@ -74,7 +65,6 @@ class Dataset(ABC):
     address: str = ""  # key in the project, such as datasets.chat; for error messages
     vocab_size: int | None = None  # upper bound of the token IDs; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
-    image_sizes: frozenset[tuple[int, int]] = frozenset()  # (height, width) of its images; checked against the model's
     tokenizer_path: Path | None = None  # tokenizer folder; its tokenizer files are copied into every checkpoint
     end_tokens: tuple[int, ...] = ()  # token IDs that end an answer; saved in a checkpoint's generation_config.json
     documents: bool = False  # True: position_ids restart at each document, which keeps documents in a sample separate
@@ -83,7 +73,6 @@ class Dataset(ABC):
     reference: np.ndarray | None = None  # reference values [samples, rows]; `get` includes them as "reference"
     notice: str = ""  # a sentence to show at each start, for example about dropped rows
     far: bool = False  # True: samples are fetched remotely, so `announce` is called before `get`
-    indexed: bool = True  # False: `get` ignores the index and returns the next sample of a stream
 
     def __init__(self, options: Any, split: Split) -> None:
         self.options = options
@@ -121,8 +110,14 @@ class Dataset(ABC):
         """Return the name or path of the tokenizer that `prepare` will use; None for data without a tokenizer."""
         return None
 
-    def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need it
-        """Get ready to read. Called in every process of a run before the first sample."""
+    @classmethod
+    def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
+        """Make the prompt builder for a model trained on such data. The data need not exist.
+
+        tokenizer: folder of a checkpoint's tokenizer. encode: replaces this tokenizer's function. Raises UserError, the
+        default, if conversations in such data have the form of the tokenizer's chat template, or if there are none.
+        """
+        raise UserError(f"{cls.__name__} has no form of conversations, so questions about files cannot be asked")
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from crosstrain.config.batch import BatchPlan
-from crosstrain.data.dataset import Dataset, ReadContext
+from crosstrain.data.dataset import Dataset
 from crosstrain.data.skip_ranges import Ranges, show
 from crosstrain.data.skip_ranges import numbers as sample_numbers
 from crosstrain.modeling.base import count_targets
@@ -110,11 +110,11 @@ def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[lis
 def _check_ids(
     dataset: Dataset, data: Batch, numbers: Sequence[int], index_of: Callable[[int], int], vocab_size: int | None
 ) -> None:
-    """Raise DataError for an ID outside the model's vocabulary. Negative IDs mark images and ignored labels."""
+    """Raise DataError for an ID outside the model's vocabulary. Negative IDs are placeholders and ignored labels."""
     for ids in [data[name] for name in ("input_ids", "labels") if name in data]:
         if vocab_size is not None and ids.numel() and (largest := int(ids.max())) >= vocab_size:
             number = numbers[int(ids.argmax()) * len(numbers) // ids.numel()]
-            place = dataset.location(index_of(number)) if dataset.indexed else ""
+            place = dataset.location(index_of(number))
             sample = f"{show([number])} of the {dataset.split} split{place and f' ({place})'}"
             raise DataError(
                 f"datasets: {sample} has token id {largest}, "
@@ -143,7 +143,6 @@ def training_steps(
     left_out: sample numbers to skip.
     vocab_size: upper bound of token IDs; a larger one raises DataError. None: token IDs are not checked.
     """
-    dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
     own = partial(share_of_rank, plan, dp_rank)
     mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # DataLoader reads these ahead
     index_of = partial(dataset.training_index, seed)
@@ -161,7 +160,7 @@ def training_steps(
 
 
 def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
-    """Return a batch with only the run's sample `number`, as in training. Streamed datasets do not support this."""
+    """Return a batch with only the run's sample `number`, as in training."""
     return dataset.collate([dataset.get(dataset.training_index(seed, number), sample_rng(seed, number))])
 
 
@@ -181,7 +180,6 @@ def evaluation_batches(
     Every rank gets the same number of micro batches, because a forward pass may be a collective. A rank with too few
     samples gets the first samples of the split again, with `counts` false. `vocab_size` is as for `training_steps`.
     """
-    dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     # First sample of each micro batch of this rank. It is past the end if only other ranks still have samples.
     starts = [first + dp_rank * micro_batch for first in range(0, total, micro_batch * dp_size)]

@@ -1,4 +1,4 @@
-"""Tokenizers for documents: from Hugging Face, from GPT-2's two files, or trained here.
+"""Tokenizers for documents: from Hugging Face, or from GPT-2's two files.
 
 Encoding needs only the `tokenizers` library. `transformers`, which is slow to import, is used only for tokenizers that
 are neither a `tokenizer.json` nor GPT-2's files.
@@ -8,19 +8,16 @@ import hashlib
 import json
 import logging
 import os
-import re
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from crosstrain.data.template_library import lacking, template_library
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, explained, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
@@ -34,11 +31,8 @@ _log = logging.getLogger(__name__)
 TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _MAX_BYTES = 1 << 27  # maximum size of each file
 END_OF_TEXT = "<|endoftext|>"
-_MAX_VOCABULARY = 1 << 20
 _MOST_IDS = 1 << 24  # limit for any tokenizer, because arrays indexed by ID use memory for all IDs
 _TRYING, _TRIED = 10.0, 10_000  # limits of the trial in `_try`: seconds, and characters to encode
-_LONG = 1000  # longer words are split for training, because merging takes time quadratic in their length
-_LONG_WORDS = re.compile(rf"(?<!\S)\S{{{_LONG},}}|(?<!\s)\s{{{_LONG},}}")
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
 
@@ -194,39 +188,7 @@ def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
         if not Path(path).is_file():
             raise DataError(f"the tokenizer file {path} does not exist, or is not a regular file")
     with explained(f"{vocab_file} and {merge_file} are not a BPE vocabulary and its merges", DataError):
-        return _byte_level(Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file))))
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> TextTokenizer:
-    """Train a byte-level BPE like GPT-2's (Radford et al. 2019), with `<|endoftext|>` as its last ID.
-
-    vocab_size includes the 256 bytes, the merges and `<|endoftext|>`. The result has fewer tokens if too few pairs
-    occur at least twice in the texts. Raises DataError if vocab_size is below 257 or above 1,048,576.
-    """
-    if vocab_size < 257:
-        raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
-    if vocab_size > _MAX_VOCABULARY:  # the Rust library allocates memory for all of them at once
-        raise DataError(f"a vocabulary of {vocab_size} is too large: at most {_MAX_VOCABULARY} can be trained")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        min_frequency=2,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=progress,
-    )
-    tokenizer.train_from_iterator(chain.from_iterable(map(_in_parts, texts)), trainer)
-    return _byte_level(tokenizer)
-
-
-def _in_parts(text: str) -> Iterator[str]:
-    """Split a text inside words longer than `_LONG` characters, and yield the parts."""
-    start = 0
-    for found in _LONG_WORDS.finditer(text):
-        for stop in range(found.start() + _LONG, found.end(), _LONG):
-            yield text[start:stop]
-            start = stop
-    yield text[start:]
+        return byte_level(Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file))))
 
 
 def vocabulary(path: Path) -> dict[str, int]:
@@ -260,27 +222,14 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
 
 
 @lru_cache(maxsize=8)
-def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokenizer, Path]:
-    """Load a tokenizer and return it with its `cached_folder`.
-
-    chat_template: replaces the tokenizer's own: a name in configs/chat_templates, a Jinja text, or a Jinja file.
-    """
+def load_cached(spec: str) -> tuple[TextTokenizer, Path]:
+    """Load a tokenizer and return it with its `cached_folder`."""
     tokenizer = load_tokenizer(spec)
-    if chat_template is not None:
-        if chat_template in (library := template_library()):
-            if missing := lacking(tokenizer.backend, library[chat_template]):
-                raise DataError(f"chat_template: {chat_template} needs {', '.join(missing)}, which {spec} lacks")
-            chat_template = library[chat_template]
-        if "{" not in chat_template:
-            check_source(f"the chat template {chat_template}")
-            names = ", ".join(library)
-            with os_errors_as(DataError, f"chat_template: {chat_template} is neither Jinja, a file nor one of {names}"):
-                chat_template = read_regular(Path(chat_template).expanduser(), _MAX_BYTES).decode("utf-8", "replace")
-        tokenizer = replace(tokenizer, chat_template=chat_template)
     return tokenizer, cached_folder(tokenizer, spec)
 
 
-def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
+def byte_level(tokenizer: Tokenizer) -> TextTokenizer:
+    """Complete a BPE to a tokenizer like GPT-2's; `<|endoftext|>` is added if the vocabulary lacks it."""
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

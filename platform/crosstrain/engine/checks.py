@@ -74,12 +74,7 @@ def check_fit(objective: Objective, dataset: Dataset) -> None:
             f"dataset or its options"
         )
     check_vocabulary(model, dataset.vocab_size)
-    if model.image_size and (others := sorted(dataset.image_sizes - {model.image_size})):
-        theirs, ours = (" x ".join(map(str, size)) for size in (others[0], model.image_size))
-        raise ConfigError(
-            f"datasets: images have {theirs} pixels and the model takes {ours}: give the image_size of every image "
-            f"processor and of the model one value"
-        )
+    model.check_dataset(dataset)
     if dataset.documents:
         model.structure.check_documents()
     check_tokenizer(model.weights.folder(), dataset)

@@ -78,11 +78,12 @@ class Encoders:
         """Number of prompts whose encoding has taken longer than `_SLOW` so far."""
         return sum(time.monotonic() - since > _SLOW for since in list(self._busy.values()))
 
-    def ends(self, tokenizer: Any) -> set[int]:
-        """Return the tokens that end an answer: the end-of-text token and the end tokens in generation_config.json."""
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end an answer: the end-of-text token and the end tokens in generation_config.json."""
         path = self._checkpoint / GENERATION_CONFIG
         settings = read_json(path, most_bytes=1 << 20) if path.exists() else {}
-        return {tokenizer.eos_token_id} | end_tokens(settings)
+        return {self.tokenizer.eos_token_id} | end_tokens(settings)
 
     @cached_property
     def _words(self) -> TextTokenizer:

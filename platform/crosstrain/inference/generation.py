@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import DecodeState
@@ -19,6 +18,7 @@ from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Sample
 
+UNKNOWN = -1  # ID of a token that the tokenizer does not know; other negative IDs are placeholders
 OnText = Callable[[int, str], None]  # called with (index of the completion, new piece of its text)
 
 
@@ -100,28 +100,24 @@ def decode(
 def generate(
     runner: Runner,
     tokenizer: Any,
-    prompt: str | Sample,
+    prompt: Sample,
     sampling: Sampling,
     on_text: OnText | None = None,
-    end: int | Collection[int] | None = None,
+    ends: Collection[int] | None = None,
     stops: Iterable[str] = (),
 ) -> list[str]:
-    """Complete `prompt`, a text or a sample without labels; results are the same on every rank. Collective.
+    """Complete `prompt`, a sample without labels; results are the same on every rank. Collective.
 
     `on_text(index, piece)` is called for each new piece of a completion's text. A completion ends at an end token, or
-    before the first of the strings `stops`. `end` defaults to the tokenizer's end-of-text token. Raises UserError if
+    before the first of the strings `stops`. `ends` defaults to the tokenizer's end-of-text token. Raises UserError if
     the prompt leaves no room for a token or if the tokenizer does not match the model.
     """
-    end = tokenizer.eos_token_id if end is None else end
-    ends = [end] if isinstance(end, int) else end
-    sample = prompt
-    if isinstance(sample, str):
-        sample = as_prompt(tokenizer(sample, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, sample)))
+    ends = [tokenizer.eos_token_id] if ends is None else ends
+    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, prompt)))
     count = sampling.num_completions
     sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, stops)) for i in range(count)]
     with runner.evaluating():
-        decode(runner, [sample] * count, sequences, on_text)
+        decode(runner, [prompt] * count, sequences, on_text)
     for i, sequence in enumerate(sequences):
         if (rest := sequence.text.finish()) and on_text:
             on_text(i, rest)
@@ -130,7 +126,7 @@ def generate(
 
 def as_prompt(ids: list[int], end: int) -> Sample:
     """Make a sample from token IDs; an empty prompt becomes `end`, the token before each document in training."""
-    return {"input_ids": np.array([-1 if i is None else i for i in ids] or [end], np.int64)}
+    return {"input_ids": np.array([UNKNOWN if i is None else i for i in ids] or [end], np.int64)}
 
 
 def room_after(model: Model, sample: Sample, least: int = 1) -> int:
@@ -139,8 +135,7 @@ def room_after(model: Model, sample: Sample, least: int = 1) -> int:
     Raises UserError if it is below `least`, and for token IDs outside the model's vocabulary.
     """
     ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
-    known = (ids >= 0) | (ids == IMAGE_ID)
-    if not known.all() or (vocabulary is not None and ids.max() >= vocabulary):
+    if (ids == UNKNOWN).any() or (vocabulary is not None and ids.max() >= vocabulary):
         raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
     if limit is not None and len(ids) + least > limit:
         raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")

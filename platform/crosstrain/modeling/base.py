@@ -6,7 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from crosstrain.modeling.structure import Structure
 from crosstrain.modeling.weights import Weights
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
+
+if TYPE_CHECKING:
+    from crosstrain.data.dataset import Dataset
 
 Sums = dict[str, tuple[Any, float]]  # name -> (sum of values or loads [groups, n], sum of their counts)
 
@@ -65,7 +68,6 @@ class Model(nn.Module, ABC):
     takes_positions = False  # True: `forward` takes position_ids and attention_mask; see `LanguageModel.forward`
     routers: Routers | None = None  # routers watched for router losses and expert loads; None: not watched
     context: Context | None = None  # ranks that share the rows of a batch with targets; None: no context parallelism
-    image_size: tuple[int, int] | None = None  # height and width of input images; None: not checked
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -137,6 +139,9 @@ class Model(nn.Module, ABC):
     def new_cache(self) -> Any:
         """Return an empty key/value cache for generation; None if the model has no cache."""
         return None
+
+    def check_dataset(self, dataset: Dataset) -> None:
+        """Raise ConfigError if the model cannot take the dataset's samples; the platform checks tokens and lengths."""
 
     # ---- for the platform
 

@@ -19,7 +19,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback
 from crosstrain.training.state import State
-from crosstrain.utils.errors import ConfigError, TrainingError
+from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.files import append
 from crosstrain.utils.logging import TIME_FORMAT, log
 from crosstrain.utils.types import MicroBatch, Step
@@ -45,8 +45,7 @@ class RollBack(TrainingError):
 class BadSteps(Callback):
     """Applies the policy of `run.on_bad_step`. All ranks reach the same decision.
 
-    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`. Raises ConfigError for the policy
-    roll_back with a stream, because the samples of a stream cannot be left out.
+    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`.
     """
 
     def __init__(self, options: Any, trainer: Any) -> None:
@@ -56,8 +55,6 @@ class BadSteps(Callback):
         self.policy, self.seed = trainer.run.on_bad_step, trainer.run.seed
         self._went_back: tuple[Path | None, int] = (None, 0)
         self._problem: str | None = None  # problem of the current step
-        if self.policy.policy == "roll_back" and not self.dataset.indexed:
-            raise ConfigError("run.on_bad_step: a stream has no samples that roll_back could leave out: use skip")
 
     def after_backward(self, batch: Step, loss: float) -> str | None:
         self._batch, self._loss = batch, loss
@@ -176,8 +173,7 @@ class BadSteps(Callback):
 
     def _narrowed(self, numbers: tuple[int, ...], loss: float, among: int) -> list[Suspect]:
         """Return the samples of a micro batch that have a non-finite loss by themselves, or else the micro batch."""
-        apart = self.dataset.indexed and not self.runner.objective.makes_samples
-        if len(numbers) == 1 or len(numbers) * among > _NARROWED or not apart:
+        if len(numbers) == 1 or len(numbers) * among > _NARROWED or self.runner.objective.makes_samples:
             return [(numbers, loss)]
         alone = []
         with self.runner.evaluating():  # no dropout; all ranks evaluate the same sample
@@ -189,8 +185,7 @@ class BadSteps(Callback):
 
     def _describe(self, numbers: tuple[int, ...], loss: float) -> dict[str, Any]:
         """Format a suspect for bad_steps.jsonl."""
-        indexed = self.dataset.indexed
-        indices = [self.dataset.training_index(self.seed, number) for number in numbers] if indexed else []
+        indices = [self.dataset.training_index(self.seed, number) for number in numbers]
         places = [self.dataset.location(index) for index in indices]
         return {"samples": list(numbers), "indices": indices, "loss": finite(loss), "whereabouts": places}
 

@@ -54,7 +54,7 @@ def log_setup(trainer: Trainer) -> None:
 def _log_uncertainty(trainer: Trainer) -> None:
     """Log the uncertainty of the validation loss if validation covers few tokens."""
     held_out, model = trainer.val_dataset, trainer.runner.model
-    if held_out is None or not held_out.indexed or held_out.row_layout is not None or not model.predicts_tokens:
+    if held_out is None or held_out.row_layout is not None or not model.predicts_tokens:
         return
     sample = held_out.collate([held_out.get(0, np.random.default_rng(0))])
     samples = min(trainer.run.eval_iters * trainer.plan.global_batch, len(held_out))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain import DataError
-from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
 from crosstrain.utils import storage
 from crosstrain.utils.errors import first_line
 from crosstrain.utils.files import cache_folder, write_json
@@ -26,6 +25,7 @@ from crosstrain.utils.limited_process import LimitedProcess
 from ...datasets.indexed_dataset import TokenWriter
 from ...datasets.row_audit import RowAudit
 from . import io
+from .chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
 from .conversation_files import Row, rows
 from .conversations import Conversation, conversations
 from .download import download

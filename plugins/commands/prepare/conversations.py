@@ -8,9 +8,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from crosstrain.data.chat_template import ChatError, refuse_if
 from crosstrain.utils import paths
 
+from .chat_template import ChatError, refuse_if
 from .conversation_files import Row
 
 KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))

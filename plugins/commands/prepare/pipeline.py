@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from crosstrain import DataError
 from crosstrain.config.schema import to_plain
-from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
+from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, warn_if_rebuilt
 from crosstrain.utils.errors import printable
 from crosstrain.utils.files import write_json
 
@@ -33,6 +33,7 @@ from .shards import CorpusShard, key_of
 from .sources import sources
 from .stages import FilterStage, TokenizeStage
 from .stats import BINS, Counts, bins, histogram
+from .train_bpe import train_bpe
 
 _SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
 _log = logging.getLogger(__name__)

@@ -5,8 +5,9 @@ import sys
 
 from crosstrain import Command, UserError, registry
 from crosstrain.cli.flags import add_config, new_file, positive
-from crosstrain.utils.drawing import contact_sheet
 from crosstrain.utils.errors import printable
+
+from .contact_sheet import contact_sheet
 
 _ASKED = 40  # characters shown below a picture from the end of a text that is not trained on: the question
 

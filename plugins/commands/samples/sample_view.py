@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain import IGNORE_INDEX, IMAGE, Sample, require
+from crosstrain import IGNORE_INDEX, IMAGE, IMAGE_ID, SHARED, Sample, require
 from crosstrain.data.tokenizer import TextTokenizer
-from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
 from crosstrain.utils.errors import printable
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"

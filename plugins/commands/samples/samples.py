@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from crosstrain import SPLITS, Config, Dataset, ReadContext, SampleView, Split, UserError, load_config, log
+from crosstrain import SPLITS, Config, Dataset, SampleView, Split, UserError, load_config, log
 from crosstrain.config.load import ProjectLike
 from crosstrain.config.sources import Overrides
 from crosstrain.data.loader import share_of_rank, step_numbers
@@ -36,15 +36,14 @@ def samples(
     prepare_data(config)
     dataset = open_split(config, split)
     seed = config.run.seed if split == "train" else 0
-    length, context, wanted = None, ReadContext(seed, 0, 0, 1), [("", number) for number in numbers]
+    length, wanted = None, [("", number) for number in numbers]
     if step is not None:
-        length, context, wanted = _of_step(config, dataset, step, rank, nproc_per_node)
+        length, wanted = _of_step(config, dataset, step, rank, nproc_per_node)
     for _, number in wanted:
         if number < 0 or (split != "train" and number >= len(dataset)):
             raise UserError(f"--number: {number} is none of the {len(dataset)} samples of the {split} split, from 0 on")
     if dataset.notice:
         log.warning(dataset.notice)
-    dataset.begin(context)
     tokenizer = None if dataset.tokenizer_path is None else load_tokenizer(dataset.tokenizer_path)
     views = []
     for place, number in wanted:
@@ -52,7 +51,7 @@ def samples(
         data: Mapping[str, Any] = dataset.get(index, sample_rng(seed, number))
         if length is not None:
             data = dataset.shorten(dataset.collate([dict(data)]), length)
-        origin = (f"index {index} of {len(dataset)}", dataset.location(index)) if dataset.indexed else ()
+        origin = (f"index {index} of {len(dataset)}", dataset.location(index))
         title = ", ".join(filter(None, (place, f"sample {number} of {split}", *origin)))
         views.append(SampleView(title, data, tokenizer, dataset.normalization(index)))
     return views
@@ -60,8 +59,8 @@ def samples(
 
 def _of_step(
     config: Config, dataset: Dataset, step: int, rank: int, world_size: int
-) -> tuple[int | None, ReadContext, list[tuple[str, int]]]:
-    """Return the length of shortened samples (None: keep it), the context, and (place, number) of each sample."""
+) -> tuple[int | None, list[tuple[str, int]]]:
+    """Return the length of shortened samples (None: keep it), and (place, number) of each sample."""
     run, plan = config.run, batch_plan(config, world_size)
     if not 0 <= rank < plan.dp_size:
         raise UserError(f"--rank: {rank} is none of the {plan.dp_size} data-parallel ranks, from 0 on")
@@ -70,4 +69,4 @@ def _of_step(
     start = (step - 1) * plan.global_batch
     shares = enumerate(share_of_rank(plan, rank, next(step_numbers(plan, start))))
     wanted = [(f"step {step}, rank {rank}, micro batch {m}", number) for m, share in shares for number in share]
-    return length, ReadContext(run.seed, start, rank, plan.dp_size), wanted
+    return length, wanted

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstrain import IMAGE, Conversation, Message, Sample, SampleError
-from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.chat_form import ChatForm
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
 
@@ -41,7 +41,7 @@ class ChatFormat:
     make: Callable[[Conversation, list[Any]], Prompt]
 
 
-def chat_format(tokenizer: Any, session: ChatSession | None, encoders: Encoders) -> ChatFormat:
+def chat_format(tokenizer: Any, session: ChatForm | None, encoders: Encoders) -> ChatFormat:
     """Return the format that the model was trained on, else the tokenizer's template, else plain turns."""
     end = tokenizer.eos_token_id
 
@@ -54,12 +54,12 @@ def chat_format(tokenizer: Any, session: ChatSession | None, encoders: Encoders)
     if session is not None:
         return ChatFormat("as in training", True, _prompts_of(session, strip=True))
     if tokenizer.chat_template:
-        template = ChatSession.in_template(encoders, tokenizer)
+        template = ChatForm.of_template(encoders)
         return ChatFormat("the tokenizer's template", False, _prompts_of(template))
     return ChatFormat("plain turns", False, plain_turns)
 
 
-def _prompts_of(session: ChatSession, strip: bool = False) -> Callable[[Conversation, list[Any]], Prompt]:
+def _prompts_of(session: ChatForm, strip: bool = False) -> Callable[[Conversation, list[Any]], Prompt]:
     return lambda messages, images: Prompt(session.prompt(messages, images), session.ends, strip=strip)
 
 
@@ -87,8 +87,7 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
 
 def picture(url: str, most_pixels: int, param: str) -> Any:
     """Return the RGB PIL image of a `data:` URL in base64. Nothing is fetched. Raises ApiError 400 for other URLs."""
-    from crosstrain import open_image
-    from crosstrain.data.vision.image import ImageTooLarge
+    from crosstrain import ImageTooLarge, open_image
 
     head, comma, data = url.partition(",")
     if not head.lower().startswith("data:") or not comma:

@@ -15,7 +15,7 @@ from typing import Any
 from crosstrain import Config, Runner, UserError, log
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import make_runner
-from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.chat_form import ChatForm
 from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.open_checkpoint import load_model
@@ -72,7 +72,7 @@ def run_server(
 
     group, encoders = runner.world.twin(), Encoders(options.checkpoint)
     tokenizer = encoders.tokenizer
-    session = ChatSession.possible(config, options.checkpoint, encoders)
+    session = ChatForm.possible(config, options.checkpoint, encoders)
     chats = chat_format(tokenizer, session, encoders)
     service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
     scheduler = Scheduler(Decoder(runner, limits.batch), group, tokenizer, limits)

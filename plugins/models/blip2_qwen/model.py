@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
 from crosstrain import (
+    IMAGE_ID,
     PLAIN,
+    SHARED,
     Component,
     ConfigError,
     DataError,
+    Dataset,
     Export,
     ForwardMode,
     LanguageModel,
@@ -32,7 +35,6 @@ from crosstrain import (
     registry,
 )
 from crosstrain.config.schema import to_plain
-from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
 from crosstrain.engine.build import add_adapter
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
@@ -201,6 +203,15 @@ class Blip2Qwen(Model):
 
     def new_cache(self) -> Any:
         return self.language_model.new_cache()
+
+    def check_dataset(self, dataset: Dataset) -> None:
+        """Raise ConfigError if a dataset's images have other sizes than the encoder's."""
+        if others := sorted(getattr(dataset, "image_sizes", frozenset()) - {self.image_size}):
+            theirs, ours = (" x ".join(map(str, size)) for size in (others[0], self.image_size))
+            raise ConfigError(
+                f"datasets: images have {theirs} pixels and the model takes {ours}: give the image_size of every image "
+                f"processor and of the model one value"
+            )
 
 
 class _Structure(Structure):

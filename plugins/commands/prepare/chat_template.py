@@ -5,16 +5,18 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from crosstrain.data.template_library import lacking, template_library
-from crosstrain.data.tokenizer import stored_tokenizer
-from crosstrain.utils.errors import DataError, first_line
+from crosstrain import DataError, SampleError, check_source
+from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_cached, stored_tokenizer
+from crosstrain.utils import paths
+from crosstrain.utils.errors import first_line, os_errors_as
+from crosstrain.utils.files import read_regular
 
 Message = Mapping[str, Any]  # role, content (text, or null with tool_calls), and other keys for the template
 TrainOn = Literal["assistant", "last", "all"]
@@ -23,11 +25,8 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Text before a reply without reasoning. The prompt may already contain its beginning.
 _NO_THOUGHT = ("", "<think></think>", "</think>")
 _OPENING = 64  # maximum number of an answer's first characters that may already be in the prompt
+_MAX_TEMPLATE = 1 << 27  # maximum size of a template file in bytes
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning; a template reads one of them
-
-
-class SampleError(Exception):
-    """A sample that cannot be used, with the reason. The dataset decides whether to skip it."""
 
 
 class ChatError(SampleError):
@@ -272,3 +271,45 @@ def _shows(text: str, written: str, words: str) -> bool:
 def _dense(text: Any) -> str:
     """Return a text without white space, because templates strip and add it."""
     return "".join(text.split()) if isinstance(text, str) else ""
+
+
+# ---- templates that are not the tokenizer's own
+
+
+@cache
+def template_library() -> dict[str, str]:
+    """Return name -> Jinja text of the templates in configs/chat_templates, which mark the assistant's text.
+
+    The first line of each lists the tokens that a tokenizer needs for it.
+    """
+    files = sorted((paths.home() / "configs" / "chat_templates").glob("*.jinja"))
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
+
+
+def lacking(tokenizer: Tokenizer, template: str) -> list[str]:
+    """Return the tokens of a library template that a tokenizer does not have."""
+    first = template.partition("\n")[0].removeprefix("{#- tokens:").removesuffix("-#}")
+    return [token for token in first.split() if tokenizer.token_to_id(token) is None]
+
+
+@lru_cache(maxsize=8)
+def load_with_template(spec: str, chat_template: str | None) -> tuple[TextTokenizer, Path]:
+    """Load a tokenizer and return it with its `cached_folder`.
+
+    chat_template: replaces the tokenizer's own: a name in configs/chat_templates, a Jinja text, or a Jinja file.
+    """
+    tokenizer, folder = load_cached(spec)
+    if chat_template is None:
+        return tokenizer, folder
+    text, library = chat_template, template_library()
+    if chat_template in library:
+        text = library[chat_template]
+        if missing := lacking(tokenizer.backend, text):
+            raise DataError(f"chat_template: {chat_template} needs {', '.join(missing)}, which {spec} lacks")
+    if "{" not in text:
+        check_source(f"the chat template {text}")
+        names = ", ".join(library)
+        with os_errors_as(DataError, f"chat_template: {text} is neither Jinja, a file nor one of {names}"):
+            text = read_regular(Path(text).expanduser(), _MAX_TEMPLATE).decode("utf-8", "replace")
+    tokenizer = replace(tokenizer, chat_template=text)
+    return tokenizer, cached_folder(tokenizer, spec)

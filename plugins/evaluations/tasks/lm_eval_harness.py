@@ -17,12 +17,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from crosstrain.engine.runner import Runner
+from crosstrain import IGNORE_INDEX, Runner, UserError, log
 from crosstrain.inference.decoder import DecodeState
 from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.utils.errors import UserError, did_you_mean, explained
-from crosstrain.utils.logging import log
-from crosstrain.utils.types import IGNORE_INDEX
+from crosstrain.utils.errors import did_you_mean, explained
 from crosstrain.utils.units import finite
 
 _LENGTH = 2048  # maximum length in tokens if the model has no limit
@@ -143,9 +141,6 @@ def run_tasks(
     results: dict[str, Any] = {}
     for name, metrics in (found or {"results": {}})["results"].items():  # only rank 0 gets results from the harness
         results[name] = {key: finite(value) for key, value in metrics.items() if isinstance(value, (int, float))}
-        for key, value in results[name].items():
-            if value is not None and "_stderr" not in key and "," in key:
-                metric, _, filtered = key.partition(",")
-                spread = results[name].get(f"{metric}_stderr,{filtered}")
-                log.info("%s | %s %.6g%s", name, metric, value, f" (standard error {spread:.2g})" if spread else "")
+        known = ((key, value) for key, value in results[name].items() if value is not None and "," in key)
+        log.info("%s | %s", name, " | ".join(f"{key.removesuffix(',none')} {value:.6g}" for key, value in known))
     return runner.world.broadcast(results)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from crosstrain.data.vision.conversations import SampleError
+from crosstrain import SampleError
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular
 

@@ -1,23 +1,28 @@
 """Visual question answering: answer questions with and without the image, score the answers, draw a contact sheet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from crosstrain.config.load import Config
+from crosstrain import (
+    Example,
+    OpenModel,
+    Runner,
+    Sample,
+    Split,
+    UserError,
+    VqaDataset,
+    contact_sheet,
+    log,
+    registry,
+    require,
+)
 from crosstrain.data.splits import open_split, training_dataset
-from crosstrain.data.vision.image_dataset import Example, VqaDataset, prompt_builder
-from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
-from crosstrain.utils.drawing import contact_sheet
-from crosstrain.utils.errors import UserError
-from crosstrain.utils.logging import log
-from crosstrain.utils.optional_deps import require
-from crosstrain.utils.types import Sample
 
 _LONG = 4  # words; if the reference answers are longer on average, they are also scored as captions
 _BATCH = 64  # questions per batch
@@ -152,31 +157,30 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
     return scores | {"bleu4": float(bleu.Bleu(4).compute_score(true, found, verbose=0)[0][3])}
 
 
-def answer_splits(
-    config: Config, runner: Runner, tokenizer: Any, job: dict[str, Any], sampling: Sampling, is_main: bool
-) -> dict[str, Any]:
-    """Score and list the answers for the splits in `job["answers"]`, and draw a contact sheet if asked. Collective."""
-    component = training_dataset(config)
+def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Score and list the answers for the splits, and draw a contact sheet if asked. Collective."""
+    component = training_dataset(model.config)
     results: dict[str, Any] = {}
     pictures: list[tuple[Answer, Any]] = []
-    for split in job["answers"]:
-        dataset = open_split(config, split)
+    for split in splits:
+        dataset = open_split(model.config, split)
         assert dataset.tokenizer_path is not None
-        end = prompt_builder(component, dataset.tokenizer_path).end_id
+        kind = registry.get("dataset", component.name)
+        end = kind.prompt_builder(component.options, dataset.tokenizer_path).end_id
         assert isinstance(dataset, VqaDataset)
         answers, silent = answer_questions(
-            runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
+            model.runner, model.tokenizer, end, dataset, given["max_samples"], given["max_new_tokens"], _BATCH
         )
         scores = score(answers)
         _say(split, scores, silent)
         results[split] = {
             "scores": scores, "samples_without_questions": silent, "predictions": [a.document() for a in answers],
         }  # fmt: skip
-        if job["sheet"] and is_main:
-            pictures += _pictures(dataset, answers, _ON_SHEET // len(job["answers"]))
-    if job["sheet"] and is_main:
-        answer_sheet(pictures, job["sheet"])
-        log.info("pictures with answers are in %s", job["sheet"])
+        if given["sheet"] and model.is_main:
+            pictures += _pictures(dataset, answers, _ON_SHEET // len(splits))
+    if given["sheet"] and model.is_main:
+        answer_sheet(pictures, given["sheet"])
+        log.info("pictures with answers are in %s", given["sheet"])
     return results
 
 

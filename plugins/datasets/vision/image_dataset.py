@@ -1,6 +1,5 @@
 """The base class of datasets of images with text. It handles processors, tokenizer, bad samples and prompts."""
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,23 +11,29 @@ import numpy as np
 import torch
 from annotated_types import Interval
 
-from crosstrain.config.bounds import FilePath, PositiveInt, Text
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import Component
-from crosstrain.data.dataset import Dataset, Split
-from crosstrain.data.tokenizer import load_cached, load_tokenizer
-from crosstrain.data.vision.conversations import (
+from crosstrain import (
+    Batch,
+    Component,
     Conversation,
-    ConversationEncoder,
+    DataError,
+    Dataset,
+    FilePath,
+    PositiveInt,
+    PromptBuilder,
+    Sample,
     SampleError,
-    Style,
-    check_images,
-    collate,
+    Split,
+    Text,
+    UserError,
+    log,
+    registry,
 )
-from crosstrain.utils.errors import DataError, UserError
-from crosstrain.utils.types import Batch, Sample
+from crosstrain.data.chat import EncodeText
+from crosstrain.data.tokenizer import load_cached, load_tokenizer
+from crosstrain.utils.errors import os_errors_as
+from crosstrain.utils.files import read_regular
 
-log = logging.getLogger(__name__)
+from .conversations import IMAGE, ConversationEncoder, Style, check_images, collate
 
 _TRIED = 1000  # `max_skipped` is a share of at least this many samples, or of all if there are fewer
 
@@ -88,8 +93,8 @@ class Example:
     picture: Any = None  # a PIL image to show
 
 
-class PromptBuilder:
-    """A builder of prompts from conversations about images, in the format of a dataset's evaluation splits."""
+class ImagePrompts(PromptBuilder):
+    """A builder of prompts from conversations about images, in the form of a dataset's evaluation splits."""
 
     def __init__(
         self,
@@ -98,36 +103,40 @@ class PromptBuilder:
         asked: Callable[[Conversation], Conversation] = list,
     ) -> None:
         self.image_processor, self.encoder, self.asked = image_processor, encoder, asked
-        self.end_id = encoder.end_id  # the token that ends an answer
+        self.end_id = encoder.end_id
 
-    def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
-        """Return a sample without labels that ends where the assistant's next text begins.
-
-        images: PIL images, one per placeholder in the conversation. Raises UserError if the counts differ.
-        """
+    def ask(self, conversation: Conversation, files: list[Any]) -> Sample:
         try:
-            check_images(conversation, len(images))
+            check_images(conversation, len(files))
         except SampleError as error:
             raise UserError(str(error)) from None
         rng = np.random.default_rng(0)
-        pixels = np.stack([self.image_processor(image, rng) for image in images]) if images else None
+        pixels = np.stack([self.image_processor(image, rng) for image in files]) if files else None
         return self.encoder.prompt(self.asked(conversation), pixels)
+
+    def open(self, file: str) -> Any:
+        """Return the image in a file as a PIL image."""
+        from .image import LARGEST_IMAGE, open_image
+
+        with os_errors_as(UserError, f"--image: {file} is not a readable image"):
+            data = read_regular(file, LARGEST_IMAGE)
+        try:
+            return open_image(data, file)
+        except SampleError as error:
+            raise UserError(f"--image: {error}") from None
+
+    def placed(self, text: str, files: int) -> str:
+        return text if text.count(IMAGE) == files else IMAGE * files + text.replace(IMAGE, "")
 
 
 class VqaDataset(Dataset):
     """A dataset with questions and prompts about images, for `evaluate --answers` and for chats."""
 
+    image_sizes: frozenset[tuple[int, int]] = frozenset()  # (height, width) of its images; checked against the model's
+
     @abstractmethod
     def examples(self, index: int) -> list[Example]:
         """Return questions about sample `index` with known answers."""
-
-    @classmethod
-    @abstractmethod
-    def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
-        """Make the prompt builder for a model trained on such data. The data need not exist.
-
-        tokenizer: folder of a checkpoint's tokenizer. Raises UserError if such data has no conversations.
-        """
 
 
 @dataclass(kw_only=True)
@@ -272,19 +281,11 @@ class ImageDataset(VqaDataset):
         return found
 
     @classmethod
-    def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
+    def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
         text: TextProcessor = _processor(options.text_processor.eval)
-        encoder = ConversationEncoder(load_tokenizer(tokenizer), options.image_tokens, text.style)
+        encoder = ConversationEncoder(load_tokenizer(tokenizer), options.image_tokens, text.style, encode)
         asked = getattr(text, "asked", list)  # a processor need not be a TextProcessor
-        return PromptBuilder(_processor(options.vis_processor.eval), encoder, asked)
-
-
-def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
-    """Make the prompt builder of a configured dataset. Raises UserError if it has no conversations about images."""
-    kind = registry.get("dataset", dataset.name)
-    if not issubclass(kind, VqaDataset):
-        raise UserError(f"{kind.__name__} has no conversations, so questions about images cannot be asked")
-    return kind.prompt_builder(dataset.options, tokenizer)
+        return ImagePrompts(_processor(options.vis_processor.eval), encoder, asked)
 
 
 def _blank(processor: ImageProcessor) -> np.ndarray:

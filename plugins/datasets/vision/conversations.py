@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -11,11 +10,11 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from crosstrain.data.chat_template import EncodedChat
-from crosstrain.data.chat_template import SampleError as SampleError
+from crosstrain import IGNORE_INDEX, Batch, Conversation, DataError, Sample, SampleError
+from crosstrain.data.chat import EncodeText
 from crosstrain.data.tokenizer import TextTokenizer
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
+
+from ...commands.prepare.chat_template import EncodedChat
 
 IMAGE = "<image>"  # placeholder of an image in a message's text
 IMAGE_ID = -200  # placeholder of one image embedding in input_ids, as in LLaVA
@@ -29,18 +28,6 @@ _START, _END = "<|im_start|>", "<|im_end|>"
 _BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # in newer Qwen tokenizers
 
 
-@dataclass(frozen=True)
-class Message:
-    """One turn. `text` has a placeholder `<image>` for each of its images."""
-
-    role: Literal["system", "user", "assistant"]
-    text: str
-    learned: bool = True  # False: the turn is only context
-
-
-Conversation = list[Message]
-
-
 class ConversationEncoder:
     """An encoder of conversations. Each image becomes `image_tokens` times `IMAGE_ID`.
 
@@ -49,26 +36,21 @@ class ConversationEncoder:
     end-of-text token after it. Raises DataError for a tokenizer that lacks the style's tokens.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, image_tokens: int, style: Style) -> None:
-        self.tokenizer, self.image_tokens, self.style = tokenizer, image_tokens, style
-        self.encode_text = tokenizer.encode  # the server replaces it
+    def __init__(
+        self, tokenizer: TextTokenizer, image_tokens: int, style: Style, encode: EncodeText | None = None
+    ) -> None:
+        """encode: replaces the tokenizer's function, as in a server."""
+        self.tokenizer, self.style = tokenizer, style
+        self.end_id = tokenizer.end_id  # the token that ends an answer
         if style == "chat":
-            self.start, self.end = self._special(_START), self._special(_END)
-        before, after = (tokenizer.backend.token_to_id(t) for t in (_BEFORE_IMAGE, _AFTER_IMAGE))
+            for token in (_START, _END):
+                if tokenizer.backend.token_to_id(token) is None:
+                    raise DataError(f"the tokenizer has no token {token}, which conversations need; use Qwen's")
+            self.start, self.end_id = map(tokenizer.backend.token_to_id, (_START, _END))
+        before, after = map(tokenizer.backend.token_to_id, (_BEFORE_IMAGE, _AFTER_IMAGE))
         block = [IMAGE_ID] * image_tokens
-        self._text = lru_cache(_REMEMBERED)(lambda text: self.encode_text(text))  # prompts and short answers recur
+        self._text = lru_cache(_REMEMBERED)(encode or tokenizer.encode)  # prompts and short answers recur
         self.image = block if before is None or after is None else [before, *block, after]
-
-    @property
-    def end_id(self) -> int:
-        """The token that ends an answer."""
-        return self.end if self.style == "chat" else self.tokenizer.end_id
-
-    def _special(self, token: str) -> int:
-        found = self.tokenizer.backend.token_to_id(token)
-        if found is None:
-            raise DataError(f"the tokenizer has no token {token}, which conversations need; use Qwen's")
-        return found
 
     def encode(self, conversation: Conversation, *, answering: bool = False) -> EncodedChat:
         """Encode a conversation. With `answering`, it ends where the assistant's next text begins."""
@@ -78,9 +60,9 @@ class ConversationEncoder:
             content = self._content(message.text)
             if self.style == "chat":
                 parts += [([self.start, *self._text(f"{message.role}\n")], False), (content, answer)]
-                parts += [([self.end], answer), (self._text("\n"), False)]
+                parts += [([self.end_id], answer), (self._text("\n"), False)]
             else:
-                parts += [(content, answer), ([self.tokenizer.end_id] * (message.role == "assistant"), answer)]
+                parts += [(content, answer), ([self.end_id] * (message.role == "assistant"), answer)]
         if answering and self.style == "chat":
             parts.append(([self.start, *self._text("assistant\n")], False))
         return EncodedChat([i for ids, _ in parts for i in ids], [learn for ids, learn in parts for _ in ids])

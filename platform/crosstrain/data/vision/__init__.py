@@ -1,1 +1,0 @@
-"""Images, conversations about them, and their annotations."""

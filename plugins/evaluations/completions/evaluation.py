@@ -1,0 +1,61 @@
+"""`crosstrain evaluate --generate`, `--chat` and `--interactive`: text from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from crosstrain import Evaluation, UserError, registry
+
+if TYPE_CHECKING:
+    from crosstrain import OpenModel
+
+
+@registry.register_evaluation("completions")
+class Completions(Evaluation):
+    """Complete prompts, or answer them as in a chat."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
+        parser.add_argument(
+            "--chat", action="store_true", help="the prompts are a user's turns, in the form of training"
+        )
+        parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
+        parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
+        parser.add_argument(
+            "--temperature",
+            type=float,
+            default=1.0,
+            metavar="T",
+            help="default: 1, which samples; 0 takes the likeliest token",
+        )
+        parser.add_argument(
+            "--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (default: 0, all)"
+        )
+        parser.add_argument(
+            "--top-p",
+            type=float,
+            default=1.0,
+            metavar="P",
+            help="sample among the likeliest tokens whose probabilities sum to P (default: 1)",
+        )
+        parser.add_argument("--num-completions", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
+        parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+
+    def is_asked(self, given: Mapping[str, Any]) -> bool:
+        """Return True with --generate or --interactive. Raises UserError for flags that need one of them."""
+        talks = bool(given["generate"] or given["interactive"])
+        if given["image"] and not talks:
+            raise UserError("--image: ask about it with --generate or --interactive")
+        if given["chat"] and not talks:
+            raise UserError("--chat: say something with --generate or --interactive")
+        return talks
+
+    def needs_one_process(self, given: Mapping[str, Any]) -> bool:
+        return given["interactive"]
+
+    def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
+        from .talk import talk
+
+        return talk(model, given)

@@ -1,0 +1,46 @@
+"""`crosstrain evaluate --tasks`: tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from crosstrain import Evaluation, UserError, registry, require
+
+if TYPE_CHECKING:
+    from crosstrain import OpenModel
+
+
+@registry.register_evaluation("tasks")
+class Tasks(Evaluation):
+    """Run tasks of lm-evaluation-harness."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run"
+        )
+        parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
+
+    def is_asked(self, given: Mapping[str, Any]) -> bool:
+        """Return True with --tasks. Raises UserError if the harness is not installed, or for a folder without tasks."""
+        if given["tasks"]:
+            require("lm_eval", "--tasks")
+        elif given["task_path"]:
+            raise UserError("--task-path: name tasks with --tasks")
+        return bool(given["tasks"])
+
+    def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
+        from .lm_eval_harness import run_tasks
+
+        encode = partial(model.encoders.encode, "text")
+        return run_tasks(
+            model.runner,
+            model.tokenizer,
+            encode,
+            given["tasks"],
+            given["task_path"],
+            given["max_samples"],
+            model.is_main,
+        )
