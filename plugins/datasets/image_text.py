@@ -35,7 +35,6 @@ from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
 from .row_audit import RowAudit
-from .shard_writer import PackOptions, pack
 from .streaming import ShardStream
 from .webdataset import TEXTS, Shards, check_there, expand, prepare
 
@@ -61,7 +60,6 @@ class ImageText(ImageDataset):
         test: Text | list[Text] | None = None  # shards of the test split; None: no test split
         # folder for indexes and for copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
         cache: FilePath | None = None
-        prepare: PackOptions | None = None  # pack images into shards first; None: the shards already exist
         streaming: bool = False  # stream the train split: no index, no copy, no exact resume
         samples: PositiveInt | None = None  # samples per epoch; only for streaming, and required there
         # number of samples in the shuffle buffer of a stream, with images still compressed
@@ -79,9 +77,7 @@ class ImageText(ImageDataset):
 
     @classmethod
     def prepare(cls, options: Any) -> None:
-        """Pack missing shards; fetch and index the shards of every split."""
-        if options.prepare is not None:
-            pack(options.prepare)
+        """Fetch and index the shards of every split."""
         for split in SPLITS:
             names = cls.shards(options, split)
             if cls.streams(options, split):

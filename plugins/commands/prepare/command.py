@@ -128,11 +128,10 @@ def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
     """Make a registered dataset create its files in `output`, as for a project file with these options."""
     dataset = registry.get("dataset", name)
     cls = options_class("dataset", dataset)
-    if not {"path", "prepare"} & {f.name for f in fields(cls)}:
+    if "path" not in {f.name for f in fields(cls)}:
         raise UserError(f"prepare: the dataset {name} makes no files")
     given = read_options(options)
-    place = {"path": output} if "path" in {f.name for f in fields(cls)} else {"prepare": {"output": output}}
-    tree = reduce(merge, [defaults(cls), place, given.tree])
+    tree = reduce(merge, [defaults(cls), {"path": output}, given.tree])
     dataset.prepare(Checker(lambda key: f"prepare {name}: {'.'.join(key)}").dataclass(cls, tree, ()))
     print(f"{output}: ready; train on it with datasets.<label>: {{name: {name}, ...}}")
     return 0
