@@ -53,8 +53,8 @@ def tensors() -> dict[str, tuple[tuple[int, ...], int | None]]:
 
 def write(folder: Path, ranks: int) -> int:
     """Write the manifest; returns its number of boxes."""
-    from crosstrain.checkpoint.assignment import Holding, file_names
     from crosstrain.checkpoint.boxes import Box, _range_boxes
+    from crosstrain.checkpoint.checkpointer import Holding, file_names
     from crosstrain.checkpoint.manifest import CHUNK, DIGITS, MANIFEST, manifest_text
 
     copies = ranks // (TENSOR * PIPELINE)

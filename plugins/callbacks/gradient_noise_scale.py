@@ -8,7 +8,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from crosstrain import Box, Callback, Step, registry
-from crosstrain.checkpoint.assignment import assign, holdings
+from crosstrain.checkpoint.checkpointer import assign, holdings
 
 
 @registry.register_callback("gradient_noise_scale")

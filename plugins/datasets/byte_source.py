@@ -1,11 +1,12 @@
 """Read byte ranges of local files, and of objects in buckets; ranges in buckets can be fetched ahead of time."""
 
 import os
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from crosstrain.utils import storage
 from crosstrain.utils.files import open_regular
@@ -13,8 +14,9 @@ from crosstrain.utils.files import open_regular
 Range = tuple[int, int]  # (first byte, last byte + 1)
 
 _BLOCK, _BLOCKS = 1 << 16, 256  # block size and number of cached blocks, for reads that were not announced
+_GAP = 1 << 16  # largest gap to read through: the bytes that arrive during the latency of a second request
+_LARGEST = 1 << 24  # maximum size of a request for several ranges
 _HELD = 64 << 20  # maximum number of bytes that are announced but not read
-_STALE = 64  # unread ranges, for example of a run that was rolled back, are dropped after this many announcements
 
 
 def byte_source(place: str | Path) -> "LocalBytes | RemoteBytes":
@@ -42,39 +44,49 @@ class RemoteBytes:
 
     def __init__(self, url: str) -> None:
         self._url, self.size = url, storage.size(url)
-        # range -> (index of the announcement, future of its data, position in the announcement), oldest first
-        self._announced: dict[Range, tuple[int, Future[list[bytes]], int]] = {}
-        self._count, self._held, self._threads = 0, 0, cast("ThreadPoolExecutor | None", None)
+        # range -> (data of all ranges that were announced with it, its position among them), oldest first
+        self._announced: dict[Range, tuple[Future[list[bytes]], int]] = {}
+        self._threads = ThreadPoolExecutor(8, "read ahead")
         self._block = lru_cache(_BLOCKS)(lambda n: storage.read(url, n * _BLOCK, min((n + 1) * _BLOCK, self.size)))
 
     def announce(self, ranges: Iterable[Range]) -> None:
-        """Start to fetch ranges that will be read soon, adjacent ones together.
-
-        Ranges beyond the memory limit are fetched when they are read.
-        """
-        self._count += 1
-        while self._announced and next(iter(self._announced.values()))[0] < self._count - _STALE:
-            first, last = next(iter(self._announced))
-            del self._announced[first, last]
-            self._held -= last - first
+        """Start to fetch ranges that will be read soon, adjacent ones together. Too many drop the oldest ones."""
         new = [found for found in dict.fromkeys(ranges) if found not in self._announced]
-        while new and self._held + sum(last - first for first, last in new) > _HELD:
-            new.pop()
         if new:
-            self._threads = self._threads or ThreadPoolExecutor(8, "read ahead")
-            future = self._threads.submit(storage.read_ranges, self._url, new)
-            self._announced |= {found: (self._count, future, place) for place, found in enumerate(new)}
-            self._held += sum(last - first for first, last in new)
+            future = self._threads.submit(read_ranges, self._url, new)
+            self._announced |= {found: (future, place) for place, found in enumerate(new)}
+        while sum(last - first for first, last in self._announced) > _HELD:
+            del self._announced[next(iter(self._announced))]
 
     def read(self, first: int, last: int) -> bytes:
         """Return bytes [first, last), or fewer at the end of the object."""
         last = min(last, self.size)
         if (found := self._announced.pop((first, last), None)) is not None:
-            self._held -= last - first
-            parts, place = found[1].result(), found[2]
+            parts, place = found[0].result(), found[1]
             data, parts[place] = parts[place], b""  # the announcement's other ranges stay until they are read
             return data
         if last - first > _BLOCK:
             return storage.read(self._url, first, last)
         joined = b"".join(self._block(n) for n in range(first // _BLOCK, -(-last // _BLOCK)))
         return joined[first % _BLOCK :][: last - first]
+
+
+def read_ranges(url: str, ranges: Sequence[Range], gap: int = _GAP) -> list[bytes]:
+    """Read the bytes of each range, in concurrent requests that merge gaps of at most `gap` bytes.
+
+    Merged requests are limited to 16 MiB, because several concurrent requests are faster than a large one.
+    """
+    from fsspec.utils import merge_offset_ranges
+
+    firsts, lasts = [first for first, _ in ranges], [last for _, last in ranges]
+    _, starts, ends = merge_offset_ranges([url] * len(ranges), firsts, lasts, gap, _LARGEST)
+
+    def action(fs: Any, path: str) -> list[bytes]:
+        parts = fs.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
+        if [len(part) for part in parts] != [end - start for start, end in zip(starts, ends, strict=True)]:
+            raise OSError("fewer bytes arrived than were requested")
+        return parts
+
+    parts = storage.tried(url, action)
+    found = ((bisect_right(starts, first) - 1, first, last) for first, last in ranges)
+    return [parts[i][first - starts[i] : last - starts[i]] for i, first, last in found]

@@ -23,7 +23,6 @@ from crosstrain import (
 from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
-from .shard_writer import PackOptions, pack
 from .webdataset import TEXTS, Shards, expand, prepare
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
@@ -42,8 +41,9 @@ class ImageText(ImageDataset):
 
         elsewhere: ClassVar = {
             "streaming": "none: shards are read by index, and remote ones are copied into `cache` once",
+            "prepare": "none: the dataset `instructions` reads a folder and its JSON; webdataset's ShardWriter packs them",
         }
-        former: ClassVar = {"streaming": False, "samples": None, "shuffle_buffer": 1000}
+        former: ClassVar = {"streaming": False, "samples": None, "shuffle_buffer": 1000, "prepare": None}
 
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("captions", "captions"))
@@ -52,7 +52,6 @@ class ImageText(ImageDataset):
         test: Text | list[Text] | None = None  # shards of the test split; None: no test split
         # folder for indexes and for copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
         cache: FilePath | None = None
-        prepare: PackOptions | None = None  # pack images into shards first; None: the shards already exist
 
     options: Options
 
@@ -62,9 +61,7 @@ class ImageText(ImageDataset):
 
     @classmethod
     def prepare(cls, options: Any) -> None:
-        """Pack missing shards; fetch and index the shards of every split."""
-        if options.prepare is not None:
-            pack(options.prepare)
+        """Fetch and index the shards of every split."""
         for split in SPLITS:
             prepare(cls.shards(options, split), cls.cache(options), _keys)
 

@@ -184,7 +184,7 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes `prefix.bin` and `prefix.idx` in constant memory, with one sequence per document.
+    """Writes `prefix.bin` and `prefix.idx`, with one sequence per document. Memory holds only their lengths.
 
     Use it as a context manager. If its block ends without an exception, the files are renamed to their final names, the
     index last, so an index that exists is complete. Otherwise the files are deleted.
@@ -199,16 +199,15 @@ class TokenWriter:
         self._final = tuple(map(Path, _paths(prefix)))
         self._partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in self._final]
         self.num_documents = self.num_tokens = 0
-        self._idx: BinaryIO = open(self._partial[0], "w+b")  # noqa: SIM115
+        self._sizes: list[np.ndarray] = []  # lengths of the documents
         self._bin: BinaryIO = open(self._partial[1], "wb")  # noqa: SIM115
-        self._idx.write(bytes(_HEADER.size))  # placeholder: the counts are known at the end
 
     def add(self, documents: list[list[int]]) -> None:
         """Append documents, each a list of token IDs. Raises DataError if an ID does not fit the dtype."""
         sizes = np.array([len(document) for document in documents], dtype="<i4")
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
         self._write(tokens)
-        self._idx.write(sizes.tobytes())
+        self._sizes.append(sizes)
         self.num_documents += len(sizes)
 
     def append(self, sizes: np.ndarray, file: Path) -> None:
@@ -218,7 +217,7 @@ class TokenWriter:
             raise DataError(f"{file} has {file.stat().st_size} bytes, and {tokens} tokens of {self.dtype.name} differ")
         with open(file, "rb") as source:
             shutil.copyfileobj(source, self._bin, _COPY)
-        self._idx.write(sizes.astype("<i4").tobytes())
+        self._sizes.append(sizes.astype("<i4"))
         self.num_documents += len(sizes)
         self.num_tokens += tokens
 
@@ -229,7 +228,7 @@ class TokenWriter:
             begins = np.array([source.document_start(document) for document in range(first, last + 1)])
             for begin in range(int(begins[0]), int(begins[-1]), _CHUNK):
                 self._write(source.tokens(begin, min(begin + _CHUNK, int(begins[-1]))))
-            self._idx.write(np.diff(begins).astype("<i4").tobytes())
+            self._sizes.append(np.diff(begins).astype("<i4"))
             self.num_documents += last - first
 
     def _write(self, tokens: np.ndarray) -> None:
@@ -245,34 +244,26 @@ class TokenWriter:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             if kind is None:
-                self._finish()
-                for file in (self._idx, self._bin):
-                    file.flush()
-                    os.fsync(file.fileno())
+                self._bin.flush()
+                os.fsync(self._bin.fileno())
+                self._write_index()
                 for partial, final in reversed(list(zip(self._partial, self._final, strict=True))):
                     partial.replace(final)
         finally:
-            self._idx.close()
             self._bin.close()
             for path in self._partial:
                 path.unlink(missing_ok=True)
 
-    def _finish(self) -> None:
-        """Write the pointers, the document index and the header."""
-        n, address = self.num_documents, 0
-        for start in range(0, n, _CHUNK):
-            count = min(_CHUNK, n - start)
-            self._idx.seek(_HEADER.size + 4 * start)
-            sizes = np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64) * self.dtype.itemsize
-            ends = address + np.cumsum(sizes)
-            self._idx.seek(_HEADER.size + 4 * n + 8 * start)
-            self._idx.write((ends - sizes).astype("<i8").tobytes())
-            address = int(ends[-1])
-        self._idx.seek(_HEADER.size + 12 * n)
-        for start in range(0, n + 1, _CHUNK):
-            self._idx.write(np.arange(start, min(start + _CHUNK, n + 1), dtype="<i8").tobytes())
-        self._idx.seek(0)
-        self._idx.write(_HEADER.pack(MAGIC, 1, self._code, n, n + 1))
+    def _write_index(self) -> None:
+        n = self.num_documents
+        sizes = np.concatenate([np.empty(0, "<i4"), *self._sizes])
+        ends = np.cumsum(sizes, dtype="<i8") * self.dtype.itemsize
+        with open(self._partial[0], "wb") as file:
+            file.write(_HEADER.pack(MAGIC, 1, self._code, n, n + 1))
+            for column in (sizes, ends - sizes * np.int64(self.dtype.itemsize), np.arange(n + 1, dtype="<i8")):
+                file.write(column.data)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _paths(prefix: str | Path) -> tuple[str, str]:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crosstrain.checkpoint.assignment import Holding, assign
 from crosstrain.checkpoint.boxes import Box, check_cover, flat_range_pieces, whole_pieces
+from crosstrain.checkpoint.checkpointer import Holding, assign
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

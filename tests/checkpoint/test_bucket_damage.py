@@ -19,6 +19,7 @@ from test_damage import NEWER, OLDER, is_as_written, shards, state
 
 from crosstrain.checkpoint import folders, writer
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
+from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import manifest_text
 from crosstrain.checkpoint.run_folder import bring
 from crosstrain.cli.main import main
@@ -43,7 +44,12 @@ def root(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         (folder / "config.json").write_text('{"model_type": "gpt2"}')
         (folder / "tokenizer.json").write_text("{}")
 
-    keeper = Checkpointer(storage.local(f"{RUN}/checkpoints"), Group(), Retention(), assets)
+    def parts(_folder: Path, reader: Reader) -> None:
+        for name in reader.names("param"):
+            reader.whole(name)
+
+    root = storage.local(f"{RUN}/checkpoints")
+    keeper = Checkpointer(root, Group(), Retention(), assets, write_parts=parts)
     for step in (OLDER, NEWER):
         keeper.save(step, shards(step, cut=False), state(step).document(), background=False)
     keeper.wait()
@@ -166,7 +172,7 @@ def _start(environment: dict[str, str], url: str, cache: str) -> str | None:
 
 
 def test_ranks_on_two_machines_pass_it_over_together(root: Path, bucket: Bucket, tmp_path: Path) -> None:
-    url = at(NEWER, "training-00000.safetensors")  # which rank 1 does not check: it has one chunk
+    url = at(NEWER, "training-00000.safetensors")  # which one of the ranks checks
     storage.write(url, storage.read(url)[::-1])
     found = run_ranks(2, _start, bucket.environment, f"{RUN}/checkpoints", str(tmp_path / "rank"))
     assert found == [f"step_{OLDER:06d}"] * 2
@@ -242,7 +248,7 @@ def test_a_damaged_claim_is_waited_for_and_then_taken(
         writer.check(RUN, first.id)
     else:
         second = writer.Writer.claim(RUN, killed=None)
-        assert (second.number, list(storage.listing(f"{RUN}/.writers"))) == (3, ["000003"])
+        assert second.number == 3
         with pytest.raises(CheckpointError, match="has taken over"):
             writer.check(RUN, first.id)
 
@@ -260,7 +266,6 @@ def test_a_claim_that_is_damaged_during_a_save_is_no_others(bucket: Bucket, monk
 def test_other_objects_beside_the_claims_lock_nobody_out(bucket: Bucket, name: str) -> None:
     storage.write(f"{RUN}/.writers/{name}", b"{}")
     assert writer.Writer.claim(RUN, killed=None).number == 1
-    assert list(storage.listing(f"{RUN}/.writers")) == ["000001"]
 
 
 # ---- a run's other files

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 import crosstrain
 import fixtures_ranks
 from crosstrain.checkpoint import folders, writer
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.checkpoint.manifest import CHUNK
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.cli.main import main
 from crosstrain.utils import storage
@@ -32,18 +31,16 @@ RUN = "s3://bucket/runs/mine"
 SAVES = ("run.save_interval=2", "run.keep_last=2", "run.max_iters=4")
 
 
-def _train(environment: dict[str, str], pid: str, options: tuple[str, ...]) -> dict[str, Any]:
-    """Train on this rank; returns the bytes of this rank's boxes."""
-    os.environ |= environment | {"AWS_SDK_UA_APP_ID": f"rank{os.environ['RANK']}"}
+def _train(environment: dict[str, str], pid: str, options: tuple[str, ...]) -> None:
+    """Train on this rank."""
+    os.environ |= environment
     Path(pid).write_text(str(os.getpid()))
     writer.RENEWAL = 0.1
     os.chdir(WRITTEN)
     trainer = fixtures_ranks.make_trainer("project.yaml", options)
     trainer.fit()
     trainer.folder.close()
-    held = sum(piece.data.nbytes for shard in trainer.runner.held.shards() for piece in shard.pieces)
     trainer.runner.close()
-    return {"held": held}
 
 
 class Machine:
@@ -54,9 +51,9 @@ class Machine:
         self.pid = folder / "pid"
         folder.mkdir()
 
-    def train(self, *options: str, run: str = RUN, size: int = 1) -> list[dict[str, Any]]:
+    def train(self, *options: str, run: str = RUN, size: int = 1) -> None:
         options = (f"run.output_dir={run}", *SAVES, *options)
-        return run_ranks(size, _train, self.environment, str(self.pid), options)
+        run_ranks(size, _train, self.environment, str(self.pid), options)
 
 
 @pytest.fixture
@@ -172,6 +169,13 @@ def test_a_server_on_which_two_could_write_is_refused(bucket: Bucket, machines: 
     assert storage.files(RUN) == {}
 
 
+def test_ranks_of_another_layout_go_on(bucket: Bucket, machines: Iterator[Machine]) -> None:
+    next(machines).train("run.runner=fsdp", "run.max_iters=2", "run.lr_decay_iters=4", size=2)
+    next(machines).train("run.runner=megatron_tp2", "run.lr_decay_iters=4", size=2)
+    assert [step for step, _ in losses()] == [1, 2, 3, 4]
+    assert complete() == [2, 4]
+
+
 @pytest.mark.slow
 def test_a_service_that_fails_now_and_then_changes_nothing(bucket: Bucket, machines: Iterator[Machine]) -> None:
     next(machines).train(run="s3://bucket/runs/whole")
@@ -228,40 +232,20 @@ def test_damage_in_the_bucket_is_found_when_it_is_read(bucket: Bucket, machines:
         storage.write(url, data)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("runner", ["fsdp", "zero3"])
-def test_ranks_of_another_layout_read_little_more_than_their_own(
-    bucket: Bucket, machines: Iterator[Machine], runner: str
-) -> None:
-    larger = "model.n_embd=128", "model.n_layer=6"
-    next(machines).train(f"run.runner={runner}", *larger, size=2)
-    bucket.sent.clear()
-    ranks = next(machines).train("run.runner=megatron_tp2", *larger, size=2)  # the last step was taken
-    there = storage.files(storage.join(RUN, "checkpoints", "step_000004"))
-    rest = sum(size or 0 for name, size in there.items() if not name.endswith(".safetensors"))
-    logs = sum(size or 0 for name, size in storage.files(RUN).items() if not name.startswith("checkpoints/"))
-    for rank, held in enumerate(ranks):
-        # Rank 0 looks at the manifest to find the checkpoint, and brings back the run's own files.
-        least = (2 - bool(rank)) * rest + (0 if rank else logs)
-        assert bucket.sent[f"rank{rank}"] - least <= 1.1 * held["held"], (rank, bucket.sent, held, rest)
-    assert sum(bucket.sent[f"rank{rank}"] for rank in range(2)) > 2 * CHUNK
-
-
 def test_commands_take_urls(
     bucket: Bucket, machines: Iterator[Machine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     next(machines).train()
-    assert main(["export", "--checkpoint", f"{RUN}/checkpoints/latest", "--output", "s3://bucket/exported"]) == 0
-    assert "config.json" in storage.listing("s3://bucket/exported")
+    assert main(["export", "--checkpoint", f"{RUN}/checkpoints/latest", "--output", str(tmp_path / "out")]) == 0
     assert not list(storage.local(RUN).rglob("training-*")), "an export needs no optimizer state"
-    weights = load(storage.read("s3://bucket/exported/model.safetensors"))
+    weights = load_file(tmp_path / "out" / "model.safetensors")
     with crosstrain.open(RUN) as model:
         for name, parameter in model.runner.model.weights.parameters().items():
             rows = weights.get(name, parameter)  # without the padding of the vocabulary
             assert rows.equal(parameter.detach()[: len(rows)]), name
     assert main(["report", RUN, "--output", str(tmp_path / "report.html")]) == 0
     for command, complaint in (
-        (["export", "--checkpoint", RUN, "--output", "s3://bucket/exported"], "there is something at s3://bucket/exp"),
+        (["export", "--checkpoint", RUN, "--output", "s3://bucket/exported"], "s3://bucket/exported is a URL"),
         (["report", "s3://bucket/none", "--output", str(tmp_path / "report.html")], "there is no metrics.jsonl"),
         (["evaluate", "--checkpoint", "s3://bucket/none"], "s3://bucket/none: not a checkpoint, and holds none"),
         (

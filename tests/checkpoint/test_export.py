@@ -220,10 +220,10 @@ def test_killed_it_leaves_nothing_that_looks_finished(tmp_path: Path, large: Pat
         text=True,
         start_new_session=True,
     )
-    wait_until(lambda: any(tmp_path.glob(".out.export/model-00002*")), process)
+    wait_until(lambda: any(tmp_path.glob(".out.new/model-00002*")), process)
     kill(process)
     assert not out.exists()
-    assert [path.name for path in tmp_path.iterdir()] == [".out.export"]
+    assert [path.name for path in tmp_path.iterdir()] == [".out.new"]
 
     assert main(arguments) == 0
     assert len(list(out.glob("model-*-of-00024.safetensors"))) == 24

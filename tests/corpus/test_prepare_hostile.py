@@ -9,7 +9,6 @@ import lzma
 import os
 import socket
 import string
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,6 @@ from hypothesis import strategies as st
 from crosstrain.cli import main
 from crosstrain.config.schema import OptionError
 from crosstrain.utils.errors import DataError, UserError, sentence
-from crosstrain.utils.files import locked
 
 NAME = st.binary(min_size=1, max_size=12).filter(lambda name: not set(name) & {0, ord("/")} and name[:1] != b".")
 CONTENT = st.one_of(
@@ -178,28 +176,3 @@ def test_a_long_word_takes_time_in_proportion(tmp_path: Path) -> None:
     seconds(0.1)
     # Quadratic time would be 16 times as long; this machine's share of noise is left between 4 and 10.
     assert seconds(2) < 10 * max(seconds(0.5), 0.1)
-
-
-def test_one_at_a_time_holds_a_lock_that_goes_away(tmp_path: Path) -> None:
-    path, inside, most = tmp_path / "x.lock", [0], [0]
-
-    def work() -> None:
-        for _ in range(50):
-            with locked(path, wait=True):
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(0.0002)
-                inside[0] -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1]
-    assert not path.exists()
-    with locked(path, wait=False), pytest.raises(BlockingIOError), locked(path, wait=False):
-        pass
-    assert not path.exists()
-    with pytest.raises(FileNotFoundError), locked(path, wait=False):  # an error of the work is the work's
-        raise FileNotFoundError

@@ -85,13 +85,13 @@ def test_batches_of_any_rank_and_start_are_those_of_the_disk(
 ) -> None:
     far, near = opened(put(dataset, memory + "/tiny")), opened(str(dataset))
     plan, fetched = BatchPlan(8, 2, 2, 2), list[int]()
-    read_ranges = storage.read_ranges
+    read_ranges = byte_source.read_ranges
 
     def counted(url: str, ranges: Any, *more: Any) -> Any:
         fetched.append(len(ranges))
         return read_ranges(url, ranges, *more)
 
-    monkeypatch.setattr(storage, "read_ranges", counted)
+    monkeypatch.setattr(byte_source, "read_ranges", counted)
     for rank in range(2):
         steps = [
             islice(training_steps(data, plan, seed=1, start=40, dp_rank=rank, num_workers=workers), 30)
@@ -112,21 +112,36 @@ def test_batches_of_any_rank_and_start_are_those_of_the_disk(
         assert len(far.file._bin._announced) <= 2 * 9 * 2
 
 
+def test_neighbouring_ranges_are_one_request(bucket: Bucket) -> None:
+    url = storage.join(bucket.url, "x")
+    data = bytes(range(256)) * 1024
+    storage.write(url, data)
+    ranges = [(200_000, 200_010), (0, 10), (5, 20), (30, 40), (7, 7)]
+    bucket.requests.clear()
+    assert byte_source.read_ranges(url, ranges, gap=16) == [data[first:last] for first, last in ranges]
+    assert bucket.count("GET") == 2
+
+
 def test_memory_holds_a_bounded_part(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = np.random.default_rng(0).bytes(1 << 20)
     storage.write(memory + "/object", content)
     monkeypatch.setattr(byte_source, "_HELD", 1000)
     source = RemoteBytes(memory + "/object")
     source.announce([(n, n + 300) for n in range(0, 3000, 300)])
-    assert source._held == 900
-    source.announce([(0, 300), (5000, 5100), (6000, 6100)])
-    assert source._held == 1000
-    for first, last in [(0, 300), (600, 900), (0, 300), (5000, 5100), (6000, 6100), (65_000, 66_000), (10, 1 << 20)]:
+    assert list(source._announced) == [(2100, 2400), (2400, 2700), (2700, 3000)]
+    source.announce([(2400, 2700), (5000, 5100), (6000, 6100)])
+    assert list(source._announced) == [(2400, 2700), (2700, 3000), (5000, 5100), (6000, 6100)]
+    for first, last in [
+        (0, 300),
+        (2400, 2700),
+        (600, 900),
+        (5000, 5100),
+        (6000, 6100),
+        (65_000, 66_000),
+        (10, 1 << 20),
+    ]:
         assert source.read(first, last) == content[first:last]
-    assert source._held == 300
-    for _ in range(byte_source._STALE + 1):
-        source.announce([])
-    assert (source._held, source._announced) == (0, {})
+    assert list(source._announced) == [(2700, 3000)]
     assert source.read((1 << 20) - 5, (1 << 20) + 5) == content[-5:]
     assert source.read(7, 7) == b""
 

@@ -353,25 +353,6 @@ def test_mixtures_have_their_shares(home: Path, words: Path) -> None:
         load_config(home / "mixed.yaml", options({"datasets.mixed.parts": [parts[0], {"dataset": notes}]}))
 
 
-def test_a_folder_of_images_is_packed_into_shards(home: Path, words: Path) -> None:
-    notes = instructions(home, words, LLAVA)
-    pack = {
-        "images": notes["images"], "annotations": notes["annotations"], "output": str(home / "packed"), "test": 0.34,
-        "samples_per_shard": 1,
-    }  # fmt: skip
-    shard = {"train": f"{home}/packed/train-*.tar", "test": f"{home}/packed/test-*.tar", "prepare": pack}
-    text = {"text_processor": {"train": {"name": "dialogue"}, "eval": {"name": "dialogue"}}}
-    packed = captions(words, **shard) | text
-    dataset, whole = opened(home, packed), opened(home, notes)
-    assert len(list((home / "packed").glob("train-*.tar"))) == len(dataset) == 2
-    for i in range(2):
-        ours, theirs = get(dataset, i), get(whole, i + 1)
-        assert ours.keys() == theirs.keys()
-        assert all(np.array_equal(ours[key], theirs[key]) for key in ours)
-    with pytest.raises(DataError, match=r"was made with test=0\.34, and that is now 0\.5"):
-        opened(home, packed | {"prepare": pack | {"test": 0.5}})
-
-
 # ---- the task that proves sight
 
 

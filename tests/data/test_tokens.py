@@ -176,14 +176,6 @@ def test_an_independent_reader_reads_what_was_written(
     assert [file.document(d).tolist() for d in range(len(documents))] == documents
 
 
-def test_index_of_many_documents_is_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed_dataset, "_CHUNK", 3)
-    documents = [[d] * (d % 4) for d in range(11)]
-    write(tmp_path / "t", documents)
-    assert reference_read(tmp_path / "t")[1] == [[document] for document in documents]
-    TokenFile(tmp_path / "t").verify()
-
-
 def test_width_follows_the_vocabulary_as_in_megatron() -> None:
     assert best_dtype(50257) == np.uint16
     assert best_dtype(65499) == np.uint16
@@ -284,7 +276,7 @@ def test_offsets_of_many_gigabytes(tmp_path: Path) -> None:
         for k in range(3):  # as if three documents of a gigatoken each had been added, all zeros but for one token
             writer._bin.seek(2 * (k + 1) * length - 2)
             writer._bin.write(struct.pack("<H", 60_000 + k))
-        writer._idx.write(struct.pack("<3i", *[length] * 3))
+        writer._sizes.append(np.full(3, length, "<i4"))
         writer.num_documents, writer.num_tokens = 3, 3 * length
     code, index = 8, (tmp_path / "large.idx").read_bytes()
     assert struct.unpack_from("<QBQQ", index, 9) == (1, code, 3, 4)

@@ -14,6 +14,7 @@ import yaml
 from crosstrain_plugins.builtin.commands.plan import memory_trace
 from crosstrain_plugins.builtin.commands.plan.estimate import HOST_COPY, Project
 from crosstrain_plugins.builtin.commands.plan.fit import lack_of_space
+from crosstrain_plugins.builtin.commands.units import read_bytes, read_number
 
 import crosstrain
 from conftest import ROOT
@@ -21,7 +22,6 @@ from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import make_model, model_on_meta
 from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.utils.units import read_bytes, read_number
 from fixtures_ranks import mostly_slow
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -16,7 +16,7 @@ from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
-from crosstrain.utils.errors import ConfigError, UserError
+from crosstrain.utils.errors import ConfigError, TrainingError, UserError
 from crosstrain.utils.units import finite
 
 
@@ -141,18 +141,17 @@ def test_a_long_configuration_is_read_no_further_than_the_bound(kind: str) -> No
     assert time.process_time() - begun < 5
 
 
-def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_lock_ends_the_run_that_held_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "_PATIENCE", 0.1)
     living = RunFolder(tmp_path / "out")
     living.create({"run": {}})
-    for _ in range(2):
-        (tmp_path / "out" / ".lock").unlink()
-        assert RunFolder(tmp_path / "out").is_held()
-        with pytest.raises(UserError, match="another process is training in"):
-            RunFolder(tmp_path / "out").create({"run": {}})
-        (tmp_path / "out" / ".lock").unlink()
-        assert living.keep()
-        assert (tmp_path / "out" / ".lock").exists()
+    living.check_kept()
+    assert RunFolder(tmp_path / "out").is_held()
+    with pytest.raises(UserError, match="another process is training in"):
+        RunFolder(tmp_path / "out").create({"run": {}})
+    (tmp_path / "out" / ".lock").unlink()
+    with pytest.raises(TrainingError, match="was moved, deleted, or taken by another run"):
+        living.check_kept()
     living.release()
     assert not RunFolder(tmp_path / "out").is_held()
     RunFolder(tmp_path / "out").create({"run": {}})

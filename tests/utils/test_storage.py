@@ -36,15 +36,6 @@ def test_objects_are_what_was_written(bucket: Bucket, tmp_path: Path) -> None:
         storage.read(storage.join(root, "a", "x"))
 
 
-def test_neighbouring_ranges_are_one_request(bucket: Bucket) -> None:
-    url = storage.join(bucket.url, "x")
-    storage.write(url, DATA)
-    ranges = [(200_000, 200_010), (0, 10), (5, 20), (30, 40), (7, 7)]
-    bucket.requests.clear()
-    assert storage.read_ranges(url, ranges, gap=16) == [DATA[first:last] for first, last in ranges]
-    assert bucket.count("GET") == 2
-
-
 def test_one_of_several_creators_wins(bucket: Bucket) -> None:
     url = storage.join(bucket.url, "lock")
     with ThreadPoolExecutor(4) as pool:
@@ -62,7 +53,7 @@ def test_a_folder_is_renamed_with_all_below_it(bucket: Bucket) -> None:
     assert storage.read(storage.join(root, "a.damaged", "b", "y")) == b"a/b/y"
 
 
-def test_what_passes_is_tried_again(bucket: Bucket) -> None:
+def test_what_passes_istried_again(bucket: Bucket) -> None:
     url = storage.join(bucket.url, "x")
     with bucket.interfered(refuse(2, "503 Slow Down", "SlowDown", "PUT")):
         storage.write(url, DATA)

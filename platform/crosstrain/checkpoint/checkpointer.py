@@ -15,19 +15,27 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.assignment import Holding, assign, file_names, holdings
-from crosstrain.checkpoint.boxes import Shard
-from crosstrain.checkpoint.bucket import check_sizes, has_manifest
-from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_safetensors
+from crosstrain.checkpoint.boxes import Box, Shard
+from crosstrain.checkpoint.files import (
+    Reader,
+    check_file,
+    check_sizes,
+    file_sum,
+    fsync,
+    has_manifest,
+    write_file,
+    write_safetensors,
+)
 from crosstrain.checkpoint.folders import Retention
 from crosstrain.checkpoint.manifest import (
+    DTYPES,
     MANIFEST,
     STATE,
     Files,
@@ -35,6 +43,7 @@ from crosstrain.checkpoint.manifest import (
     StoredBox,
     StoredTensor,
     Tensors,
+    box_key,
     is_count,
     manifest_text,
     read_json,
@@ -45,6 +54,77 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, RankLost, StorageError, UserError, first_line
 from crosstrain.utils.files import write_json
 from crosstrain.utils.logging import log
+
+# ------------------------------------------------------------------------ which rank writes which box, into which file
+
+
+class Holding(NamedTuple):
+    """A box that a rank holds, with the shape and dtype of its logical tensor."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+
+    @property
+    def key(self) -> str:
+        """The name of the box in its file."""
+        return box_key(self.kind, self.name, self.shape, self.box)
+
+
+def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
+    """Return this rank's boxes and their data. Raises CheckpointError for a dtype that files cannot store."""
+    held = {}
+    for shard in shards:
+        for piece in shard.pieces:
+            if piece.data.dtype not in DTYPES:
+                raise CheckpointError(f"{shard.kind} {shard.name} is {piece.data.dtype}, which checkpoints cannot hold")
+            held[Holding(shard.kind, shard.name, tuple(shard.shape), DTYPES[piece.data.dtype], piece.box)] = piece.data
+    return held
+
+
+def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
+    """Choose a writer for each distinct box: the holder with the least to write so far. Large boxes come first.
+
+    The choice is deterministic, so every rank computes the same result from the same holdings. Raises CheckpointError
+    if ranks disagree about a tensor's shape or dtype.
+    """
+    holders: dict[Holding, list[int]] = {}
+    facts: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+    for rank, held in enumerate(by_rank):
+        for holding in held:
+            kind, name, shape, dtype, _ = holding
+            if facts.setdefault((kind, name), (shape, dtype)) != (shape, dtype):
+                raise CheckpointError(f"ranks disagree about the shape or type of {kind} {name}")
+            holders.setdefault(holding, []).append(rank)
+    load = [0] * len(by_rank)
+    writers = {}
+    for holding in sorted(holders, key=lambda h: (-h.box.numel, h.kind, h.name, h.box.offset)):
+        writers[holding] = rank = min(holders[holding], key=lambda r: (load[r], r))
+        load[rank] += holding.box.numel
+    return writers
+
+
+def file_names(writers: dict[Holding, int], complete: bool) -> dict[Holding, str]:
+    """Return the file of every box, in manifest order.
+
+    Each writer has one file for its boxes. If no parameter is sharded, the parameters go to separate files with Hugging
+    Face's names. Pass complete=False if the model has parameters that are not in `writers`.
+    """
+    # If some parameters are sharded or absent, do not write the others as a partial Hugging Face folder.
+    whole = complete and all(h.box.shape == h.shape for h in writers if h.kind == "param")
+    ranks = sorted({rank for h, rank in writers.items() if h.kind == "param"})
+    model = {rank: f"model-{i:05d}-of-{len(ranks):05d}.safetensors" for i, rank in enumerate(ranks, 1)}
+    if len(ranks) == 1:
+        model[ranks[0]] = "model.safetensors"
+    return {
+        h: model[writers[h]] if whole and h.kind == "param" else f"training-{writers[h]:05d}.safetensors"
+        for h in sorted(writers, key=lambda h: (h.kind, h.name, h.box.offset))
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- saving
 
 
 @dataclass
@@ -239,12 +319,9 @@ class Checkpointer:
         for (kind, key), stored in tensors.items():
             boxes = [[where.file, where.key, where.box.offset, where.box.shape] for where in stored.boxes]
             listed.setdefault(kind, {})[key] = {"shape": stored.shape, "dtype": stored.dtype, "boxes": boxes}
-        manifest: dict[str, Any] = {"files": files, "tensors": listed}
-        if self.run:
-            manifest["run"] = self.run
-        if save.frozen:
-            manifest["frozen"] = {name: {"shape": f.shape, "hash": f.hash} for name, f in save.frozen.items()}
-        write_file(temporary / MANIFEST, [manifest_text(manifest)])
+        frozen = {name: asdict(parameter) for name, parameter in save.frozen.items()}
+        manifest = manifest_text({"files": files, "tensors": listed, "run": self.run, "frozen": frozen})
+        write_file(temporary / MANIFEST, [manifest])
         fsync(temporary)
 
     def _check(self, temporary: Path, shares: list[Files]) -> None:

@@ -4,38 +4,37 @@ A folder holds `manifest.json` (files with sizes and checksums; logical tensors 
 samples, scaler, configuration), safetensors files, and the configuration and tokenizer that make it a Hugging Face
 model folder. Nothing is ever unpickled or executed.
 
-Checksums are 128-bit XXH3, one per 4 MiB chunk, so that part of a file can be verified separately. Hashing a cached
-file takes a tenth of the time of reading it. Earlier versions used SHA-256. Either kind of checksum detects corruption;
-neither protects against somebody who changes a file together with its checksum.
+Checksums are 128-bit XXH3, one per 4 MiB chunk. Hashing a cached file takes a tenth of the time of reading it. Earlier
+versions used SHA-256. Either kind of checksum detects corruption; neither protects against somebody who changes a file
+together with its checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BufferedReader
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_128
 
-from crosstrain.checkpoint import bucket
-from crosstrain.checkpoint.boxes import CALLBACK, Box, Piece, Shard, whole_pieces
-from crosstrain.checkpoint.bucket import Chunk
+from crosstrain.checkpoint.boxes import CALLBACK, Box, Shard, whole_pieces
 from crosstrain.checkpoint.manifest import (
     CHUNK,
     DTYPES,
-    ITEM_SIZES,
+    MANIFEST,
+    MOST_BYTES,
     Files,
     FrozenParameter,
     StoredBox,
@@ -43,12 +42,11 @@ from crosstrain.checkpoint.manifest import (
     Tensors,
     read_manifest,
 )
-from crosstrain.distributed.group import Group
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, StorageError, os_errors_as
-from crosstrain.utils.files import open_regular
+from crosstrain.utils.files import open_regular, write_atomically
 
-_BLOCK = 1 << 20  # bytes per read; small enough for the CPU cache
+OTHER = ": is `model` the one that was trained?"
 
 # ---------------------------------------------------------------------------------------------------------- writing
 
@@ -123,26 +121,24 @@ class _Sums:
 def file_sum(path: Path) -> dict[str, Any]:
     """Return {"bytes", "xxh3"} of an existing file."""
     with open(path, "rb") as file:
-        return _sums_of(file)
+        return {"bytes": os.fstat(file.fileno()).st_size, "xxh3": _sums_of(file)}
 
 
-def _sums_of(file: BufferedReader) -> dict[str, Any]:
-    sums, block = _Sums(), memoryview(bytearray(_BLOCK))
-    while count := file.readinto(block):
-        sums.update(block[:count])
-    return sums.entry()
+def _sums_of(file: BufferedReader) -> str:
+    return "".join(xxh3_128(chunk).hexdigest() for chunk in iter(lambda: file.read(CHUNK), b""))
 
 
 def check_file(path: Path, expected: dict[str, Any]) -> None:
     """Raise CheckpointError, with the file's name, unless its size and checksums are as `expected`."""
-    with os_errors_as(CheckpointError, f"{path}: cannot be read"), open_regular(path, follow=False) as file:
+    place = storage.origin(path) or path
+    with os_errors_as(CheckpointError, f"{place}: cannot be read"), open_regular(path, follow=False) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
+            raise CheckpointError(f"{place}: {size} bytes instead of {expected['bytes']}")
         older = "sha256" in expected  # format versions 1 and 2
-        found = hashlib.file_digest(file, "sha256").hexdigest() if older else _sums_of(file)["xxh3"]
+        found = hashlib.file_digest(file, "sha256").hexdigest() if older else _sums_of(file)
         if found != expected["sha256" if older else "xxh3"]:
-            raise CheckpointError(f"{path}: contents differ from what was written (a sum is wrong)")
+            raise CheckpointError(f"{place}: contents differ from what was written (a sum is wrong)")
 
 
 def fsync(path: Path) -> None:
@@ -152,6 +148,37 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------- in a bucket
+
+
+def has_manifest(folder: Path) -> bool:
+    """Return True for a checkpoint. In a bucket, a checkpoint exists as soon as its manifest does."""
+    if (url := storage.origin(folder)) is None:
+        return os.path.lexists(folder / MANIFEST)
+    return MANIFEST in storage.listing(url)
+
+
+def fetch_manifest(folder: Path) -> None:
+    """Replace the local copy of a manifest. Raises CheckpointError if the bucket has none."""
+    url = storage.join(storage.origin(folder) or "", MANIFEST)
+    try:
+        text = storage.read_end(url, MOST_BYTES, first=True)  # a cut manifest is found to be damaged
+    except FileNotFoundError:
+        raise CheckpointError(f"{url}: there is no such object") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / MANIFEST, text)
+
+
+def check_sizes(folder: Path, files: Files) -> None:
+    """Raise CheckpointError unless the bucket has every file of a checkpoint, with the right size."""
+    url = storage.origin(folder) or ""
+    there = storage.listing(url)
+    for name, entry in files.items():
+        if there.get(name) != entry["bytes"]:
+            found = "not there" if name not in there else f"{there[name]} bytes"
+            raise CheckpointError(f"{storage.join(url, name)}: {found} instead of {entry['bytes']} bytes")
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -165,17 +192,7 @@ class Reader:
     tensors: Tensors
     files: Files = field(default_factory=dict)
     frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that the checkpoint does not store
-    _headers: dict[str, int] = field(default_factory=dict)  # file in a bucket -> size of its header
-    _fetched: set[Chunk] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        """For a bucket, compute the offset of each box: the boxes fill the end of their file, in manifest order."""
-        if storage.origin(self.folder) is not None:
-            ends = {name: entry["bytes"] for name, entry in self.files.items()}
-            for stored in reversed(self.tensors.values()):
-                for where in reversed(stored.boxes):
-                    ends[where.file] -= where.box.numel * ITEM_SIZES[stored.dtype]
-                    where.first = self._headers[where.file] = ends[where.file]
+    _fetched: set[str] = field(default_factory=set)  # files of a bucket whose local copies are whole
 
     @staticmethod
     def open(folder: Path, weights: str | None = None) -> Reader:
@@ -200,9 +217,12 @@ class Reader:
         tensors: Tensors = {}
         for path in paths:
             with _File(path) as file:
-                for key, entry in file.header.items():
-                    box = Box.whole(tuple(entry["shape"]))
-                    tensors["param", key] = StoredTensor(box.shape, entry["dtype"], [StoredBox(path.name, key, box)])
+                for key in file.tensors.offset_keys():
+                    stored = file.tensors.get_slice(key)
+                    box = Box.whole(tuple(stored.get_shape()))
+                    tensors["param", key] = StoredTensor(
+                        box.shape, stored.get_dtype(), [StoredBox(path.name, key, box)]
+                    )
         return Reader(folder, tensors)
 
     def choose(self, weights: str | None) -> None:
@@ -227,42 +247,42 @@ class Reader:
     def verify(self, share: tuple[int, int] | None = None) -> None:
         """Check every file's size and checksums. Raises CheckpointError with the file's name.
 
-        For a bucket, all sizes are checked, but only the checksums of data that is fetched for this: the files without
-        tensors, and the weights. With `share` = (rank, ranks), this rank's share of all tensors replaces the weights.
+        For a bucket, all sizes are checked, but only the checksums of files that are fetched for this: those without
+        tensors, and those with weights. With `share` = (rank, ranks), this rank's share of all files replaces the
+        latter.
         """
         if storage.origin(self.folder) is not None:
-            bucket.check_sizes(self.folder, self.files)
+            check_sizes(self.folder, self.files)
+            weights = {kind for kind in self.kinds() if kind == "param" or kind.startswith(CALLBACK)}
+            self._fetch(sorted(self.files)[share[0] :: share[1]] if share else self._files_of(weights))
             self.fetch_small()
-            return self._fetch(self._share(*share) if share else self._weights())
+            return
         with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing release the GIL
             list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
 
     def fetch_small(self) -> None:
         """Fetch a bucket's files that hold no tensors, such as state.json, and check their checksums."""
-        small = self.files.keys() - self._headers.keys()
-        self._fetch({c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])})
+        self._fetch(self.files.keys() - self._files_of(self.kinds()))
 
-    def _share(self, rank: int, ranks: int) -> set[Chunk]:
-        """Return a rank's share of the chunks with tensors: mostly its own chunks, if the layout is unchanged."""
-        found = set[Chunk]()
-        for _, names in groupby(sorted(self._headers), key=lambda name: name.partition("-")[0]):
-            every = [c for name in names for c in sorted(bucket.chunks(name, 0, self.files[name]["bytes"]))]
-            found |= {*every[len(every) * rank // ranks : len(every) * (rank + 1) // ranks]}
-        return found
+    def _files_of(self, kinds: set[str]) -> set[str]:
+        """Return the files that hold tensors of these kinds."""
+        return {where.file for (kind, _), stored in self.tensors.items() if kind in kinds for where in stored.boxes}
 
-    def _weights(self) -> set[Chunk]:
-        """Return the chunks that hold parameters or callbacks' weights."""
-        found = set[Chunk]()
-        for (kind, _), stored in self.tensors.items():
-            for where in stored.boxes if kind == "param" or kind.startswith(CALLBACK) else ():
-                found |= self._chunks_of(where, 0, where.box.numel * ITEM_SIZES[stored.dtype])
-        return found
-
-    def _chunks_of(self, where: StoredBox, first: int, last: int) -> set[Chunk]:
-        """Return the chunks that hold the bytes [first, last) of a box, and the header of its file."""
-        assert where.first is not None
-        header = bucket.chunks(where.file, 0, self._headers[where.file])
-        return header | bucket.chunks(where.file, where.first + first, where.first + last)
+    def _fetch(self, names: Iterable[str]) -> None:
+        """Make local copies of a bucket's files match their checksums. Raises CheckpointError if they cannot."""
+        for name in sorted({*names} - self._fetched):
+            path = self.folder / name
+            with (
+                os_errors_as(StorageError, f"{self.folder}: cannot be written to"),
+                # Other ranks on this machine may fetch the same file. The lock is not one of the checkpoint's files.
+                FileLock(self.folder.with_name(f".{self.folder.name}.{name}.lock")),
+            ):
+                try:
+                    check_file(path, self.files[name])
+                except CheckpointError:
+                    storage.download(storage.origin(path) or "", path)
+                    check_file(path, self.files[name])
+            self._fetched.add(name)
 
     def whole(self, name: str) -> Tensor:
         """Read a parameter in fp32. Raises as `fill` does."""
@@ -273,59 +293,29 @@ class Reader:
     def fill(self, shards: Iterable[Shard]) -> None:
         """Fill every piece with the data of its box from the files, converted to the piece's dtype.
 
-        Raises CheckpointError for a tensor that is missing or has a different shape.
+        Raises CheckpointError, before anything is read, for a tensor that is missing or has a different shape.
         """
-        shards = sorted(shards, key=lambda shard: (shard.kind, shard.name))  # file order, for sequential reads
-        if self._headers:
-            self._fetch(self.chunks(shards))
-        with ExitStack() as stack:
-            opened: dict[str, _File] = {}
-            for piece, where, dtype, common in self._overlaps(shards):
-                if where.file not in opened:
-                    opened[where.file] = stack.enter_context(_File(self.folder / where.file))
-                opened[where.file].read(where, dtype, common, piece.part(common))
-
-    def _overlaps(self, shards: Iterable[Shard]) -> Iterator[tuple[Piece, StoredBox, str, Box]]:
-        """Yield each piece with every stored box that it overlaps, the stored dtype, and the overlap."""
+        # Parameters come first, as a missing one also lacks its optimizer state; then file order, for sequential reads.
+        shards = sorted(shards, key=lambda shard: (shard.kind != "param", shard.kind, shard.name))
         for shard in shards:
-            tensor = f"{shard.kind} {shard.name}"
+            tensor = shard.name if shard.kind == "param" else f"{shard.kind} {shard.name}"
             stored = self.tensors.get((shard.kind, shard.name))
             if stored is None:
-                raise CheckpointError(f"{self.folder}: holds no {tensor}")
-            there, here = list(stored.shape), list(shard.shape)
-            if there != here:
-                raise CheckpointError(f"{self.folder}: {tensor} has shape {there} there and {here} in the model")
-            for piece, where in product(shard.pieces, stored.boxes):
-                if (common := piece.box.intersect(where.box)) is not None:
-                    yield piece, where, stored.dtype, common
-
-    def stage(self, shards: Iterable[Shard], group: Group) -> None:
-        """Fetch the chunks that the ranks will read from a bucket, each chunk once per machine. Collective."""
-        if not self._headers:
-            return
-        mine = bucket.machine(self.folder), sorted(self.chunks(shards))
-        everyone = group.all_gather(mine)
-        mates = [rank for rank, (machine, _) in enumerate(everyone) if machine == mine[0]]
-        union = sorted(set[Chunk]().union(*(everyone[rank][1] for rank in mates)))
-        first, last = (len(union) * (mates.index(group.rank) + i) // len(mates) for i in (0, 1))
-        group.together(lambda: self._fetch(set(union[first:last])))
-        self._fetched |= set(union)
-
-    def _fetch(self, wanted: set[Chunk]) -> None:
-        with os_errors_as(StorageError, f"{self.folder}: cannot be written to"):
-            bucket.fetch(self.folder, self.files, wanted - self._fetched)
-        self._fetched |= wanted
-
-    def chunks(self, shards: Iterable[Shard]) -> set[Chunk]:
-        """Return the chunks that `fill` reads, including the headers of their files."""
-        found = set[Chunk]()
-        for _, where, dtype, common in self._overlaps(shards):
-            inside = common.slices_in(where.box)
-            steps = [math.prod(where.box.shape[d + 1 :]) for d in range(len(inside))]
-            first = sum(s.start * step for s, step in zip(inside, steps, strict=True))
-            last = sum((s.stop - 1) * step for s, step in zip(inside, steps, strict=True)) + 1
-            found |= self._chunks_of(where, first * ITEM_SIZES[dtype], last * ITEM_SIZES[dtype])
-        return found
+                raise CheckpointError(f"{self.folder}: lacks the model's {tensor}{OTHER}")
+            if (there := list(stored.shape)) != (here := list(shard.shape)):
+                raise CheckpointError(f"{self.folder}: {tensor} has shape {there} there and {here} in the model{OTHER}")
+        with ExitStack() as stack:
+            opened: dict[str, _File] = {}
+            for shard in shards:
+                stored = self.tensors[shard.kind, shard.name]
+                for piece, where in product(shard.pieces, stored.boxes):
+                    if (common := piece.box.intersect(where.box)) is None:
+                        continue
+                    if where.file not in opened:
+                        if storage.origin(self.folder) is not None:
+                            self._fetch([where.file])
+                        opened[where.file] = stack.enter_context(_File(self.folder / where.file))
+                    opened[where.file].read(where, stored.dtype, common, piece.part(common))
 
 
 class _File(ExitStack):
@@ -335,37 +325,20 @@ class _File(ExitStack):
         super().__init__()
         self.path = path
         try:
-            self._raw = self.enter_context(open_regular(path).detach())
-            self._tensors = self.enter_context(safe_open(path, framework="pt", device="cpu"))
-            size = int.from_bytes(self._raw.read(8), "little")
-            self.header: dict[str, dict[str, Any]] = json.loads(self._raw.read(size))
-        except (SafetensorError, OSError, ValueError, RecursionError) as error:
-            self.close()
+            open_regular(path).close()  # the library would wait for the writer of a FIFO
+            self.tensors = self.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None
-        self.header.pop("__metadata__", None)
-        self._first = 8 + size
 
     def read(self, where: StoredBox, dtype: str, wanted: Box, target: Tensor) -> None:
         """Copy the part `wanted` of a box to `target`, converted to the dtype of `target`."""
-        if (entry := self.header.get(where.key)) is None:
-            raise CheckpointError(f"{self.path}: holds no {where.key}")
-        if tuple(entry["shape"]) != where.box.shape:
-            raise CheckpointError(f"{self.path}: {where.key} has shape {entry['shape']}, not {list(where.box.shape)}")
-        if entry["dtype"] != dtype:
-            raise CheckpointError(f"{self.path}: {where.key} is {entry['dtype']}, not {dtype}")
-        position = self._first + entry["data_offsets"][0]
-        if where.first not in (None, position):  # the fetched bytes belong to other tensors
-            raise CheckpointError(f"{self.path}: {where.key} is not in the manifest's order")
-        as_it_is = wanted == where.box and target.is_contiguous() and DTYPES.get(target.dtype) == dtype
-        if as_it_is and target.device.type == "cpu" and target.numel():
-            memory = target.reshape(-1).view(torch.uint8).numpy().data
-            while memory and (count := os.preadv(self._raw.fileno(), [memory], position)):
-                memory, position = memory[count:], position + count
-            if memory:
-                raise CheckpointError(f"{self.path}: ends within {where.key}")
-            return
         try:
-            tensor = self._tensors.get_slice(where.key) if where.box.shape else self._tensors.get_tensor(where.key)
-            target.copy_(tensor[wanted.slices_in(where.box)] if where.box.shape else tensor)
+            stored = self.tensors.get_slice(where.key)
+            shape, found = stored.get_shape(), stored.get_dtype()
+            if tuple(shape) != where.box.shape:
+                raise CheckpointError(f"{self.path}: {where.key} has shape {shape}, not {list(where.box.shape)}")
+            if found != dtype:
+                raise CheckpointError(f"{self.path}: {where.key} is {found}, not {dtype}")
+            target.copy_(stored[wanted.slices_in(where.box)] if shape else self.tensors.get_tensor(where.key))
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}: {error}") from None

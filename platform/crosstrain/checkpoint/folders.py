@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from crosstrain.checkpoint.bucket import fetch_manifest, has_manifest
-from crosstrain.checkpoint.files import Reader, fsync
-from crosstrain.checkpoint.manifest import MANIFEST, STATE, IncompatibleCheckpointError, read_json
+from crosstrain.checkpoint.files import Reader, fetch_manifest, fsync, has_manifest
+from crosstrain.checkpoint.manifest import MANIFEST, RUN_ID, STATE, IncompatibleCheckpointError, read_json
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import read_regular, write_atomically
@@ -20,7 +19,6 @@ from crosstrain.utils.logging import log
 from crosstrain.utils.paths import missing
 
 _STEP = re.compile(r"step_([0-9]{6,18})")
-_RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -74,7 +72,7 @@ def run_of(folder: Path) -> str | None:
 def _run_of(manifest: Path, _modified: int) -> str | None:
     document = read_json(manifest)
     run = document.get("run") if isinstance(document, dict) else None
-    return run if isinstance(run, str) and _RUN_ID.fullmatch(run) else None
+    return run if isinstance(run, str) and RUN_ID.fullmatch(run) else None
 
 
 def newest_run(root: Path) -> str | None:
@@ -219,15 +217,12 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
     there is no intact checkpoint.
     """
     path = storage.local(place)
-    if (url := storage.origin(path)) is not None:
-        if not has_manifest(path) and (step := read_pointer(path.parent, path.name)) is not None:
-            path = step_folder(path.parent, step)
-    elif not os.path.lexists(path):
+    if (url := storage.origin(path)) is None and not os.path.lexists(path):
         raise CheckpointError(missing(path, [path]))
-    elif path.is_file():
-        if (step := read_pointer(path.parent, path.name)) is None:
-            raise CheckpointError(f"{path}: {foreign_weights(path) or 'not a checkpoint, and names none beside it'}")
+    if not has_manifest(path) and (step := read_pointer(path.parent, path.name)) is not None:
         path = step_folder(path.parent, step)
+    if path.is_file():
+        raise CheckpointError(f"{path}: {foreign_weights(path) or 'not a checkpoint, and names none beside it'}")
     if has_manifest(path):
         check(path)
         return _plain(path)

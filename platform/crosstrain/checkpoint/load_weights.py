@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, whole_pieces
-from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.files import OTHER, Reader
 from crosstrain.checkpoint.manifest import MANIFEST, FrozenParameter
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
@@ -26,7 +26,6 @@ from crosstrain.utils.rng import generator
 
 _ELEMENTS = 1 << 20  # elements hashed at a time; each takes tens of bytes of memory
 _WORD = (1 << 64) - 1
-_OTHER = ": is `model` the one that was trained?"
 
 
 @dataclass
@@ -180,21 +179,12 @@ def load_shards(
     pretrained = pretrained or PretrainedWeights([])
     known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
     _check_used(reader, (reader.names("param") | reader.frozen.keys()) - known)
-    parameters = [s for s in shards if s.kind == "param"]
-    borrowed = [s for s in parameters if s.name in reader.frozen]
+    borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
     if missing := [s.name for s in borrowed if not pretrained.covers(s.name)]:
         raise CheckpointError(
             f"{reader.folder}: {missing[0]} was frozen and is not in the checkpoint; name in `model` the "
             f"pretrained weights that it came from"
         )
-    for shard in parameters:  # check these first: a missing parameter also lacks its optimizer state
-        stored = reader.tensors.get(("param", shard.name))
-        if stored is None and shard.name not in reader.frozen:
-            raise CheckpointError(f"{reader.folder}: lacks the model's {shard.name}{_OTHER}")
-        if stored is not None and (there := list(stored.shape)) != (here := list(shard.shape)):
-            raise CheckpointError(
-                f"{reader.folder}: {shard.name} has shape {there} there and {here} in the model{_OTHER}"
-            )
     for shard in shards:
         untrained = shard.kind != "param" and (shard.kind, shard.name) not in reader.tensors
         if untrained and shard.name not in reader.frozen and ("param", shard.name) in reader.tensors:
@@ -212,7 +202,7 @@ def _check_used(reader: Reader, extra: set[str]) -> None:
     """Raise CheckpointError if the checkpoint has `extra` parameters that the model lacks."""
     if extra:
         raise CheckpointError(
-            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}{_OTHER}"
+            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}{OTHER}"
         )
 
 

@@ -22,6 +22,7 @@ from crosstrain.utils.files import read_regular, unique_keys
 
 FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
+RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 # Since version 2, a manifest ends with the SHA-256 sum of all bytes before the sum, between these two texts.
 _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
@@ -56,7 +57,6 @@ class StoredBox:
     file: str
     key: str
     box: Box
-    first: int | None = None  # byte offset of the box in the file, if computed from the manifest
 
 
 @dataclass(slots=True)

@@ -17,13 +17,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from crosstrain.checkpoint import writer
 from crosstrain.utils import storage
@@ -53,13 +52,13 @@ class RunFolder:
         self.bad_steps = path / "bad_steps.jsonl"
         self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
+        self._lock = path / ".lock"
         self.address = storage.origin(path) or str(path)
         self._sync: _Sync | None = None
         self.run_id: str | None = None
-        self._held = ExitStack()  # lock and descriptor; the kernel releases them when the process ends
-        self._descriptor: int | None = None  # descriptor of the locked folder; stays valid if the folder is moved
-        self._lock: FileLock | None = None
-        self._lock_file: os.stat_result | None = None
+        self._descriptor: int | None = (
+            None  # descriptor of the locked file; the kernel unlocks it when the process ends
+        )
         self._config: dict[str, Any] = {}
 
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
@@ -106,43 +105,26 @@ class RunFolder:
             tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if os.path.lexists(p))).close()
 
     def _hold(self, patience: float) -> None:
-        """Lock the folder and its file `.lock`. Raises UserError if either is already locked.
-
-        The folder itself is locked too, because somebody may delete `.lock`.
-        """
+        """Lock the folder's file `.lock`. Raises UserError if it is still locked after `patience` seconds."""
+        deadline = time.monotonic() + patience
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as held:
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                if self._descriptor is not None and os.path.sameopenfile(self._descriptor, descriptor):
-                    os.dup2(self._descriptor, descriptor)  # shares the lock that this process already holds
-                held.callback(os.close, descriptor)
-                try:
-                    held.enter_context((lock := FileLock(self.path / ".lock")).acquire(timeout=patience))
-                    if not _locks(descriptor, fcntl.LOCK_EX):
-                        raise Timeout(str(self.path))
-                except Timeout:
-                    raise UserError(
-                        f"run.output_dir: another process is training in {self.path}; choose another folder"
-                    ) from None
-                if _is(self.path, os.fstat(descriptor)):  # the folder was not renamed in the meantime
-                    self._held.close()
-                    self._held, self._lock = held.pop_all(), lock
-                    self._descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
-                    return
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            if _locks(descriptor, fcntl.LOCK_EX) and _is(self._lock, descriptor):  # the folder stayed
+                self._descriptor = descriptor
+                return
+            os.close(descriptor)
+            if time.monotonic() >= deadline:
+                raise UserError(f"run.output_dir: another process is training in {self.path}; choose another folder")
+            time.sleep(0.05)
 
     def is_held(self) -> bool:
         """Return True if a process is training in the folder.
 
         Processes on other machines are noticed only if the file system shares locks.
         """
-        with suppress(OSError), open_regular(self.path / ".lock", follow=False) as file:
-            if not _locks(file.fileno(), fcntl.LOCK_SH):
-                return True
-        with suppress(OSError), ExitStack() as opened:
-            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            opened.callback(os.close, folder)
-            return not _locks(folder, fcntl.LOCK_SH)
+        with suppress(OSError), open_regular(self._lock, follow=False) as file:
+            return not _locks(file.fileno(), fcntl.LOCK_SH)
         return False
 
     def note_end(self, error: Exception, patience: float) -> None:
@@ -173,31 +155,16 @@ class RunFolder:
     def _written(self) -> AbstractContextManager[None]:
         return os_errors_as(UserError, f"run.output_dir: {self.path} cannot be written to")
 
-    def keep(self) -> bool:
-        """Make sure that the next writes reach this run's folder. Recreates a deleted folder, and then returns True.
-
-        Raises TrainingError if the folder was moved, or if its path now belongs to a different run.
-        """
+    def check_kept(self) -> None:
+        """Raise TrainingError if the folder was moved or deleted, or if its path now belongs to a different run."""
         assert self._descriptor is not None
-        held = os.fstat(self._descriptor)
-        try:
-            stays = _is(self.path, held)
-            made_again = not (stays and _is(self.path / ".lock", self._lock_file))
-            if made_again and (stays or held.st_nlink == 0):  # a deleted folder has no links
-                self._hold(0)
-                stays = True
-            if stays and (found := self.read_id()) in (None, self.run_id):
-                if found is None or made_again:
-                    self.describe()
-                return made_again
-        except OSError:  # the next save will fail and report the error
-            return False
-        except UserError:  # a process of a different run holds the lock
-            pass
-        raise TrainingError(
-            f"run.output_dir: {self.path} was moved, or taken by another run, while it trained there, so it ends; "
-            f"if you moved it to PLACE, the same command with run.output_dir=PLACE goes on from its last checkpoint"
-        )
+        with suppress(OSError):  # the next save will fail and report the error
+            if not _is(self._lock, self._descriptor) or self.read_id() != self.run_id:
+                raise TrainingError(
+                    f"run.output_dir: {self.path} was moved, deleted, or taken by another run, while it trained there, "
+                    f"so it ends; if you moved it to PLACE, the same command with run.output_dir=PLACE goes on from "
+                    f"its last checkpoint"
+                )
 
     def check_writer(self) -> None:
         """Raise CheckpointError if another process has become the writer of a run in a bucket."""
@@ -222,8 +189,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Unlock the folder before this process ends. The process must not write there afterwards."""
-        if self._lock is not None and self._descriptor is not None:
-            self._lock.release()
+        if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def check_shared(self, world: Group) -> None:
@@ -269,7 +235,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"--fresh: {self.path} cannot be renamed to {aside} ({error.strerror})") from None
         finally:
-            self._held.close()
+            self.release()
         return aside
 
 
@@ -318,39 +284,33 @@ class _Sync:
 
 def bring(url: str, folder: Path) -> None:
     """Copy the files of a run in a bucket to a local folder, except checkpoints and the files of writers."""
-    names = list[str]()
-    for top, size in storage.listing(url).items():
-        if top not in ("checkpoints", ".writers", ".lock", _WRITER):
-            names += [top] if size is not None else [f"{top}/{n}" for n in storage.files(storage.join(url, top))]
-    also_folders = {str(folder) for name in names for folder in Path(name).parents}
-    possible = [
-        name
-        for name in names
-        if name not in also_folders and "\0" not in name and max(map(len, os.fsencode(name).split(b"/"))) <= 255
-    ]
-    if left_out := sorted({*names} - {*possible}):
-        log.warning(
-            "%s: %d object(s) are left out, as no file here can have such a name: %r",
-            url,
-            len(left_out),
-            left_out[0][:80],
-        )
-    for name in possible:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        storage.download(storage.join(url, name), folder / name)
+    left = ("checkpoints", ".writers", ".lock", _WRITER)
+    names = [name for name in storage.files(url) if name.partition("/")[0] not in left]
+    left_out = []
+    for name in sorted(names):
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        except (OSError, ValueError):
+            left_out.append(name)
+        else:
+            storage.download(storage.join(url, name), folder / name)
+    if left_out:
+        many = f"{len(left_out)} object(s) are left out, as no file here can have such a name"
+        log.warning("%s: %s: %r", url, many, left_out[0][:80])
 
 
 def _locks(descriptor: int, kind: int) -> bool:
-    """Lock a file or folder, if its file system supports that. Returns False if it is already locked."""
+    """Lock a file, if its file system supports that. Returns False if it is already locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:  # NFS can lock only files
+    except OSError as error:
         return not isinstance(error, BlockingIOError)
     return True
 
 
-def _is(path: Path, known: os.stat_result | None) -> bool:
-    """Return True if `path` is the same file or folder as `known`."""
+def _is(path: Path, descriptor: int) -> bool:
+    """Return True if `path` is the file that is open as `descriptor`."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        return known is not None and os.path.samestat(os.stat(path), known)
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False

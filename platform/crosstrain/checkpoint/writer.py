@@ -59,9 +59,6 @@ class Writer:
         writer = Writer(url, number + 1, uuid.uuid4().hex, last.get("id"))
         if not storage.create(writer._object, writer._text()):
             raise _refusal(url, _last(url)[2])
-        for name in storage.listing(storage.join(url, _FOLDER)):
-            if name != f"{writer.number:06d}":
-                storage.remove(storage.join(url, _FOLDER, name))
         return writer
 
     def renew(self, ended: bool = False) -> None:

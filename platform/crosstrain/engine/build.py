@@ -174,7 +174,6 @@ def build_model(
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
         wanted = _wanted_shards(reader, shards, runner.world, config, moments=for_training and moments)
-        reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
         borrowed = load_shards(reader, wanted, pretrained, names)
     else:
         for line in pretrained.summary(names | model.weights.quantized().keys()):

@@ -34,7 +34,7 @@ class Saving(Callback):
     def save(self, *, background: bool) -> None:
         """Save the current state unless it is already saved. Collective."""
         trainer = self.trainer
-        trainer.keep_folder()
+        trainer.check_folder()
         pointers, trainer.pointers = trainer.pointers, set()
         if trainer.runner.world.broadcast(self._is_saved()):
             return

@@ -166,6 +166,5 @@ def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
     here = {*runner.model.weights.parameters(), *runner.model.weights.buffers()}
     names = set[str]().union(*runner.world.all_gather(here))
     reader, shards = Reader.open(checkpoint), [s for s in runner.held.shards() if s.name not in frozen]
-    reader.stage(shards, runner.world)
     load_shards(reader, shards, names=names)
     runner.loaded()

@@ -15,10 +15,12 @@ class Tracking(Callback):
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
         self.trackers: Trackers | None = None
-        self._step, self._folder = trainer.state.step, trainer.folder_number
+        self._step = trainer.state.step
 
     def on_start(self) -> None:
-        self._start(self.trainer.state.step)
+        trainer = self.trainer
+        run = TrackedRun(trainer.folder.path, trainer.config.plain, trainer.state.step)
+        self.trackers = Trackers(trainer.run.trackers if trainer.is_main else [], run)
 
     def after_step(self, metrics: StepMetrics) -> None:
         self._track()
@@ -34,22 +36,11 @@ class Tracking(Callback):
     def places(self) -> list[tuple[str, str]]:
         return [] if self.trackers is None else self.trackers.places()
 
-    def _start(self, step: int) -> None:
-        """Start the trackers in the run's current folder."""
-        trainer = self.trainer
-        if self.trackers is not None:
-            self.trackers.close(finished=False)
-        self._step, self._folder = step, trainer.folder_number
-        run = TrackedRun(trainer.folder.path, trainer.config.plain, step)
-        self.trackers = Trackers(trainer.run.trackers if trainer.is_main else [], run)
-
     def _track(self) -> None:
         trainer = self.trainer
         if not trainer.row:
             return
-        trainer.keep_folder()
-        if self.trackers is None or self._folder != trainer.folder_number:  # the folder was recreated
-            self._start(self._step)
+        trainer.check_folder()
         assert self.trackers is not None
         self._step = trainer.state.step
         self.trackers.log({"step": self._step} | trainer.row)

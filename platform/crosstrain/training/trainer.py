@@ -62,7 +62,6 @@ class Trainer:
     ranks: Group = field(default_factory=Group, init=False)  # ranks in the current step's collectives: all, or this one
     row: Row = field(default_factory=dict, init=False)  # metrics of the current step for trackers; filled by hooks
     pointers: set[str] = field(default_factory=set, init=False)  # pointer files that will point to the next checkpoint
-    folder_number: int = field(default=0, init=False)  # number of times the run's folder was recreated
 
     def __post_init__(self, hooks_before: HookKinds, hooks_after: HookKinds) -> None:
         self.run, self.is_main = self.config.run, self.runner.world.rank == 0
@@ -172,11 +171,10 @@ class Trainer:
             return self.state.samples // size > self._samples_before // size
         return interval is not None and self.state.step % interval == 0
 
-    def keep_folder(self) -> None:
-        """Recreate the run's folder if it was deleted; rank 0 raises TrainingError if it was moved."""
-        if self.is_main and self.folder.keep():
-            log.warning("%s was deleted, and is made again", self.folder.path)
-            self.folder_number += 1
+    def check_folder(self) -> None:
+        """Raise TrainingError on rank 0 if the run's folder was moved or deleted."""
+        if self.is_main:
+            self.folder.check_kept()
 
     # ---- samples
 

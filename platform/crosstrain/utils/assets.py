@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +102,7 @@ def end_tokens(settings: Any) -> set[int]:
 
 def add_end_tokens(path: Path, tokens: Iterable[int]) -> None:
     """Add end-of-sequence token IDs to a generation_config.json, which may not exist yet."""
-    settings: Any = {}
-    with suppress(OSError, ValueError, RecursionError):  # ignore a file that is not JSON
-        settings = json.loads(path.read_bytes())
-    settings = settings if isinstance(settings, dict) else {}
+    settings = json.loads(path.read_bytes()) if path.exists() else {}
     write_json(path, settings | {"eos_token_id": sorted(end_tokens(settings).union(tokens))})
 
 

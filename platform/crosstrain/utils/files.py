@@ -1,7 +1,6 @@
-"""Read only regular files, replace files atomically, and lock files."""
+"""Read only regular files, and replace files atomically."""
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -122,20 +121,3 @@ def append(path: Path, data: str | bytes) -> None:
             if size == 0:
                 os.unlink(path)
             raise
-
-
-@contextmanager
-def locked(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, then remove it. With wait=False, raises BlockingIOError if a process holds it."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.fstat(file).st_nlink:  # otherwise the last holder removed the file
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)  # the lock is still held
-                return
-        finally:
-            os.close(file)

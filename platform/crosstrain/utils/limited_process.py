@@ -17,7 +17,6 @@ from crosstrain.utils.forks import CheckedForkContext
 
 _PER_SECOND = 20_000  # bytes of text for which a call gets one more second
 _PER_BYTE = 400  # additional bytes of memory per byte of text
-_PATIENCE = 0.5  # seconds after which an urgent call gets a lower priority
 _WAITING = 20  # maximum wall time per unit of CPU time, as the machine may be busy
 _IDLE = 60.0  # seconds without a call after which the process ends
 
@@ -71,8 +70,6 @@ class LimitedProcess:
         computing = seconds + 1 if self._urgent else seconds  # the wall time limit applies first
         try:
             self._connection.send((given, self._memory + size * _PER_BYTE, computing))
-            if self._urgent and not self._connection.poll(_PATIENCE):
-                os.setpriority(os.PRIO_PROCESS, self._process.pid or 0, 10)
             if not self._connection.poll(seconds if self._urgent else seconds * _WAITING):
                 self.close()
                 raise TooLate(f"{self.name} has no result after {seconds:g} s; {self._advice}")

@@ -15,20 +15,15 @@ from crosstrain.utils.paths import home, show
 def command(verb: str, *arguments: object) -> str:
     """Return the command line that runs a verb, or shows `--help`, in the working directory, quoted for a shell.
 
-    If train.py or evaluate.py of a checkout was called, the command uses these scripts. Otherwise it uses `crosstrain`
-    if this environment has that program, and `python -m crosstrain` if not.
+    It uses `crosstrain` if this environment has that program, and `python -m crosstrain` if not.
     """
-    called, script = Path(sys.argv[0]), Path(sys.executable).with_name("crosstrain")
-    in_checkout = called.name in ("train.py", "evaluate.py") and called.resolve().parent == home()
-    own = called.with_name(f"{verb}.py")
-    words: list[object] = [_as_typed(Path(sys.executable)), "-m", "crosstrain", verb]
-    if in_checkout and own.exists():
-        words = [words[0], own]
-    elif called.name != "__main__.py" and script.exists():
-        words = [_as_typed(script), verb]
-    elif in_checkout:  # train.py and evaluate.py find the package without PYTHONPATH
-        words = ["env", f"PYTHONPATH={home() / 'platform'}", *words]
-    return shlex.join(str(word) for word in (*words, *arguments))
+    script, source = Path(sys.executable).with_name("crosstrain"), home() / "platform"
+    words: list[object] = [_as_typed(script)]
+    if not script.exists():
+        words = [_as_typed(Path(sys.executable)), "-m", "crosstrain"]
+        if source.is_dir():  # a checkout that is not installed
+            words = ["env", f"PYTHONPATH={source}", *words]
+    return shlex.join(str(word) for word in (*words, verb, *arguments))
 
 
 def _as_typed(program: Path) -> Path:

@@ -7,8 +7,7 @@ object raises FileNotFoundError.
 
 import re
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,8 +24,6 @@ _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _ATTEMPTS = 8  # with pauses of 25 s in total
 _PATIENCE = 60.0  # seconds after which the second attempt is the last: libraries retry single requests too
-_GAP = 1 << 16  # largest gap to read through: the bytes that arrive during the latency of a second request
-_LARGEST = 1 << 24  # maximum size of a request for several ranges
 # Parts of the class names of libraries' errors about missing, wrong or expired credentials.
 _CREDENTIALS = re.compile(r"Credential|Token|Auth|Refresh|Permission")
 
@@ -75,17 +72,17 @@ def files(url: str) -> dict[str, int | None]:
 
 def size(url: str) -> int:
     """Return an object's size in bytes."""
-    return _tried(url, lambda fs, path: fs.info(path)["size"])
+    return tried(url, lambda fs, path: fs.info(path)["size"])
 
 
 def version(url: str) -> str:
     """Return a version string that changes when an object is written again."""
-    return str(_tried(url, lambda fs, path: fs.checksum(path)))
+    return str(tried(url, lambda fs, path: fs.checksum(path)))
 
 
 def read(url: str, first: int = 0, last: int | None = None) -> bytes:
     """Read the bytes [first, last) of an object, or all from `first` on. At least one such byte must exist."""
-    return _tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
+    return tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
 
 
 def read_end(url: str, most: int, first: bool = False) -> bytes:
@@ -95,33 +92,9 @@ def read_end(url: str, most: int, first: bool = False) -> bytes:
     return read(url, begin, begin + most) if there else b""  # services refuse any range of an empty object
 
 
-def read_ranges(url: str, ranges: Sequence[tuple[int, int]], gap: int = _GAP) -> list[bytes]:
-    """Read the bytes [first, last) of each range, in concurrent requests that merge gaps of at most `gap` bytes.
-
-    Merged requests are limited to 16 MiB, because several concurrent requests are faster than a large one.
-    """
-    spans: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if spans and first <= spans[-1][1] + gap and max(last, spans[-1][1]) - spans[-1][0] <= _LARGEST:
-            spans[-1] = spans[-1][0], max(spans[-1][1], last)
-        else:
-            spans.append((first, last))
-    starts, ends = [first for first, _ in spans], [last for _, last in spans]
-
-    def action(fs: Any, path: str) -> list[bytes]:
-        parts = fs.cat_ranges([path] * len(spans), starts, ends, on_error="raise")
-        if short := [p for p, (first, last) in zip(parts, spans, strict=True) if len(p) != last - first]:
-            raise OSError(f"{len(short[0])} bytes arrived of a range that is longer")
-        return parts
-
-    parts = _tried(url, action)
-    found = ((bisect_right(starts, first) - 1, first, last) for first, last in ranges)
-    return [parts[i][first - starts[i] : last - starts[i]] for i, first, last in found]
-
-
 def write(url: str, data: bytes) -> None:
     """Write an object, and replace an existing one."""
-    _tried(url, lambda fs, path: fs.pipe_file(path, data))
+    tried(url, lambda fs, path: fs.pipe_file(path, data))
 
 
 def create(url: str, data: bytes) -> bool:
@@ -138,17 +111,17 @@ def create(url: str, data: bytes) -> bool:
             return fs.cat_file(path) == data  # our earlier attempt, if its response was lost
         return True
 
-    return _tried(url, action)
+    return tried(url, action)
 
 
 def upload(path: Path, url: str) -> None:
     """Upload a local file. Large files are uploaded in parts, of which only some are in memory at a time."""
-    _tried(url, lambda fs, target: fs.put_file(str(path), target))
+    tried(url, lambda fs, target: fs.put_file(str(path), target))
 
 
 def download(url: str, path: Path) -> None:
     """Download an object to a local file."""
-    _tried(url, lambda fs, source: fs.get_file(source, str(path)))
+    tried(url, lambda fs, source: fs.get_file(source, str(path)))
 
 
 def remove(url: str) -> None:
@@ -158,7 +131,7 @@ def remove(url: str) -> None:
         with suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
 
-    _tried(url, action)
+    tried(url, action)
 
 
 def rename(url: str, other: str) -> None:
@@ -169,7 +142,7 @@ def rename(url: str, other: str) -> None:
         fs.copy(found, [fs._strip_protocol(other) + name.removeprefix(path) for name in found])
         fs.rm(path, recursive=True)
 
-    _tried(url, action)
+    tried(url, action)
 
 
 def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, int | None]:
@@ -185,10 +158,10 @@ def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, in
             if name.startswith(base) and name != base and ".." not in name.split("/")  # `..` would leave the folder
         }
 
-    return _tried(url, action)
+    return tried(url, action)
 
 
-def _tried(url: str, action: Callable[[Any, str], T]) -> T:
+def tried(url: str, action: Callable[[Any, str], T]) -> T:
     """Call `action` with the file system and path of a URL. Retries failures that may be transient."""
     fs, began = _file_system(url), time.monotonic()
     for attempt in count(1):

@@ -16,7 +16,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import IntEnum
 from pathlib import Path
@@ -97,18 +97,16 @@ def _signed(key: bytes, config: Mapping[str, Any]) -> str:
 
 def _key(create: bool) -> bytes | None:
     """Return the user's secret key, created on first use; None if there is no key, or it cannot be stored."""
-    try:
+    with suppress(OSError, RuntimeError):
         folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "crosstrain"
         path = folder / "signing.key"
         if create and not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder) as new:  # only its owner can read it
+            # Only its owner can read it. A link is atomic, and keeps the key of a concurrent run that was faster.
+            with tempfile.NamedTemporaryFile(dir=folder) as new, suppress(FileExistsError):
                 new.write(secrets.token_bytes(_KEY_BYTES))
                 new.flush()
-                os.link(new.name, path)  # atomic; keeps the key if a concurrent run was faster
+                os.link(new.name, path)
         key = read_regular(path, _KEY_BYTES)
-    except FileExistsError:
-        return _key(create=False)
-    except (OSError, RuntimeError):
-        return None
-    return key if len(key) == _KEY_BYTES else None
+        return key if len(key) == _KEY_BYTES else None
+    return None

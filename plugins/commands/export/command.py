@@ -6,8 +6,8 @@ import argparse
 
 from crosstrain import Command, UserError, registry
 from crosstrain.cli.flags import add_checkpoint, add_weights
-from crosstrain.utils.storage import is_url
-from crosstrain.utils.units import read_bytes
+
+from ..units import read_bytes
 
 
 @registry.register_command("export")
@@ -81,10 +81,9 @@ class ExportCommand(Command):
             part,
             arguments.weights,
         )
-        if not is_url(output):
-            warn_if_rebuilt(str(output))
+        warn_if_rebuilt(output)
         use = ""
-        if (opens := exported.architecture) is not None and not is_url(output):
+        if (opens := exported.architecture) is not None:
             use = f"; open it with transformers' {opens}.from_pretrained({arguments.output!r})"
         elif model is not None and hasattr(model.options, "pretrained"):
             key = f"model.{arguments.part}" if arguments.part else "model"

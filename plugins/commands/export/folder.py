@@ -7,9 +7,7 @@ not the model.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -25,10 +23,12 @@ from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.modeling.export import Part
-from crosstrain.utils import storage
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
-from crosstrain.utils.errors import explained, sentence
+from crosstrain.utils.errors import explained, os_errors_as, sentence
 from crosstrain.utils.files import write_json
+from crosstrain.utils.storage import is_url
+
+from ..prepare.prepare import new_folder
 
 _INDEX = "model.safetensors.index.json"
 # Keys that make transformers load code, other weights or other files.
@@ -62,8 +62,6 @@ def export(
     weights: str | None = None,
 ) -> Exported:
     """Write the model in a verified `checkpoint` to the folder `output`, which appears only when complete.
-
-    In a bucket, config.json is uploaded last.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` is called with a line for each file.
     `pretrained` provides the frozen parameters, which the checkpoint does not hold. `merges` lists the parameters to
@@ -107,32 +105,15 @@ def export_adapter(
 @contextmanager
 def _folder(place: str | Path) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to `place` at the end of the block."""
+    if isinstance(place, str) and is_url(place):
+        raise UserError(f"--output: {place} is a URL; export to a folder, and copy that folder there")
     output = Path(place)
-    if isinstance(place, str) and storage.is_url(place):
-        if storage.listing(place):
-            raise UserError(f"--output: there is something at {place} already; name another place")
-        with tempfile.TemporaryDirectory() as copy:
-            yield Path(copy)
-            for name in sorted(os.listdir(copy), key=lambda name: name == "config.json"):
-                storage.upload(Path(copy, name), storage.join(place, name))
-        return
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"--output: {output} exists already and is not an empty folder; name another one")
-    final = output.absolute()
-    temporary = final.with_name(f".{final.name}.export")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # left by an earlier attempt that was killed
-        temporary.mkdir()
-        yield temporary
-        for path in (*temporary.iterdir(), temporary):
+    with os_errors_as(UserError, f"--output: {output} cannot be written"), new_folder(output.absolute()) as made:
+        yield made
+        for path in (*made.iterdir(), made):
             fsync(path)
-        os.rename(temporary, final)
-        fsync(final.parent)
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @dataclass

@@ -9,10 +9,10 @@ from crosstrain import UserError, load_config, require
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils import paths
 from crosstrain.utils.storage import is_url
-from crosstrain.utils.units import show_bytes
 
 from ..plan.api import plan
 from ..plan.fit import USABLE, needs
+from ..units import show_bytes
 
 _HOST = 8  # GiB of host memory per rank, for libraries, the device's context and samples in flight
 _SHARED = 16  # GiB of shared memory, for NCCL and data loading

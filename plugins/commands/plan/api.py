@@ -9,9 +9,9 @@ from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.checks import check_layout
 from crosstrain.training.preflight import Preflight, dry_run
-from crosstrain.utils.units import read_bytes, read_number
 
 from ..report.read_run import read_runs
+from ..units import read_bytes, read_number
 from .estimate import Project
 from .fit import Alternatives
 from .plan import Budget, Plan, make_plan

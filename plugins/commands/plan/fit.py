@@ -18,8 +18,8 @@ from crosstrain.engine.checks import batch_plan
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.utils.program import command
 from crosstrain.utils.storage import is_url
-from crosstrain.utils.units import show_bytes
 
+from ..units import show_bytes
 from .estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
 
 _MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # fastest first

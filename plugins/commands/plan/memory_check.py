@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstrain import PreflightCheck, Start, registry
-from crosstrain.utils.units import read_bytes
 
+from ..units import read_bytes
 from .flags import add_budget, budget, show
 
 

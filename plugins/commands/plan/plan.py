@@ -12,8 +12,8 @@ from typing import Any
 
 from crosstrain import Config, UserError
 from crosstrain.utils.paths import near
-from crosstrain.utils.units import show_bytes, show_number
 
+from ..units import show_bytes, show_number
 from .estimate import HOST_COPY, MODES, Estimate, Project, with_options, with_same_samples
 from .fit import USABLE, Advice, Alternatives, nearest, needs
 

@@ -21,7 +21,8 @@ from crosstrain import DataError, require
 from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular, unique_keys
 from crosstrain.utils.paths import near
-from crosstrain.utils.resource_limits import OutOfTime, at_most
+
+from .resource_limits import OutOfTime, at_most
 
 _MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: per byte of the file, and its minimum
 MOST = 1 << 28  # limit in bytes on a line, a separated document, and a compressed file that is read as a whole

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from crosstrain import DataError
 from crosstrain.utils import storage
-from crosstrain.utils.files import cache_folder, locked
+from crosstrain.utils.files import cache_folder
 
 from ...datasets.prepared import Summary, locate, locate_remote
 from .options import PrepareOptions
@@ -88,9 +90,9 @@ def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
         raise DataError(f"{output} cannot be replaced as a whole: choose another output")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with locked(output.with_name(f".{output.name}.lock"), wait=wait):
+        with FileLock(output.with_name(f".{output.name}.lock"), timeout=-1 if wait else 0):
             yield
-    except BlockingIOError:
+    except Timeout:
         raise DataError(f"another process is preparing {output}: wait for it, or choose another output") from None
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from crosstrain import Command, UserError, registry
 from crosstrain.utils.errors import printable
 from crosstrain.utils.storage import is_url
-from crosstrain.utils.units import finite, show_seconds
+from crosstrain.utils.units import finite
 
+from ..units import show_seconds
 from .status import Status, find_runs, status
 
 
