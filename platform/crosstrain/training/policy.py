@@ -1,7 +1,5 @@
 """The model with its current weights, for objectives that generate samples during training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

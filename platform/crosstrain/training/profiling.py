@@ -1,7 +1,5 @@
 """The hook that profiles the steps of `run.profile`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from crosstrain.monitor.metrics import StepMetrics

@@ -1,7 +1,5 @@
 """The hook that generates completions of a run's prompts at each validation."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 They are stored in the cache, keyed by weights and samples, and in the run's folder for resuming.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The hook that saves checkpoints."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any

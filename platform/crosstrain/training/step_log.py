@@ -1,7 +1,5 @@
 """The hook that logs steps: log lines, notes on slow ranks, and the progress bar."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The hook that logs the metrics of a step to the run's trackers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from crosstrain.monitor.metrics import StepMetrics

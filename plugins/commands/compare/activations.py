@@ -1,7 +1,5 @@
 """Mean squares of module inputs and outputs, to locate the module where a wrong forward begins."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Common causes of differences between two recorded runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

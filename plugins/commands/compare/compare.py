@@ -1,7 +1,5 @@
 """Train the same steps under several runners, one after the other, and print how they differ from the first."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

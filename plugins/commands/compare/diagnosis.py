@@ -1,7 +1,5 @@
 """Find the first difference between two recorded runs, in the order of events, and its likely cause."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

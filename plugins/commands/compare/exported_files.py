@@ -1,7 +1,5 @@
 """Compare the files that an export copies from a checkpoint with those that a process without training writes."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

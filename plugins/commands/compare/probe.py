@@ -1,7 +1,5 @@
 """Measure a runner's tensors against the reference's, box by box, without gathering them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import zlib

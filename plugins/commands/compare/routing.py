@@ -1,7 +1,5 @@
 """Find near ties in expert routing, to distinguish choices flipped by rounding from wrong gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Calls on a process group are matched by order: the n-th call of a rank meets the n-th call of every other rank.
 """
 
-from __future__ import annotations
-
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
 SETTLED = 2.0  # idle seconds before calls are compared; calls that do not match never complete
