@@ -1,14 +1,10 @@
 """The first lines of a run's log: the model, the runner, the batch, and notices about the data."""
 
-import numpy as np
-
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 
-# With fewer tokens, the uncertainty of a validation is logged; rough standard deviation of a token's loss, in nats.
-_FEW_TOKENS, _DEVIATION = 10_000, 2.5
 _LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 
 
@@ -48,20 +44,6 @@ def log_setup(trainer: Trainer) -> None:
     for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
         if notice:
             log.warning(notice)
-    _log_uncertainty(trainer)
-
-
-def _log_uncertainty(trainer: Trainer) -> None:
-    """Log the uncertainty of the validation loss if validation covers few tokens."""
-    held_out, model = trainer.val_dataset, trainer.runner.model
-    if held_out is None or not held_out.indexed or held_out.row_layout is not None or not model.predicts_tokens:
-        return
-    sample = held_out.collate([held_out.get(0, np.random.default_rng(0))])
-    samples = min(trainer.run.eval_iters * trainer.plan.global_batch, len(held_out))
-    tokens = samples * model.num_targets(sample)
-    if 0 < tokens < _FEW_TOKENS:
-        about = "validation sees about %d tokens, so its loss is uncertain by about %.2f; raise run.eval_iters"
-        log.info(f"{about}, or give it more data", tokens, _DEVIATION / tokens**0.5)
 
 
 def log_restart(world: Group, step: int) -> None:

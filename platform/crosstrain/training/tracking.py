@@ -3,7 +3,7 @@
 from typing import Any
 
 from crosstrain.monitor.metrics import StepMetrics
-from crosstrain.monitor.tracker import TrackedRun, Trackers
+from crosstrain.monitor.tracker import IsolatedTracker, TrackedRun
 from crosstrain.training.callback import Callback
 
 
@@ -12,8 +12,9 @@ class Tracking(Callback):
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.trackers: Trackers | None = None
-        self._step, self._folder = trainer.state.step, trainer.folder_number
+        self._trackers: list[IsolatedTracker] = []
+        self._step = trainer.state.step
+        self._folder = -1  # `folder_number` of the trackers' folder; -1: they are not started
 
     def on_start(self) -> None:
         self._start(self.trainer.state.step)
@@ -25,30 +26,34 @@ class Tracking(Callback):
         self._track()
 
     def close(self) -> None:
-        if self.trackers is not None:
-            state = self.trainer.state
-            self.trackers.close(finished=bool(state.ended_with) or self._step == self.trainer.max_iters)
+        self._finish(bool(self.trainer.state.ended_with) or self._step == self.trainer.max_iters)
 
     def places(self) -> list[tuple[str, str]]:
-        return [] if self.trackers is None else self.trackers.places()
+        return [(tracker.name, tracker.place) for tracker in self._trackers if tracker.place]
 
     def _start(self, step: int) -> None:
         """Start the trackers in the run's current folder."""
         trainer = self.trainer
-        if self.trackers is not None:
-            self.trackers.close(finished=False)
+        self._finish(finished=False)
         self._step, self._folder = step, trainer.folder_number
-        run = TrackedRun(trainer.folder.path, trainer.config.plain, step)
-        self.trackers = Trackers(trainer.run.trackers if trainer.is_main else [], run)
+        if trainer.is_main:
+            run = TrackedRun(trainer.folder.path, trainer.config.plain, step)
+            self._trackers = [IsolatedTracker(component, run) for component in trainer.run.trackers]
 
     def _track(self) -> None:
         trainer = self.trainer
         if not trainer.row:
             return
         trainer.keep_folder()
-        if self.trackers is None or self._folder != trainer.folder_number:  # the folder was recreated
+        if self._folder != trainer.folder_number:  # the folder was recreated
             self._start(self._step)
-        assert self.trackers is not None
         self._step = trainer.state.step
-        self.trackers.log({"step": self._step} | trainer.row)
-        trainer.row = {}
+        row, trainer.row = {"step": self._step} | trainer.row, {}
+        for tracker in self._trackers:
+            tracker.call(lambda t: t.log(row))
+
+    def _finish(self, finished: bool) -> None:
+        for tracker in self._trackers:
+            tracker.call(lambda t: t.close(finished))
+        for tracker in self._trackers:
+            tracker.join()
