@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,6 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
             raise _Stopped
 
     handlers = {number: signal.signal(number, forward) for number in stop_signals()}
-    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, _pause)
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
         with _environment(how), TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs:
@@ -110,16 +109,6 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _pause(*_: Any) -> None:
-    """Suspend the workers and this process, and resume them together; each worker leads its own OS process group."""
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for child in multiprocessing.active_children():
-            with suppress(ProcessLookupError, TypeError):
-                os.killpg(child.pid, number)  # type: ignore[arg-type]
-        if number == signal.SIGSTOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class _Agent(LocalElasticAgent):
