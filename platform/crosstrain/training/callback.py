@@ -170,11 +170,9 @@ class Hooks:
 
     def saved_states(self) -> dict[str, dict[str, Any]]:
         """Return name -> state of the run's callbacks, for a checkpoint."""
-        states = {}
-        for name, callback in self.callbacks.items():
-            with blamed(f"run.callbacks: {name} failed in saved_state"):
-                states[name] = callback.saved_state()
-        return states
+        names = (name for name, _ in self.ordered())
+        states = dict(zip(names, self.call("saved_state"), strict=True))
+        return {name: states[name] for name in self.callbacks}
 
     def shards(self) -> list[Shard]:
         """Return this rank's shards of all hooks; a prefix of their kinds distinguishes them from optimizer state."""

@@ -21,9 +21,8 @@ from crosstrain.engine.build import build_model, make_runner, make_schedule
 from crosstrain.engine.checks import check_tokenizer
 from crosstrain.engine.runner import Runner
 from crosstrain.training.callback import HookKinds
-from crosstrain.training.closing_lines import log_end
-from crosstrain.training.opening_lines import log_restart, log_setup
 from crosstrain.training.reference import add_reference
+from crosstrain.training.run_lines import log_end, log_restart, log_setup
 from crosstrain.training.state import changes, continues, restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
