@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from crosstrain import Callback, Sample, UserError, log, registry
-from crosstrain.config.run_options import RunOptions
+from crosstrain import Callback, RunOptions, Sample, UserError, log, registry
 from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.inference.generation import Sampling, as_prompt, generate
 from crosstrain.utils.limited_process import LimitedProcess

@@ -1,7 +1,7 @@
 """torch's elastic agent with our rules: some failures are final, and a request to stop is not a failure.
 
 Only this file uses private APIs of torch.distributed.elastic, as of torch 2.13 and 2.14: `_rendezvous`,
-`_start_workers`, `_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent, and
+`_start_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent, and
 `get_method_name` of the rendezvous. It also uses `_config` of multiprocessing processes.
 """
 
@@ -192,17 +192,12 @@ class _Agent(LocalElasticAgent):
         with _announced(self._nodes) if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if not self._reason:
-            self._reason, self._certainty = "a node came or went", 0
-        super()._restart_workers(worker_group)
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._stop:
             raise _Stopped
         most = worker_group.spec.max_restarts
         set_restart_reason(self._reason, self._certainty, most - self._remaining_restarts, most)
-        self._reason = ""
+        self._reason, self._certainty = "a node came or went", 0  # unless a failure gives another reason
         return super()._start_workers(worker_group)
 
 
