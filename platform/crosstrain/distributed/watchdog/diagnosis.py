@@ -3,8 +3,6 @@
 Calls on a process group are matched by order: the n-th call of a rank meets the n-th call of every other rank.
 """
 
-from difflib import SequenceMatcher
-
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
 SETTLED = 2.0  # idle seconds before calls are compared; calls that do not match never complete
@@ -94,15 +92,19 @@ def _parting(
     agree. If no call is proven, returns the one at `evidence` that is more likely to be wrong.
     """
     a, b = sorted((mine, other), key=lambda report: report.rank)
-    one, two = a.histories[group], b.histories[group]
-    first = max(one.first, two.first)
-    matcher = SequenceMatcher(None, one.calls[first - one.first :], two.calls[first - two.first :], autojunk=False)
-    for change, in_one, _, in_two, _ in matcher.get_opcodes():
-        if change == "delete" and first + in_one <= evidence:
-            return first + in_one, a, True
-        if change == "insert" and first + in_two <= evidence:
-            return first + in_two, b, True
-    return evidence, max((a, b), key=lambda report: _oddity(report, group, evidence, everyone)), False
+    number, agreeing = evidence, 0
+    owner = max((a, b), key=lambda report: _oddity(report, group, evidence, everyone))
+    for odd, even in ((a, b), (b, a)):
+        longer, shorter = odd.histories[group], even.histories[group]
+        for n in range(max(longer.first, shorter.first), evidence + 1):
+            if longer.get(n) == shorter.get(n):
+                continue
+            moved = 0
+            while (call := shorter.get(n + moved)) and call == longer.get(n + 1 + moved):
+                moved += 1
+            if moved > agreeing:
+                number, owner, agreeing = n, odd, moved
+    return number, owner, agreeing > 0
 
 
 def _oddity(report: RankReport, group: str, number: int, everyone: list[RankReport]) -> tuple[bool, int, int]:
