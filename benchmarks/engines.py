@@ -80,7 +80,7 @@ class Gate(StopRequest):
     ended = False  # no order is left
 
     def __init__(self, line: Line) -> None:
-        self.received = None
+        self.received, self.under_launcher = None, False
         self.line = line
         self.left = 0
         self.result: Result = {}

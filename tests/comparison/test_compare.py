@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from crosstrain_plugins.builtin.commands.compare.activations import Activations
 from crosstrain_plugins.builtin.commands.compare.compare import make_contestants
 from crosstrain_plugins.builtin.commands.compare.diagnosis import diagnose
+from crosstrain_plugins.builtin.commands.compare.forward import Activations
 from crosstrain_plugins.builtin.commands.compare.tolerance import Tolerance
 
 from conftest import Workspace

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crosstrain_plugins.builtin.commands.compare.routing import flipped, nearly_tied
+from crosstrain_plugins.builtin.commands.compare.forward import flipped, nearly_tied
 from torch import Tensor
 
 from crosstrain.config.registry import registry

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.callbacks import stragglers
+from crosstrain_plugins.builtin.callbacks.stragglers import Stragglers
 
 from conftest import ROOT, Workspace
 from crosstrain.distributed.group import Group
-from crosstrain.monitor import stragglers
-from crosstrain.monitor.stragglers import StragglerDetector
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks
 
 
@@ -24,27 +24,25 @@ class Together(Group):
         super().__init__()
         self.rank, self.size, self.others = rank, len(others), others
 
-    def all_reduce_sum(self, *values: float, tag: str = "") -> list[float]:
-        width = len(values) // self.size
-        foreign = [x for rank, row in enumerate(self.others) for x in (row if rank != self.rank else [0.0] * width)]
-        return [a + b for a, b in zip(values, foreign, strict=True)]
+    def all_gather(self, value: Any) -> list[Any]:
+        return [row if rank != self.rank else value for rank, row in enumerate(self.others)]
 
 
-def detector(others: list[list[float]]) -> StragglerDetector:
+def detector(others: list[list[float]]) -> Stragglers:
     """Rank 0 of a world in which rank r waits, computes forward and backward, and is at a dp rank: others[r]."""
     waited, forward, backward, dp_rank = others[0]
     seconds = {"data loader": waited, "forward": forward, "backward": backward}
-    runner: Any = SimpleNamespace(
-        world=Together(0, others), dp=SimpleNamespace(rank=int(dp_rank)), timers=SimpleNamespace(seconds=seconds)
+    runner = SimpleNamespace(dp=SimpleNamespace(rank=int(dp_rank)), timers=SimpleNamespace(seconds=seconds))
+    return Stragglers(
+        None, SimpleNamespace(runner=runner, ranks=Together(0, others), run=SimpleNamespace(num_workers=2))
     )
-    return StragglerDetector(runner, num_workers=2)
 
 
-def notes_of(ours: StragglerDetector, intervals: int = 1, seconds: float = 1.0) -> list[str]:
+def notes_of(ours: Stragglers, intervals: int = 1, seconds: float = 1.0) -> list[str]:
     """What is said in the last of so many intervals of one step."""
     notes: list[str] = []
     for step in range(1, intervals + 1):
-        notes = ours.check(ours._runner.world, step * 10, 1, seconds, ours._runner.timers.seconds["data loader"])[1]
+        notes = ours.check(step * 10, 1, seconds, ours.trainer.runner.timers.seconds["data loader"])[1]
     return notes
 
 
@@ -89,7 +87,7 @@ def test_the_same_is_said_the_first_the_tenth_and_the_hundredth_time() -> None:
 def test_waiting_for_data_is_named_with_the_rank_and_the_remedy() -> None:
     ours = detector([[0.1, 0.1, 0.2, 0], [0.38, 0.1, 0.2, 1]])
     assert notes_of(ours) == []  # the loader's processes started in this one
-    waited, notes = ours.check(ours._runner.world, 50, 10, 1.0, 0.1)
+    waited, notes = ours.check(50, 10, 1.0, 0.1)
     assert waited == pytest.approx(0.38)
     assert notes == ["steps 41 to 50 waited 38% of their time for data on rank 1; raise run.num_workers, now 2"]
 

@@ -23,7 +23,7 @@ from crosstrain.config.schema import Component, NoOptions, OptionError
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.monitor import tracker
 from crosstrain.monitor.metrics import scalars
-from crosstrain.monitor.tracker import TrackedRun, Tracker, Trackers, check_trackers
+from crosstrain.monitor.tracker import IsolatedTracker, TrackedRun, Tracker, check_trackers
 from crosstrain.utils.errors import UserError
 from fixtures_ranks import train
 
@@ -158,11 +158,12 @@ def test_a_network_that_hangs_holds_nothing_up(
     stuck: type[Stuck], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracker, "_CLOSE_SECONDS", 0.2)
-    tracking = Trackers([Component("stuck", NoOptions())], TrackedRun(tmp_path, {}, 0))
+    tracking = IsolatedTracker(Component("stuck", NoOptions()), TrackedRun(tmp_path, {}, 0))
     started = time.monotonic()
     for step in range(1, tracker._MAX_BACKLOG + 50):
-        tracking.log({"step": step})
-    tracking.close(finished=True)
+        tracking.call(lambda t, step=step: t.log({"step": step}))
+    tracking.call(lambda t: t.close(finished=True))
+    tracking.join()
     assert time.monotonic() - started < 5
     assert list(dict.fromkeys(record.getMessage() for record in caplog.records)) == [
         "run.trackers: stuck is more than 1000 rows behind; training goes on, and it loses rows",
@@ -172,11 +173,12 @@ def test_a_network_that_hangs_holds_nothing_up(
 
 
 def test_a_slow_network_gets_every_row_in_order(stuck: type[Stuck], tmp_path: Path) -> None:
-    tracking = Trackers([Component("stuck", NoOptions())], TrackedRun(tmp_path, {}, 0))
+    tracking = IsolatedTracker(Component("stuck", NoOptions()), TrackedRun(tmp_path, {}, 0))
     for step in range(1, 4):
-        tracking.log({"step": step})
+        tracking.call(lambda t, step=step: t.log({"step": step}))
     threading.Timer(0.3, stuck.release.set).start()
-    tracking.close(finished=False)
+    tracking.call(lambda t: t.close(finished=False))
+    tracking.join()
     assert stuck.seen == [(1, False), (2, False), (3, False), False]
 
 

@@ -66,6 +66,7 @@ def test_callbacks_stand_between_the_platforms_hooks_or_in_the_place_of_one(work
         "profile",
         "bad_steps",
         "doubter",
+        "stragglers",
         "log",
         "quiet_validation",
         "prompt_samples",
@@ -98,3 +99,8 @@ def test_a_callback_may_refuse_a_step(workspace: Workspace) -> None:
 def test_a_hook_that_does_not_exist_cannot_be_replaced(workspace: Workspace) -> None:
     with pytest.raises(AssertionError, match="one replaces nothing, which is no hook of the platform"):
         run_ranks(1, _order, str(project(workspace, "stranger")))
+
+
+def test_a_hook_of_every_run_is_not_named_twice(workspace: Workspace) -> None:
+    with pytest.raises(AssertionError, match=r"run\.callbacks: profile is a hook of every run: leave it out"):
+        run_ranks(1, _order, str(project(workspace, "profile")))

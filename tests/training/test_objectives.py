@@ -227,13 +227,9 @@ CASES = [(name, runner) for name in OBJECTIVES for runner in RUNNERS]
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, [("dpo", "zero3@2")]), ids="-".join)
 def test_every_runner_prefers_alike(
-    reference: Callable[[str], tuple[Workspace, Followed]],
-    monkeypatch: pytest.MonkeyPatch,
-    case: tuple[str, str],
-    tmp_path: Path,
+    reference: Callable[[str], tuple[Workspace, Followed]], case: tuple[str, str]
 ) -> None:
     name, runner = case
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that every runner measures its own reference
     workspace, one = reference(name)
     other = follow(workspace, runner, *OPTIONS)
     assert_equal_training(one, other, TOLERANCE)
@@ -262,15 +258,15 @@ def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace)
 
 def test_a_reference_is_read_from_the_bucket_of_an_earlier_run(workspace: Workspace, home: Path) -> None:
     runner, data = built(project(workspace, "dpo"))
-    given = data, runner, None, 2, 0
+    given = data, runner, 2, 0
     add_reference(*given, home / "first", None)
-    measured = data.reference
-    storage.write("memory://bucket/run/reference_train.bin", (home / "first").read_bytes())
+    measured, file = data.reference, "reference_train.bin"
+    storage.write(f"memory://bucket/run/{file}", (home / "first" / file).read_bytes())
     with torch.no_grad():
         runner.model.lm.lm_head.weight.mul_(2)
-    add_reference(*given, home / "own", storage.local("memory://bucket/run") / "reference_train.bin")
+    add_reference(*given, home / "own", storage.local("memory://bucket/run") / "checkpoints" / "step_000001")
     assert np.array_equal(data.reference, measured)
-    assert (home / "own").read_bytes() == (home / "first").read_bytes()
+    assert (home / "own" / file).read_bytes() == (home / "first" / file).read_bytes()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.commands.status.status import status
 
-from conftest import Run, Workspace, kill, logged_step, session, wait_until
+from conftest import Run, Workspace, kill, logged_step, wait_until
 from crosstrain.checkpoint import folders
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import open_split
@@ -115,25 +115,6 @@ def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Sig
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{last:06d}"
     assert f"stopped at step {last}" in out
     assert (status(folder).state, status(folder).checkpoint) == ("stopped", last)
-
-
-@pytest.mark.slow
-def test_a_terminal_stops_and_continues_workers_with_their_launcher(workspace: Workspace) -> None:
-    folder = workspace.path / "out"
-    process = workspace.start("out", "run.max_iters=100000", "run.num_workers=1", nproc=2)
-    wait_until(lambda: logged_step(folder) >= 3, process)
-
-    def stopped() -> list[bool]:
-        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in session(process)]
-        return [stat.rpartition(")")[2].split()[0] == "T" for stat in stats]
-
-    os.killpg(process.pid, signal.SIGTSTP)  # Ctrl-Z
-    wait_until(lambda: stopped().count(True) >= 3, process)
-    before = logged_step(folder)
-    os.killpg(process.pid, signal.SIGCONT)
-    wait_until(lambda: logged_step(folder) > before + 3, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workspace: Workspace) -> None:

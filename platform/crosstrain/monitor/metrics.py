@@ -37,14 +37,13 @@ class StepMetrics:
 
     def row(self) -> Row:
         """Return the row for trackers, without the metrics that were not measured."""
-        out: Row = {}
-        for name, value in vars(self).items():
-            if name in ("memory", "recorded"):
-                out = disjoint(out, value)
-            elif name in ("loss", "grad_norm") or value not in (None, []):
-                out[name] = value
-        del out["applied"]  # skipped_steps counts steps that were not applied
-        return out
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if name in ("loss", "grad_norm") or value not in (None, [])
+        }
+        del own["memory"], own["recorded"], own["applied"]  # skipped_steps counts steps that were not applied
+        return disjoint(disjoint(own, self.memory), self.recorded)
 
     @property
     def throughput(self) -> str:

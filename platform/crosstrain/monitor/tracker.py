@@ -1,4 +1,4 @@
-"""Trackers: the interface for plugins that record a run's metrics, and the trackers of one run."""
+"""Trackers: the interface for plugins that record a run's metrics, and a wrapper that isolates their errors."""
 
 import queue
 import threading
@@ -84,29 +84,11 @@ def check_trackers(components: Iterable[Component]) -> None:
             raise type(error)(f"run.trackers: {error}") from error
 
 
-class Trackers:
-    """The trackers of a run, in the order of the configuration. None of them can stop or delay the run."""
+class IsolatedTracker:
+    """A tracker of a run that can neither stop nor delay the run: after an error, only its own rows are lost.
 
-    def __init__(self, components: Iterable[Component], run: TrackedRun) -> None:
-        self._isolated = [_Isolated(component, run) for component in components]
-
-    def log(self, row: Row) -> None:
-        for tracker in self._isolated:
-            tracker.call(lambda t: t.log(row))
-
-    def close(self, finished: bool) -> None:
-        for tracker in self._isolated:
-            tracker.call(lambda t: t.close(finished))
-        for tracker in self._isolated:
-            tracker.join()
-
-    def places(self) -> list[tuple[str, str]]:
-        """Return (tracker, its `place`) for trackers that have one. Call this after `close`."""
-        return [(tracker.name, tracker.place) for tracker in self._isolated if tracker.place]
-
-
-class _Isolated:
-    """A tracker with isolated errors: only its own rows are lost. Calls of a remote one run in order in a thread."""
+    Calls of a remote tracker run in order in a thread.
+    """
 
     def __init__(self, component: Component, run: TrackedRun) -> None:
         self.name, cls = component.name, registry.get("tracker", component.name)

@@ -1,7 +1,5 @@
 """The hook for bad steps (non-finite or spiking loss): find the responsible samples, then stop, skip or roll back."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

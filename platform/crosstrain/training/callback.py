@@ -103,7 +103,7 @@ class Callback:
         return json.loads(json.dumps(self.state))
 
 
-HookKinds = Mapping[str, type[Callback]]  # name -> class, in call order
+HookKinds = Mapping[str, type[Callback] | None]  # name -> class, or None for a plugin, in call order
 
 
 class Hooks:
@@ -117,10 +117,13 @@ class Hooks:
         self._trainer, self._places = trainer, (tuple(before), tuple(after))
         self.callbacks: dict[str, Callback] = {}  # name -> callback of the run
         self._platform: dict[str, Callback] = {}
-        replaced = {registry.get("callback", component.name).replaces for component in trainer.run.callbacks}
+        names = [component.name for component in trainer.run.callbacks]
+        if twice := {*names} & {*before, *after}:
+            raise ConfigError(f"run.callbacks: {min(twice)} is a hook of every run: leave it out")
+        replaced = {registry.get("callback", name).replaces for name in names}
         for name, kind in {**before, **after}.items():
             if name not in replaced:
-                self._platform[name] = kind(None, trainer)
+                self._platform[name] = (kind or registry.get("callback", name))(None, trainer)
         if unknown := replaced - {None, *before, *after}:
             raise ConfigError(f"run.callbacks: one replaces {min(map(str, unknown))}, which is no hook of the platform")
         self.load(trainer.start)
@@ -167,11 +170,9 @@ class Hooks:
 
     def saved_states(self) -> dict[str, dict[str, Any]]:
         """Return name -> state of the run's callbacks, for a checkpoint."""
-        states = {}
-        for name, callback in self.callbacks.items():
-            with blamed(f"run.callbacks: {name} failed in saved_state"):
-                states[name] = callback.saved_state()
-        return states
+        names = (name for name, _ in self.ordered())
+        states = dict(zip(names, self.call("saved_state"), strict=True))
+        return {name: states[name] for name in self.callbacks}
 
     def shards(self) -> list[Shard]:
         """Return this rank's shards of all hooks; a prefix of their kinds distinguishes them from optimizer state."""

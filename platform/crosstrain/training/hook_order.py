@@ -1,19 +1,20 @@
 """The platform's hooks in call order; the run's callbacks are called between the two groups."""
 
 from crosstrain.training.bad_steps import BadSteps
-from crosstrain.training.profiling import Profiling
-from crosstrain.training.prompt_samples import PromptSamples
+from crosstrain.training.callback import HookKinds
 from crosstrain.training.saving import Saving
 from crosstrain.training.step_log import StepLog
 from crosstrain.training.tracking import Tracking
 from crosstrain.training.validation import BestPointer, Validation
 
-BEFORE_CALLBACKS = {"profile": Profiling, "bad_steps": BadSteps}
-# The order matters: `log` and `validation` fill the row before `tracking`, and `best` requests a save before `saving`.
-AFTER_CALLBACKS = {
+BEFORE_CALLBACKS: HookKinds = {"profile": None, "bad_steps": BadSteps}  # None: the callback plugin of this name
+# The order matters: `stragglers` adds notes to the metrics before `log` prints them, `log` and `validation` fill the
+# row before `tracking`, and `best` requests a save before `saving`.
+AFTER_CALLBACKS: HookKinds = {
+    "stragglers": None,
     "log": StepLog,
     "validation": Validation,
-    "prompt_samples": PromptSamples,
+    "prompt_samples": None,
     "best": BestPointer,
     "tracking": Tracking,
     "saving": Saving,

@@ -1,7 +1,5 @@
 """The model with its current weights, for objectives that generate samples during training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +9,7 @@ from crosstrain.distributed.group import Group
 from crosstrain.engine.held_state import REFERENCE
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import DecodeState
+from crosstrain.inference.generation import Sampling, choose
 from crosstrain.modeling.forward_mode import ForwardMode
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Batch, MicroBatch, Sample
@@ -28,13 +27,13 @@ class RunnerPolicy:
         self, prompts: MicroBatch, n: int, max_new_tokens: int, temperature: float = 1.0, ends: Sequence[int] = ()
     ) -> list[list[int]]:
         """Return `n` completions of each row; see `Policy.generate`."""
-        runner = self._runner
+        runner, sampling = self._runner, Sampling(temperature=temperature)
         random = [generator(runner.run.seed, "policy", number, i) for number in prompts.numbers for i in range(n)]
         completions: list[list[int]] = [[] for _ in random]
         with runner.timers("generate"), runner.evaluating():
             state = DecodeState(runner, [row for row in _rows(prompts.data) for _ in range(n)])
             for _ in range(max_new_tokens):
-                tokens = _draw(state.logits(), temperature, random)
+                tokens = choose(state.logits(), sampling, random)
                 for completion, token in zip(completions, tokens.tolist(), strict=True):
                     if not completion or completion[-1] not in ends:
                         completion.append(token)
@@ -63,12 +62,3 @@ def _rows(batch: Batch) -> Iterator[Sample]:
     mask = batch.get("attention_mask")
     for number, ids in enumerate(batch["input_ids"]):
         yield {"input_ids": (ids if mask is None else ids[mask[number].bool()]).numpy()}
-
-
-def _draw(logits: Tensor, temperature: float, random: list[torch.Generator]) -> Tensor:
-    """Sample next tokens [rows], on the CPU, from logits [rows, vocabulary], with one random number per row."""
-    if temperature == 0:
-        return logits.argmax(-1).cpu()
-    uniform = torch.stack([torch.rand((), generator=g) for g in random]).to(logits.device)
-    below = (logits / temperature).softmax(-1).cumsum(-1) <= uniform[:, None]
-    return below.sum(-1).clamp(max=logits.shape[-1] - 1).cpu()

@@ -1,7 +1,5 @@
 """Build and check the parts of a run that need no worker."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property

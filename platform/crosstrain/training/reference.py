@@ -1,19 +1,15 @@
 """Reference log-probabilities of every row of a dataset, measured before training to avoid a second model in memory.
 
-They are stored in the cache, keyed by weights and samples, and in the run's folder for resuming.
+They are stored in the run's folder for resuming.
 """
-
-from __future__ import annotations
 
 import hashlib
 import io
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from crosstrain.checkpoint.load_weights import fingerprints
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
@@ -21,7 +17,7 @@ from crosstrain.modeling.forward_mode import ForwardMode
 from crosstrain.modeling.objective import log_probabilities
 from crosstrain.utils import storage
 from crosstrain.utils.errors import EmptySplit, TrainingError
-from crosstrain.utils.files import cache_folder, read_regular, write_atomically
+from crosstrain.utils.files import read_regular, write_atomically
 from crosstrain.utils.logging import log
 
 _SUM = hashlib.sha256().digest_size
@@ -29,39 +25,25 @@ _MOST_BYTES = 1 << 36
 
 
 def add_reference(
-    dataset: Dataset,
-    runner: Runner,
-    weights: object,
-    micro_batch: int,
-    num_workers: int,
-    own: Path,
-    earlier: Path | None,
+    dataset: Dataset, runner: Runner, micro_batch: int, num_workers: int, folder: Path, start: Path | None
 ) -> None:
     """Set a dataset's `reference` to log-probabilities of the model with its current weights. Collective.
 
-    weights: the part of the cache key for the precision and for parameters that the runner does not hold. own: file in
-    the run's folder. earlier: reference file of the run that this run continues; it is used instead of measuring. None:
-    a new run. Raises TrainingError if `earlier` is missing, damaged, or made from different data.
+    folder: the run's folder, which gets the values. start: checkpoint that the run continues from, whose run's values
+    are used instead of measuring; None: a new run. Raises TrainingError if they are missing, damaged, or made from
+    different data.
     """
     world = runner.world
-    values = world.broadcast(None if earlier is None else _read(earlier, dataset.digest))
-    if values is None and earlier is not None:
-        raise TrainingError(f"{earlier}: the reference that the run began with is not there; start it anew")
-    if values is None:
-        hashes = fingerprints((s for s in runner.held.shards() if s.kind == "param"), world)
-        state = dataset.digest, weights, sorted((name, held.hash) for name, held in hashes.items())
-        cached = cache_folder("reference") / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
-        with suppress(TrainingError):  # a damaged file is measured again
-            values = _read(cached, dataset.digest)
-        values = world.broadcast(values)
-        if values is None:
-            log.info("measuring the reference: %d samples", len(dataset))
-            values = _measure(dataset, runner, micro_batch, num_workers)
-            if world.rank == 0:
-                _write(cached, values, dataset.digest)
+    if start is None:
+        log.info("measuring the reference: %d samples", len(dataset))
+        dataset.reference = _measure(dataset, runner, micro_batch, num_workers)
+    else:
+        earlier = reference_file(start.parent.parent, dataset.split)
+        dataset.reference = world.broadcast(_read(earlier, dataset.digest))
+        if dataset.reference is None:
+            raise TrainingError(f"{earlier}: the reference that the run began with is not there; start it anew")
     if world.rank == 0:
-        _write(own, values, dataset.digest)
-    dataset.reference = values
+        _write(reference_file(folder, dataset.split), dataset.reference, dataset.digest)
 
 
 def reference_file(folder: Path, split: str) -> Path:

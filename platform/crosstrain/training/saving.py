@@ -1,8 +1,7 @@
 """The hook that saves checkpoints."""
 
-from __future__ import annotations
-
 import json
+import signal
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +10,7 @@ from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log
+from crosstrain.utils.processes import on_parents_death
 from crosstrain.utils.trust import signature
 
 
@@ -24,6 +24,8 @@ class Saving(Callback):
                 self.trainer.checkpointer.wait()  # roll_back needs a checkpoint
 
     def after_step(self, metrics: StepMetrics) -> None:
+        if self.trainer.stop.under_launcher:  # from now on, workers save if their launcher is killed
+            on_parents_death(signal.SIGINT)
         if self.trainer.due(self.trainer.run.save_interval) or self.trainer.pointers:
             self.save(background=self.trainer.run.save_in_background)
 

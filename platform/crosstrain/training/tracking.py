@@ -1,11 +1,9 @@
 """The hook that logs the metrics of a step to the run's trackers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from crosstrain.monitor.metrics import StepMetrics
-from crosstrain.monitor.tracker import TrackedRun, Trackers
+from crosstrain.monitor.tracker import IsolatedTracker, TrackedRun
 from crosstrain.training.callback import Callback
 
 
@@ -14,13 +12,14 @@ class Tracking(Callback):
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.trackers: Trackers | None = None
+        self._trackers: list[IsolatedTracker] = []
         self._step = trainer.state.step
 
     def on_start(self) -> None:
         trainer = self.trainer
-        run = TrackedRun(trainer.folder.path, trainer.config.plain, trainer.state.step)
-        self.trackers = Trackers(trainer.run.trackers if trainer.is_main else [], run)
+        if trainer.is_main:
+            run = TrackedRun(trainer.folder.path, trainer.config.plain, trainer.state.step)
+            self._trackers = [IsolatedTracker(component, run) for component in trainer.run.trackers]
 
     def after_step(self, metrics: StepMetrics) -> None:
         self._track()
@@ -29,19 +28,21 @@ class Tracking(Callback):
         self._track()
 
     def close(self) -> None:
-        if self.trackers is not None:
-            state = self.trainer.state
-            self.trackers.close(finished=bool(state.ended_with) or self._step == self.trainer.max_iters)
+        finished = bool(self.trainer.state.ended_with) or self._step == self.trainer.max_iters
+        for tracker in self._trackers:
+            tracker.call(lambda t: t.close(finished))
+        for tracker in self._trackers:
+            tracker.join()
 
     def places(self) -> list[tuple[str, str]]:
-        return [] if self.trackers is None else self.trackers.places()
+        return [(tracker.name, tracker.place) for tracker in self._trackers if tracker.place]
 
     def _track(self) -> None:
         trainer = self.trainer
         if not trainer.row:
             return
         trainer.check_folder()
-        assert self.trackers is not None
         self._step = trainer.state.step
-        self.trackers.log({"step": self._step} | trainer.row)
-        trainer.row = {}
+        row, trainer.row = {"step": self._step} | trainer.row, {}
+        for tracker in self._trackers:
+            tracker.call(lambda t: t.log(row))

@@ -1,7 +1,5 @@
 """The training loop, shared by all runners, models and datasets without special cases for any of them."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Validation hooks: the loss on the val split, and the checkpoint with the lowest loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

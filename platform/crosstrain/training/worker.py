@@ -20,18 +20,14 @@ from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, make_runner, make_schedule
 from crosstrain.engine.checks import check_tokenizer
 from crosstrain.engine.runner import Runner
-from crosstrain.monitor.metrics import StepMetrics
-from crosstrain.training.callback import Callback, HookKinds
-from crosstrain.training.closing_lines import log_end
-from crosstrain.training.hook_order import BEFORE_CALLBACKS
-from crosstrain.training.opening_lines import log_restart, log_setup
-from crosstrain.training.reference import add_reference, reference_file
+from crosstrain.training.callback import HookKinds
+from crosstrain.training.reference import add_reference
+from crosstrain.training.run_lines import log_end, log_restart, log_setup
 from crosstrain.training.state import changes, continues, restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.logging import log, set_up_logging
-from crosstrain.utils.processes import on_parents_death
 
 _MOST_CHANGES = 10  # maximum number of changed settings in a log line
 _LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of logged changes that change the length of the run
@@ -43,8 +39,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     runner = make_runner(config)
     runner.setup()
     stop = StopRequest(under_launcher)  # after setup, because before it there is nothing to save
-    launched: HookKinds = {"launcher": _SaveWithoutLauncher} if under_launcher else {}
-    trainer = build_trainer(config, runner, stop, hooks_before={**BEFORE_CALLBACKS, **launched})
+    trainer = build_trainer(config, runner, stop)
     try:
         log_restart(runner.world, trainer.state.step)
         trainer.fit()
@@ -59,13 +54,6 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         trainer.folder.close()
     runner.close()
     return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # not every rank receives the signal
-
-
-class _SaveWithoutLauncher(Callback):
-    """Lets workers save and exit if their launcher is killed after the first step; before that, they die at once."""
-
-    def after_step(self, metrics: StepMetrics) -> None:
-        on_parents_death(signal.SIGINT)
 
 
 def build_trainer(
@@ -108,8 +96,9 @@ def _build_in(
     if state.step < max_iters and run.lr_decay_iters is None and any(c.startswith(_LENGTHS) for c in changed):
         rate, step = schedule(state.applied_steps + 1), state.step + 1
         log.info("the learning rate's schedule spans %d steps now: %.3E at step %d", max_iters, rate, step)
-    for split in filter(None, (dataset, val_dataset)):
-        _add_reference(split, folder=folder, config=config, runner=runner, plan=plan, start=start, frozen=frozen)
+    if runner.objective.needs_reference is not None:
+        for split in filter(None, (dataset, val_dataset)):
+            add_reference(split, runner, plan.micro_batch, run.num_workers, folder.path, start)
     saved_step = state.step if own else None
     if start is not None and not own and state.step >= max_iters:
         raise ConfigError(
@@ -171,32 +160,6 @@ def _build_model(
         if any(change.startswith("model") for change in changed):
             raise CheckpointError(f"{error} Another run.output_dir, or --fresh, begins anew") from None
         raise
-
-
-def _add_reference(
-    split: Dataset,
-    *,
-    folder: RunFolder,
-    config: Config,
-    runner: Runner,
-    plan: BatchPlan,
-    start: Path | None,
-    frozen: dict[str, FrozenParameter],
-) -> None:
-    """Measure the reference log-probabilities of a split, if the objective needs them. Collective."""
-    run = config.run
-    if runner.objective.needs_reference is None:
-        return
-    earlier = None if start is None else reference_file(start.parent.parent, split.split)
-    add_reference(
-        split,
-        runner,
-        (run.amp, sorted(frozen.items())),
-        plan.micro_batch,
-        run.num_workers,
-        reference_file(folder.path, split.split),
-        earlier,
-    )
 
 
 def _make_checkpointer(

@@ -1,7 +1,5 @@
 """Common causes of differences between two recorded runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -37,22 +35,8 @@ def precision(errors: list[float], fewest: int = 1) -> str | None:
 # ---- weights of micro batches
 
 
-def scales(record: Record) -> dict[float, str]:
-    """Return a dict from factors on a loss or gradient to the common mistakes that cause them."""
-    dp, sharing, accumulation = record["dp_size"], record["context_size"], record["accumulation"]
-    out = {
-        1 / sharing: f"averaged over the {sharing} context-parallel ranks, of which each has a part of the sum",
-        float(sharing): f"counted by each of the {sharing} context-parallel ranks",
-        1 / accumulation: f"divided by the {accumulation} accumulated micro batches once more",
-        float(accumulation): f"not divided by the {accumulation} accumulated micro batches",
-        1 / dp: f"divided by the {dp} data-parallel ranks once more than summed",
-        float(dp): f"summed over the {dp} data-parallel ranks instead of averaged",
-    }
-    return {factor: hint for factor, hint in out.items() if factor != 1}
-
-
-def weightings(record: Record, micro_batches: list[list[int]]) -> dict[str, np.ndarray]:
-    """Return a dict from each common mistake to the weights that it gives the micro batches; 1 is correct.
+def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarray) -> str:
+    """Describe the mistake that gives the micro batches these weights; 1 is correct.
 
     `micro_batches`: [first sample, number of targets] of each micro batch.
     """
@@ -72,7 +56,10 @@ def weightings(record: Record, micro_batches: list[list[int]]) -> dict[str, np.n
     for name, part in parts.items():
         out |= {f"it lacks {name}": 1.0 - part, f"it has {name} alone": 1.0 * part}
         out[f"it counts {name} twice"] = 1.0 + part
-    return {cause: weights for cause, weights in out.items() if abs(weights - 1).max() > 1e-3}
+    for cause, candidate in out.items():
+        if abs(candidate - 1).max() > 1e-3 and abs(candidate - weights).max() < 1e-2:
+            return cause
+    return f"its micro batches are weighted by {', '.join(f'{w:.3g}' for w in weights)} instead of 1"
 
 
 def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: dict[str, float]) -> Any:
@@ -91,16 +78,19 @@ def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: d
     return weights, float(np.linalg.norm(matrix @ weights - mine)) / max(float(np.linalg.norm(mine)), 1e-30)
 
 
-def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarray) -> str:
-    """Describe the mistake that gives the micro batches these weights."""
-    for cause, candidate in weightings(record, micro_batches).items():
-        if abs(candidate - weights).max() < 1e-2:
-            return cause
-    return f"its micro batches are weighted by {', '.join(f'{w:.3g}' for w in weights)} instead of 1"
-
-
 def usual_scale(ratio: float, record: Record) -> str | None:
-    return next((hint for factor, hint in scales(record).items() if math.isclose(ratio, factor, rel_tol=1e-3)), None)
+    """Return the common mistake that multiplies a loss or gradient by `ratio`; None if there is none."""
+    dp, sharing, accumulation = record["dp_size"], record["context_size"], record["accumulation"]
+    hints = {
+        1 / sharing: f"averaged over the {sharing} context-parallel ranks, of which each has a part of the sum",
+        float(sharing): f"counted by each of the {sharing} context-parallel ranks",
+        1 / accumulation: f"divided by the {accumulation} accumulated micro batches once more",
+        float(accumulation): f"not divided by the {accumulation} accumulated micro batches",
+        1 / dp: f"divided by the {dp} data-parallel ranks once more than summed",
+        float(dp): f"summed over the {dp} data-parallel ranks instead of averaged",
+    }
+    alike = (hint for factor, hint in hints.items() if factor != 1 and math.isclose(ratio, factor, rel_tol=1e-3))
+    return next(alike, None)
 
 
 def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:

@@ -1,7 +1,5 @@
 """Train the same steps under several runners, one after the other, and print how they differ from the first."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys
@@ -12,18 +10,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from crosstrain import Config, UserError, load_config
+from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.load import ProjectLike
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.checks import batch_plan
+from crosstrain.inference.open_checkpoint import outline
 from crosstrain.training.preflight import preflight
+from crosstrain.utils.assets import GENERATION_CONFIG
 from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
 from .diagnosis import Finding, diagnose
-from .exported_files import strange_files
 from .tolerance import Record, Tolerance, difference, largest, number_difference
 from .worker import Job, Role, compare_worker
 
@@ -213,3 +213,28 @@ class Race:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.7g}"
+
+
+def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
+    """Return a dict from file names to differences, for a checkpoint's non-tensor files, such as config.json."""
+    reader, model = Reader.open(checkpoint), outline(config, checkpoint)
+    with tempfile.TemporaryDirectory() as temporary:
+        fresh = Path(temporary)
+        model.export.save_config(fresh)
+        model.export.save_parts(fresh, reader.names("param"), reader.whole)
+        # Skip the generation configuration: the dataset adds its stop tokens to it.
+        paths = [path for path in sorted(fresh.iterdir()) if path.name != GENERATION_CONFIG]
+        return {path.name: what for path in paths if (what := _difference(checkpoint / path.name, path))}
+
+
+def _difference(path: Path, expected: Path) -> str | None:
+    if not path.exists():
+        return "is missing"
+    if path.read_bytes() == expected.read_bytes():
+        return None
+    if path.suffix == ".json":
+        mine, theirs = json.loads(path.read_text()), json.loads(expected.read_text())
+        for key in sorted(mine.keys() | theirs.keys()):
+            if mine.get(key) != theirs.get(key):
+                return f"has {key} {json.dumps(mine.get(key))} instead of {json.dumps(theirs.get(key))}"
+    return "has other contents"

@@ -1,13 +1,12 @@
 """Find the first difference between two recorded runs, in the order of events, and its likely cause."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import causes, routing
+from . import causes
+from .forward import flipped
 from .tolerance import Gap, Record, Tolerance, difference, steps_of
 
 Phase = Literal[
@@ -33,8 +32,7 @@ class Finding:
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance, resumed: bool = False) -> Finding | None:
     """Return the first difference in the order of events, or None if both runs trained alike."""
-    judge = _Judge(record, reference, tolerance, resumed)
-    return next(judge.findings(), None)
+    return next(_Judge(record, reference, tolerance, resumed).findings(), None)
 
 
 class _Judge:
@@ -51,10 +49,15 @@ class _Judge:
         mine, right = row["grad_norm"], theirs["grad_norm"]
         squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
         ratio = (mine or math.inf) / (right or math.inf)
-        copies = step["gradients"]["copies"]
-        cause, names = causes.norm_cause(ratio, squares, copies, self.record, self.tolerance.numbers)
-        message = f"the gradient norm of step {row['step']} is {mine} instead of {right} over equal gradients"
-        return self._finding("norm", message, cause, names)
+        cause, names = causes.norm_cause(
+            ratio, squares, step["gradients"]["copies"], self.record, self.tolerance.numbers
+        )
+        return self._finding(
+            "norm",
+            f"the gradient norm of step {row['step']} is {mine} instead of {right} over equal gradients",
+            cause,
+            names,
+        )
 
     def findings(self) -> Iterator[Finding]:
         """Yield all differences in the order of events."""
@@ -128,17 +131,24 @@ class _Judge:
         mine, wanted = step["data"], expected["data"]
         if [*mine] != [*wanted]:
             here, there = (_numbers([int(n) for n in found]) for found in (mine, wanted))
-            said = f"the micro batches of step {number} begin with samples {here} instead of {there}"
-            cause = "ranks of `dp` must have numbers of their own, and all others those of their `dp` rank"
-            yield self._finding("samples", said, cause)
+            yield self._finding(
+                "samples",
+                f"the micro batches of step {number} begin with samples {here} instead of {there}",
+                "ranks of `dp` must have numbers of their own, and all others those of their `dp` rank",
+            )
         if row["samples"] != theirs["samples"]:
-            said = f"step {number} ended at sample {row['samples']} instead of {theirs['samples']}"
-            yield self._finding("samples", said, "`dp` and data_parallel_size, which select and count the samples")
+            yield self._finding(
+                "samples",
+                f"step {number} ended at sample {row['samples']} instead of {theirs['samples']}",
+                "`dp` and data_parallel_size, which select and count the samples",
+            )
         for sample, fields in wanted.items():
             if other := [key for key in fields if mine[sample].get(key) != fields[key]]:
-                said = f"in step {number} the micro batch that begins with sample {sample} has other {', '.join(other)}"
-                cause = "the data and their order must not depend on the runner, its ranks or its processes"
-                yield self._finding("samples", said, cause)
+                yield self._finding(
+                    "samples",
+                    f"in step {number} the micro batch that begins with sample {sample} has other {', '.join(other)}",
+                    "the data and their order must not depend on the runner, its ranks or its processes",
+                )
 
     def _evaluation(self, row: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, wanted = self.record["plain_loss"], self.reference["plain_loss"]
@@ -216,8 +226,8 @@ class _Judge:
     def _routing(self, number: int, step: Record, expected: Record) -> str | None:
         """Explain a difference by flipped near ties, or by router losses that differ for equal module outputs."""
         mine, theirs = step["routing"], expected["routing"]
-        if flipped := routing.flipped(mine["near"], theirs["near"]):
-            return flipped
+        if tie := flipped(mine["near"], theirs["near"]):
+            return tie
         alike = self._place(number, step, expected)[0].startswith("no module")
         if not alike or not self._differs(mine["loss"], theirs["loss"]):
             return None
@@ -231,8 +241,12 @@ class _Judge:
     def _idle(self, what: str, measured: Record) -> Iterator[Finding]:
         """Yield a finding if some ranks report no tensors although other ranks do."""
         if idle := measured["idle"]:
-            said = f"rank {_numbers(idle)} reports no {what}"
-            yield self._finding("state", said, "look at held.shards, held.gradients and held.state", (), idle)
+            yield self._finding(
+                "state",
+                f"rank {_numbers(idle)} reports no {what}",
+                "look at held.shards, held.gradients and held.state",
+                off=idle,
+            )
 
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
         """Return the parameters with a wrong gradient in a step, most informative first."""
@@ -412,8 +426,9 @@ class _Judge:
         for verb, entries in (("lacks", step["missing"]), ("also has", step["surplus"])):
             names = [*dict.fromkeys(entry.rpartition(" of ")[2] for entry in entries)]
             if entries:
-                sentence = f"{when} {verb} {_list(entries)}"
-                yield self._finding(phase, sentence, "look at held.shards and held.state", names)
+                yield self._finding(
+                    phase, f"{when} {verb} {_list(entries)}", "look at held.shards and held.state", names
+                )
         quiet = set() if exact else self._still(number)
         for kind, measured in step["state"].items():
             if kind == "param" and not exact:
@@ -421,9 +436,13 @@ class _Judge:
             limit_of = self.tolerance.limits(number, "state", kind)
             what = "weight" if kind == "param" else f"optimizer's {kind}"
             if apart := _apart(measured, 0.0 if exact else _EPSILON):
-                said = f"{when} differs between ranks in the {what} of {_list(apart)}"
-                cause = "each must read and update all copies that it holds"
-                yield self._finding(phase, said, cause, apart, measured["off"])
+                yield self._finding(
+                    phase,
+                    f"{when} differs between ranks in the {what} of {_list(apart)}",
+                    "each must read and update all copies that it holds",
+                    apart,
+                    measured["off"],
+                )
             gaps = {name: Gap(*products) for name, products in measured["products"].items()}
             limits = {n: 0.0 if exact or kind == "step" else limit_of(n) for n in gaps}
             excess = {

@@ -1,7 +1,5 @@
 """Measure a runner's tensors against the reference's, box by box, without gathering them."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import zlib
@@ -19,8 +17,7 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.training.trainer import Trainer
 
-from .activations import Activations
-from .routing import Routing
+from .forward import Activations, Routing
 from .tolerance import Record
 
 Products = list[float]  # pairwise dot products of vectors: [aa, ab, ac, bb, bc, cc] for a, b and c

@@ -1,7 +1,5 @@
 """Record the steps of one contestant on one rank: losses, norms, and differences from the reference's tensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

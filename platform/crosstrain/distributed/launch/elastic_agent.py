@@ -1,7 +1,7 @@
 """torch's elastic agent with our rules: some failures are final, and a request to stop is not a failure.
 
 Only this file uses private APIs of torch.distributed.elastic, as of torch 2.13 and 2.14: `_rendezvous`,
-`_start_workers`, `_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent, and
+`_start_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent, and
 `get_method_name` of the rendezvous. It also uses `_config` of multiprocessing processes.
 """
 
@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,6 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
             raise _Stopped
 
     handlers = {number: signal.signal(number, forward) for number in stop_signals()}
-    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, _pause)
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
         with _environment(how), TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs:
@@ -110,16 +109,6 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _pause(*_: Any) -> None:
-    """Suspend the workers and this process, and resume them together; each worker leads its own OS process group."""
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for child in multiprocessing.active_children():
-            with suppress(ProcessLookupError, TypeError):
-                os.killpg(child.pid, number)  # type: ignore[arg-type]
-        if number == signal.SIGSTOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class _Agent(LocalElasticAgent):
@@ -203,17 +192,12 @@ class _Agent(LocalElasticAgent):
         with _announced(self._nodes) if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if not self._reason:
-            self._reason, self._certainty = "a node came or went", 0
-        super()._restart_workers(worker_group)
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._stop:
             raise _Stopped
         most = worker_group.spec.max_restarts
         set_restart_reason(self._reason, self._certainty, most - self._remaining_restarts, most)
-        self._reason = ""
+        self._reason, self._certainty = "a node came or went", 0  # unless a failure gives another reason
         return super()._start_workers(worker_group)
 
 

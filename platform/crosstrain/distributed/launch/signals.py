@@ -60,13 +60,13 @@ class StopRequest:
 
     def __init__(self, under_launcher: bool) -> None:
         self.received: signal.Signals | None = None
-        self._second_kills = not under_launcher
+        self.under_launcher = under_launcher
         for number in stop_signals():
             if number != signal.SIGTERM or not under_launcher:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._second_kills and self.received is not None and number == signal.SIGINT:
+        if not self.under_launcher and self.received is not None and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         self.received = signal.Signals(number)

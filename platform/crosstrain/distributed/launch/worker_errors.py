@@ -3,8 +3,6 @@
 An error that the user has to fix is one sentence, and no restart follows. A restart may help with all other errors.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -3,12 +3,9 @@
 Calls on a process group are matched by order: the n-th call of a rank meets the n-th call of every other rank.
 """
 
-from __future__ import annotations
-
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
 SETTLED = 2.0  # idle seconds before calls are compared; calls that do not match never complete
-DEADLOCKED = 6.0  # idle seconds before a deadlock is reported, because both ranks may only be waiting for a third one
 FORGIVEN = 1024  # a mismatch followed by this many calls is ignored: the ranks agree, and a call was not recorded
 
 _RULE = "a collective must be called by every rank"
@@ -25,7 +22,7 @@ def find_desync(
     for group, here in mine.histories.items():
         for other in others:
             there = other.histories.get(group)
-            if there is None or there.ranks != here.ranks or not (failed or _idle(mine, other, SETTLED)):
+            if there is None or there.ranks != here.ranks or not (failed or _idle(mine, other)):
                 continue
             numbers = here.common(there)
             pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
@@ -36,17 +33,6 @@ def find_desync(
                 evidence = [n for n, a, b in pairs if a != b][-1:]
             if evidence:
                 return _explain(group, evidence[0], mine, other, others)
-    return None
-
-
-def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = False) -> str | None:
-    """Describe two ranks that wait for each other in collectives on two groups."""
-    for other in others:
-        if (failed or _idle(mine, other, DEADLOCKED)) and _waits_for(mine, other) and _waits_for(other, mine):
-            pair = sorted((mine, other), key=lambda report: report.rank)
-            places = [(report, report.waiting.group, report.waiting.number) for report in pair if report.waiting]
-            odd, group, number = max(places, key=lambda place: _oddity(place[0], place[1], place[2], pair))
-            return _never_entered(odd, group, number, [mine, *others])
     return None
 
 
@@ -77,15 +63,9 @@ def find_mute(mine: RankReport, mute: list[int]) -> str | None:
     )
 
 
-def _idle(one: RankReport, other: RankReport, seconds: float) -> bool:
-    """Return True if both ranks have been idle for `seconds`, or if either is aborting."""
-    return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= seconds
-
-
-def _waits_for(one: RankReport, two: RankReport) -> bool:
-    """Return True if rank `one` is in a collective that rank `two` must enter and has not entered."""
-    w = one.waiting
-    return w is not None and two.rank in one.histories[w.group].ranks and two.count(w.group) <= w.number
+def _idle(one: RankReport, other: RankReport) -> bool:
+    """Return True if both ranks have been idle for long enough to be compared, or if either is aborting."""
+    return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= SETTLED
 
 
 def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, others: list[RankReport]) -> str:

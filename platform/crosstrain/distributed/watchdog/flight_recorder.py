@@ -41,17 +41,7 @@ _TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_singl
 _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _DISTRIBUTED = Path(__file__).parent.parent
-_OURS = tuple(
-    str(_DISTRIBUTED / name)
-    for name in (
-        "group.py",
-        "watchdog/flight_recorder.py",
-        "watchdog/torch_hooks.py",
-        "watchdog/watchdog.py",
-    )
-)
-# Files that call the worker function.
-_OUTERMOST = tuple(str(_DISTRIBUTED / "launch" / name) for name in ("launcher.py", "worker_errors.py"))
+_LAUNCH = str(_DISTRIBUTED / "launch") + os.sep  # files that call the worker function
 _BUILT_IN = tuple(f"{folder}{os.sep}" for folder in (_DISTRIBUTED.parent.resolve(), paths.home() / "plugins"))
 
 
@@ -260,7 +250,7 @@ def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
 def _is_library(file: str) -> bool:
     """Return True for a file that only forwards collectives to torch."""
     stdlib = file.startswith(_STDLIB) and f"{os.sep}site-packages{os.sep}" not in file
-    return stdlib or file.startswith(("<", *_PACKAGES)) or file in _OURS
+    return stdlib or file.startswith(("<", *_PACKAGES, str(_DISTRIBUTED)))
 
 
 def _call_site() -> tuple[str, int, str]:
@@ -279,7 +269,7 @@ def locate(innermost: FrameType) -> tuple[Location, Location | None]:
     """Return a thread's location and, if the location is in Crosstrain, the user code that called it."""
     stack = []
     frame: FrameType | None = innermost
-    while frame is not None and frame.f_code.co_filename not in _OUTERMOST:
+    while frame is not None and not frame.f_code.co_filename.startswith(_LAUNCH):
         if not _is_library(frame.f_code.co_filename):
             stack.append(Location(*_line(frame)))
         frame = frame.f_back

@@ -27,24 +27,8 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
         return lambda: None
     cell: CellType = function.__closure__[function.__code__.co_freevars.index("func")]
     original = cell.cell_contents
-    cell.cell_contents = hide_from_compiler(wrap(name, original))
+    cell.cell_contents = torch.compiler.disable(wrap(name, original))
     return lambda: setattr(cell, "cell_contents", original)
-
-
-def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make torch.compile skip `function` and everything it calls.
-
-    This has the effect of `torch.compiler.disable`, without its cost per call and without loading the compiler.
-    """
-    try:
-        from torch._C._dynamo import eval_frame as frames
-
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
-    except (AttributeError, ImportError, TypeError):
-        return torch.compiler.disable(function)
-    function.__dict__["_torchdynamo_disable"] = True
-    return function
 
 
 def delay_abort() -> Callable[[], None]:

@@ -6,10 +6,12 @@ rank, all ranks take equally long, and none is reported. If it communicates only
 times still identify the rank.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
-from crosstrain.distributed.group import Group
-from crosstrain.engine.runner import Runner
+from crosstrain import Callback, StepMetrics, registry
 
 # A rank is a straggler if it exceeds the median of its peers by both limits in this many consecutive logged steps.
 SLOWER = 1.5  # minimum ratio to the median
@@ -20,27 +22,37 @@ WAITING = 0.25  # fraction of the time
 WAITING_MS = 5.0  # milliseconds per step
 
 
-class StragglerDetector:
-    """Gathers the ranks' times at logged steps, in one small message, and describes problems."""
+@registry.register_callback("stragglers")
+class Stragglers(Callback):
+    """Gathers the ranks' times at logged steps, and notes slow ranks and waits for data; every run has this hook."""
 
-    def __init__(self, runner: Runner, num_workers: int) -> None:
-        self._runner, self._num_workers = runner, num_workers
+    def __init__(self, options: Any, trainer: Any) -> None:
+        super().__init__(options, trainer)
+        self.on_start()
+
+    def on_start(self) -> None:
         self._checks = 0
         self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
-        self._times_told: dict[str, int] = {}
+        self._times_told: Counter[str] = Counter()
 
-    def check(self, ranks: Group, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
-        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the previous one. Collective.
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Compare the ranks of a logged step. Collective."""
+        if self.trainer.logs(metrics.step):
+            trainer, clock = self.trainer, self.trainer.throughput
+            waited, metrics.notes = self.check(metrics.step, clock.steps, clock.seconds, clock.waited)
+            if waited > 0:
+                metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / waited
+
+    def check(self, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
+        """Compare the ranks at logged step `step`, `steps` steps and `seconds` after the previous one. Collective.
 
         `waited`: seconds that this rank waited for data in this interval. Returns the longest wait of any rank, and
         sentences about problems.
         """
-        timers = self._runner.timers.seconds
-        own = [waited, timers.get("forward", 0.0), timers.get("backward", 0.0), float(self._runner.dp.rank)]
-        slots = [0.0] * (len(own) * ranks.size)
-        slots[len(own) * ranks.rank : len(own) * (ranks.rank + 1)] = own
-        everyone = ranks.all_reduce_sum(*slots, tag="times of ranks")
-        waits, forward, backward, dp_ranks = (everyone[i :: len(own)] for i in range(len(own)))
+        runner = self.trainer.runner
+        timers = runner.timers.seconds
+        own = waited, timers.get("forward", 0.0), timers.get("backward", 0.0), runner.dp.rank
+        waits, forward, backward, dp_ranks = zip(*self.trainer.ranks.all_gather(own), strict=True)
         self._checks += 1
         peers = _peers(dp_ranks)
         both = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -56,7 +68,7 @@ class StragglerDetector:
         key = f"rank {rank} is a straggler"
         return self._seldom(key, f"{key}: at step {step}, as at the logged one before, its {problem}")
 
-    def _data_bound(self, step: int, steps: int, seconds: float, waited: list[float]) -> str | None:
+    def _data_bound(self, step: int, steps: int, seconds: float, waited: Sequence[float]) -> str | None:
         if self._checks == 1:  # the data-loading processes started in this interval
             return None
         bad = [r for r, w in enumerate(waited) if w >= WAITING * seconds and 1000 * w / steps >= WAITING_MS]
@@ -68,35 +80,36 @@ class StragglerDetector:
         return self._seldom(
             "waiting for data",
             f"{when} waited {min(waited[worst] / seconds, 1):.0%} of their time for data on rank {worst}{others}; "
-            f"raise run.num_workers, now {self._num_workers}",
+            f"raise run.num_workers, now {self.trainer.run.num_workers}",
         )
 
     def _seldom(self, key: str, sentence: str) -> str | None:
         """Return the sentence on the 1st, 10th, 100th, ... occurrence, else None."""
-        times = self._times_told[key] = self._times_told.get(key, 0) + 1
+        self._times_told[key] += 1
+        times = self._times_told[key]
         if times == 1:
             return sentence
         return f"{sentence} (for the {times}th time)" if str(times).strip("0") == "1" else None
 
 
-def _slowest(seconds: list[float], groups: list[list[int]], clause: str) -> tuple[int, str] | None:
+def _slowest(seconds: Sequence[float], groups: list[tuple[int, ...]], clause: str) -> tuple[int, str] | None:
     """Return the slowest of the ranks that are slow compared with their peers, and a clause with the ratio."""
-    slowest: tuple[float, int, float] | None = None
+    slow = []
     for peers in groups:
-        for rank in peers if len(peers) > 1 else []:
+        for rank in peers if len(peers) > 1 else ():
             others = median(seconds[peer] for peer in peers if peer != rank)
             if 1000 * (seconds[rank] - others) >= SLOWER_MS and seconds[rank] >= SLOWER * others > 0:
-                slowest = max(slowest or (0.0, -1, 0.0), (seconds[rank] / others, rank, others))
-    if slowest is None:
+                slow.append((seconds[rank] / others, rank, others))
+    if not slow:
         return None
-    ratio, rank, others = slowest
+    ratio, rank, others = max(slow)
     times = f"{1000 * seconds[rank]:.0f} ms against {1000 * others:.0f} ms"
     return rank, f"{clause} {ratio:.1f}x the median of the other ranks ({times})"
 
 
-def _peers(dp_ranks: list[float]) -> list[list[int]]:
+def _peers(dp_ranks: Sequence[int]) -> list[tuple[int, ...]]:
     """Group ranks that do the same work on different samples: those at the same position in each data-parallel rank."""
-    members: dict[float, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for rank, dp_rank in enumerate(dp_ranks):
         members.setdefault(dp_rank, []).append(rank)
-    return [list(peers) for peers in zip(*members.values(), strict=False)]
+    return list(zip(*members.values(), strict=False))

@@ -1,7 +1,5 @@
 """The hook that generates completions of a run's prompts at each validation."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -9,18 +7,18 @@ from typing import Any
 
 import torch
 
-from crosstrain.config.run_options import RunOptions
+from crosstrain import Callback, RunOptions, Sample, UserError, log, registry
 from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.training.callback import Callback
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.limited_process import LimitedProcess
-from crosstrain.utils.logging import log
-from crosstrain.utils.types import Sample
 
 
+@registry.register_callback("prompt_samples")
 class PromptSamples(Callback):
-    """Completes `run.sample_prompts`, each time with the same random numbers; training's random state is unchanged."""
+    """Completes `run.sample_prompts`, each time with the same random numbers; every run has this hook.
+
+    Training's random state is unchanged.
+    """
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)

@@ -1,0 +1,96 @@
+"""The first and the last lines of a run's log.
+
+The first: the model, the runner, the batch, and notices about the data. The last: how the run ended, and the files and
+commands for the next steps.
+"""
+
+from importlib.util import find_spec
+
+from crosstrain.data.tokenizer import TOKENIZER
+from crosstrain.distributed.group import Group
+from crosstrain.distributed.launch.cluster_env import restart_reason
+from crosstrain.training.trainer import Trainer
+from crosstrain.utils.logging import log
+from crosstrain.utils.program import command
+from crosstrain.utils.trust import names_command
+
+_LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
+
+
+def log_setup(trainer: Trainer) -> None:
+    """Log the model, the runner and the batch plan. Collective."""
+    runner, plan, config = trainer.runner, trainer.plan, trainer.config
+    # Under ZeRO the parameter itself may be empty, and tensor parallelism pads the vocabulary.
+    mine = {
+        n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
+        for n, p in runner.model.weights.parameters().items()
+    }
+    own = [(runner.held.weight(p), getattr(p, "to_local", p.detach)()) for p in runner.model.parameters()]
+    here = sum(max(held.numel(), part.numel()) for held, part in own)
+    parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
+    log.info(
+        "%s: %s parameters (%s trainable, %s on rank 0), runner %s on %d %s worker(s), %s",
+        config.model.name,
+        f"{sum(n for _, n in parameters.values()):,}",
+        f"{sum(n for trains, n in parameters.values() if trains):,}",
+        f"{here:,}",
+        config.run.runner.name,
+        runner.world.size,
+        runner.device.type,
+        config.run.amp.dtype,
+    )
+    first, last = trainer.state.step + 1, trainer.max_iters
+    log.info(
+        "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; %s",
+        plan.global_batch,
+        plan.micro_batch,
+        plan.accumulation,
+        plan.dp_size,
+        len(trainer.dataset),
+        f"steps {first} to {last}" if first <= last else f"nothing is left of {last} steps: {_LONGER}",
+    )
+    held_out = trainer.val_dataset
+    for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
+        if notice:
+            log.warning(notice)
+
+
+def log_restart(world: Group, step: int) -> None:
+    """Log the reason for the restart, if these workers were restarted. Collective."""
+    reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
+    if reasons:
+        _, number, most, why = max(reasons)
+        log.info("%s; all ranks started again (restart %d of %d) and go on from step %d", why, number, most, step)
+
+
+def log_end(trainer: Trainer) -> None:
+    """Log how training ended, and the files and commands for the next steps."""
+    step = trainer.state.step
+    if trainer.stopped:
+        log.info("stopped at step %d; the same command, without --fresh, goes on from there", step)
+        return
+    if trainer.state.ended_with:
+        log.info("a callback ended the run at step %d; it goes on only with other run.callbacks", step)
+    places = [place for hook in trainer.hooks.call("places") for place in hook]
+    lines = [("checkpoint", f"{trainer.folder.address}/checkpoints"), *places, *_next_commands(trainer)]
+    log.info("open next:\n%s", "\n".join(f"  {title:<12} {where}" for title, where in lines))
+
+
+def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
+    """Return (title, command) pairs for the next steps with this run; paths are relative to the working directory."""
+    run, folder, dataset, tokenizer = trainer.run, trainer.folder, trainer.dataset, trainer.dataset.tokenizer_path
+    checkpoint: list[object] = ["--checkpoint", folder.address]
+    if run.plugins or names_command(trainer.config.plain):  # not allowed from a checkpoint without --cfg-path
+        checkpoint += ["--cfg-path", folder.config]
+    lines = []
+    if trainer.runner.model.predicts_tokens and tokenizer is not None and (tokenizer / TOKENIZER).is_file():
+        chat = ["--chat"] if dataset.end_tokens else []
+        lines.append(("try it", command("evaluate", *checkpoint, "--interactive", *chat)))
+        if all(find_spec(package) for package in ("uvicorn", "starlette", "pydantic")):
+            lines.append(("serve it", command("serve", *checkpoint)))
+    else:
+        split = ["--splits", "val"] if trainer.val_dataset is not None else ["--splits", "train", "--max-samples", 100]
+        lines.append(("evaluate it", command("evaluate", *checkpoint, *split)))
+    if (folder.path / "export").exists():
+        return lines
+    return [*lines, ("export it", command("export", *checkpoint, "--output", f"{folder.address}/export"))]
