@@ -139,13 +139,6 @@ def test_yaml_anchors_and_merge_keys_work(home: Path) -> None:
     ]
 
 
-def test_amp_may_be_true_or_false(home: Path) -> None:
-    assert load("run.amp=true").run.amp.dtype == "fp16"
-    assert load("run.amp=true", "run.amp.window=500").run.amp == AmpOptions(dtype="fp16", window=500)
-    edit(home, "amp: fp16", "amp: false")
-    assert load().run.amp.dtype == "fp32"
-
-
 def test_a_component_inside_another_may_be_a_preset(home: Path) -> None:
     write(home, {"configs/processors/wide.yaml": "name: crop\nsize: 9", "configs/processors/wider.yaml": "name: wide"})
     assert load("datasets.webtext.resize=wide").datasets["webtext"].options.resize.options.size == 9
@@ -321,7 +314,8 @@ def test_a_project_brings_its_own_plugins(home: Path) -> None:
 
 
 def test_plugins_beside_the_project_are_proposed(home: Path) -> None:
-    write(home, {"projects/deep/p.yaml": "run: {plugins: [mine.py]}", "projects/deep/mine.py": ""})
+    project = "model: {}\ndatasets: {x: {}}\nrun: {plugins: [mine.py]}"
+    write(home, {"projects/deep/p.yaml": project, "projects/deep/mine.py": ""})
     with pytest.raises(ConfigError, match=r"plugins\.0: mine\.py: paths count from .* mean projects/deep/mine\.py\?"):
         load_config("projects/deep/p.yaml")
 

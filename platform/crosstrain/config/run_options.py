@@ -24,7 +24,6 @@ class AmpOptions:
     """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. A dynamic loss scale is only for fp16."""
 
     shorthand: ClassVar = "dtype"
-    switches: ClassVar[dict[bool, str]] = {True: "fp16", False: "fp32"}  # `amp: true` means fp16, as in torch and LAVIS
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # autocast dtype; master weights and moments stay fp32
     linear: Literal["float8"] | None = None  # dtype of matmuls in the blocks' linear layers; None: same as dtype

@@ -125,9 +125,8 @@ class _Definitions(dict[str, Schema]):
             return [first, *rest]
         if is_dataclass(origin):
             head = getattr(origin, "shorthand", None)
-            switch = [{"type": "boolean"}] if hasattr(origin, "switches") else []
             short = self._alternatives(get_type_hints(origin)[head]) if head else []
-            return [*switch, *short, self.options(origin)]
+            return [*short, self.options(origin)]
         if origin is Literal:
             return [{"enum": list(arguments)}]
         schema = dict(_TYPES[origin])
