@@ -22,7 +22,7 @@ from annotated_types import MinLen
 from crosstrain.config import bounds, sources
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, to_plain
+from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, options_class, to_plain
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, did_you_mean, sentence
 from crosstrain.utils.trust import Trust
@@ -98,18 +98,15 @@ def check_names(project: ProjectLike, options: sources.Overrides = ()) -> None:
 
     Prints a note on standard error about project keys that are dropped because `options` select other components.
     """
-    builder = _builder(project, options)
-    builder.check_names()
-    if left := [builder.origins.where(key) for key in builder.left_behind()]:
-        note = f"note: --options name other components, which leave behind {'; '.join(left)}"
-        print(sentence(note), file=sys.stderr)
+    _builder(project, options).check_names()
 
 
 def _builder(project: ProjectLike, options: sources.Overrides, without: Key = ()) -> _Builder:
-    if isinstance(project, Mapping):
-        base = sources.plain_layer("config", to_plain(project))
-    else:
-        base = sources.read_yaml(paths.find(project))
+    base = (
+        sources.plain_layer("config", to_plain(project))
+        if isinstance(project, Mapping)
+        else sources.read_yaml(paths.find(project))
+    )
     if without:
         base = sources.without(base, without)
     return _Builder(base, sources.read_options(options))
@@ -147,14 +144,7 @@ class _Builder:
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
         self.given = {name: self.tree[name] for name in base.tree | overrides.tree}  # sections of the user
 
-    def left_behind(self) -> list[Key]:
-        """Return the project's keys that are dropped because the overrides select other components."""
-        kept = sources.keys(self.tree)
-        gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
-        return [key for key in gone if sources.named(self.overrides.tree, key[:-1])]
-
     def check_names(self) -> None:
-        """Raise the mistakes in names that can be found without importing a plugin."""
         self.check.dataclass(_Names, self.given, ())
         self._add_plugins()
         mistakes = Mistakes()
@@ -165,6 +155,11 @@ class _Builder:
                 with mistakes, self.check.located(at):
                     registry.get(kind, name, files)  # raises
         mistakes.raise_all()
+        kept = sources.keys(self.tree)
+        gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
+        if left := [self.origins.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
+            note = f"note: --options name other components, which leave behind {'; '.join(left)}"
+            print(sentence(note), file=sys.stderr)
 
     def build(self) -> Config:
         """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""
@@ -234,7 +229,7 @@ class _Builder:
             given = sources.resolve(self.tree, self.origins, key)
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
-        if not isinstance(given, dict) and kind != "model":
+        if not isinstance(given, dict):
             self.check.component(kind, given, key)  # raises with the expected types
         parent[own] = given = self.check.value(dict[str, object], given, key)
         naming = sources.name_key(key)
@@ -252,7 +247,7 @@ class _Builder:
         name = self.check.value(str, sources.resolve(self.tree, self.origins, at), at)
         name, presets = _presets(name, dict(files), key)
         with self.check.located(at):
-            cls = self.check.options_class(kind, name, files)
+            cls = options_class(kind, registry.get(kind, name, files))
         if kind == "model":
             presets = self._model_preset(name, given)
         self.origins.layers[:0] = presets
@@ -282,7 +277,7 @@ class _Builder:
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Apply the preset of a component that is nested in other options."""
         name, presets = _presets(given["name"], files := preset_files(kind))
-        cls = self.check.options_class(kind, name, files)  # an error lists presets and components
+        cls = options_class(kind, registry.get(kind, name, files))  # an error lists presets and components
         layers = [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}]
         return reduce(sources.merge, layers)
 
@@ -295,7 +290,7 @@ class _Builder:
             if isinstance(inner := given.get(name), dict) and isinstance(out.get(name), dict):
                 kind, named = get_args(hint)[1:], inner.get("name", out[name].get("name"))
                 if kind and named in registry.names(kind[0]):
-                    hint = self.check.options_class(kind[0], named)
+                    hint = options_class(kind[0], registry.get(kind[0], named))
                 if isinstance(hint, type) and is_dataclass(hint):
                     out[name] = self._unpublished(hint, out[name], inner)
         return out

@@ -116,10 +116,6 @@ class Checker:
         self.where = where
         self.over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given
 
-    def options_class(self, kind: str, name: str, others: Iterable[str] = ()) -> type:
-        """Return the options dataclass of a component. An error may suggest `others`, such as presets."""
-        return options_class(kind, registry.get(kind, name, others))
-
     def fail(self, key: Key, message: str) -> NoReturn:
         raise ConfigError(self.sentence(key, message))
 
@@ -145,7 +141,7 @@ class Checker:
         given = {**value, "name": self.value(str, value["name"], (*key, "name"))}
         with self.located((*key, "name")):
             value = self.over_preset(kind, given)
-            cls = self.options_class(kind, name := value["name"])
+            cls = options_class(kind, registry.get(kind, name := value["name"]))
         return Component(name, self.dataclass(cls, {k: v for k, v in value.items() if k != "name"}, key))
 
     def dataclass(self, cls: Any, value: Any, key: Key) -> Any:

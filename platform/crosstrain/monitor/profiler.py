@@ -1,4 +1,4 @@
-"""torch's profiler over windows of steps: a trace for viewers, and a table of operators."""
+"""torch's profiler over a window of steps: a trace for viewers, and a table of operators."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,34 +11,31 @@ from crosstrain.utils.logging import log
 
 
 class Profiler:
-    """Profiles this rank in the windows of `options`, and writes a folder for each window below `folder`.
+    """Profiles this rank in the window of `options`, and writes it into a folder below `folder`.
 
-    Does nothing without options, or if they do not include this rank. A run that resumes inside a window profiles the
-    rest of it. A window is profiled only once, even if its steps are repeated after a rollback.
+    Does nothing without options, or if they do not include this rank. A run that resumes inside the window profiles the
+    rest of it. The window is profiled only once, even if its steps are repeated after a rollback.
     """
 
     def __init__(self, options: ProfileOptions | None, folder: Path, rank: int, device: torch.device) -> None:
         self.options, self.folder, self.rank, self.device = options, folder, rank, device
-        self._windows = options.windows if options is not None and rank in options.ranks else []
+        self._window = options.steps if options is not None and rank in options.ranks else (0, 0)  # (0, 0): none
         self._running: profile | None = None
-        self._window: tuple[int, ...] = (0, 0)  # the window being profiled
-        self._seen = (0, 0)  # its first and last profiled step
+        self._seen = (0, 0)  # first and last profiled step
         self._step = ExitStack()  # holds the record of the current step
 
     def begin(self, number: int) -> None:
-        """Call this when attempted step `number` begins. The step is profiled if it is in a window."""
+        """Call this when attempted step `number` begins. The step is profiled if it is in the window."""
         self._step.close()  # `end` is not called for a step that is rolled back
-        window = next((w for w in self._windows if w[0] <= number <= w[1]), None)
-        if self._running is not None and window != self._window:  # a rollback left the window
-            self.write()
-        if window is None:
+        if not self._window[0] <= number <= self._window[1]:
+            self.write()  # if a rollback left the window
             return
         if self._running is None:
-            self._start(window, number)
+            self._start(number)
         self._step.enter_context(record_function(f"ProfilerStep#{number}"))  # viewers identify steps by this name
 
     def end(self, number: int) -> None:
-        """Call this when step `number` has ended. After the last step of a window, the profile is written."""
+        """Call this when step `number` has ended. After the last step of the window, the profile is written."""
         if self._running is None:
             return
         self._step.close()
@@ -46,9 +43,9 @@ class Profiler:
         if number == self._window[1]:
             self.write()
 
-    def _start(self, window: tuple[int, ...], number: int) -> None:
+    def _start(self, number: int) -> None:
         assert self.options is not None
-        self._window, self._seen = window, (number, number)
+        self._seen = (number, number)
         cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self._running = profile(
             activities=[ProfilerActivity.CPU, *cuda],
@@ -64,7 +61,7 @@ class Profiler:
             return
         self._step.close()
         done, self._running = self._running, None
-        self._windows = [window for window in self._windows if window != self._window]
+        self._window = (0, 0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # otherwise kernels that are still running would be missing
         log.info("writing a profile; training goes on after it")

@@ -10,7 +10,7 @@ from crosstrain.training.callback import Callback
 
 
 class Profiling(Callback):
-    """Profiles the steps in the windows of `run.profile` on this rank, from data loading to the update."""
+    """Profiles the steps of `run.profile` on this rank, from data loading to the update."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
@@ -25,4 +25,4 @@ class Profiling(Callback):
             self._profiler.end(metrics.step)
 
     def before_end(self) -> None:
-        self._profiler.write()  # in case training ends inside a window
+        self._profiler.write()  # in case training ends inside the window
