@@ -1,4 +1,4 @@
-"""torch's profiler over windows of steps: a trace for viewers, and a table of operators."""
+"""torch's profiler over a window of steps: a trace for viewers, and a table of operators."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,29 +12,25 @@ from crosstrain import Callback, StepMetrics, log, registry
 
 @registry.register_callback("profile")
 class Profile(Callback):
-    """Profiles the steps in the windows of `run.profile`, from data loading to the update; every run has this hook.
+    """Profiles the steps of `run.profile`, from data loading to the update; every run has this hook.
 
-    A run that resumes inside a window profiles the rest of it. A window is profiled only once, even if its steps are
-    repeated after a rollback.
+    A run that resumes inside the window profiles the rest of it. The window is profiled only once, even if its steps
+    are repeated after a rollback.
     """
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
         self._asked, self._rank, self._device = trainer.run.profile, trainer.runner.world.rank, trainer.runner.device
         profiled = self._asked is not None and self._rank in self._asked.ranks
-        self._windows: list[tuple[int, ...]] = self._asked.windows if profiled else []
-        self._window: tuple[int, ...] | None = None  # the window of the current step
+        self._window = self._asked.steps if profiled else (0, 0)  # first and last step; (0, 0): none
         self._running: profile | None = None
-        self._first = self._last = 0  # first and last profiled step of the window
+        self._first = self._last = 0  # first and last profiled step
         self._step = ExitStack()  # holds the record of the current step
 
     def before_batch(self) -> None:
         number = self.trainer.state.step + 1
-        window = next((w for w in self._windows if w[0] <= number <= w[1]), None)
-        if window != self._window:  # a rollback left the window
-            self.before_end()
-        self._window = window
-        if window is None:
+        if not self._window[0] <= number <= self._window[1]:
+            self.before_end()  # if a rollback left the window
             return
         if self._running is None:
             self._start(number)
@@ -43,7 +39,7 @@ class Profile(Callback):
     def after_step(self, metrics: StepMetrics) -> None:
         self._step.close()
         self._last = metrics.step
-        if self._window is not None and metrics.step == self._window[1]:
+        if metrics.step == self._window[1]:
             with self.trainer.throughput.paused():
                 self.before_end()
 
@@ -63,7 +59,7 @@ class Profile(Callback):
         if self._running is None:
             return
         done, self._running = self._running, None
-        self._windows = [window for window in self._windows if window != self._window]
+        self._window = (0, 0)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # otherwise kernels that are still running would be missing
         log.info("writing a profile; training goes on after it")

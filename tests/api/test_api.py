@@ -143,7 +143,7 @@ def test_an_adapters_folder_is_told_from_a_checkpoint(tmp_path: Path) -> None:
         crosstrain.open(tmp_path)
 
 
-def test_a_run_has_its_numbers_checkpoints_and_curve(workspace: Workspace) -> None:
+def test_a_run_has_its_numbers_and_checkpoints(workspace: Workspace) -> None:
     options = ("run.max_iters=6", "run.eval_interval=2", "run.save_best=true", "run.keep_last=null")
     trained = train(workspace.project, "out", *options)
     run = crosstrain.Run(trained.folder)
@@ -152,13 +152,10 @@ def test_a_run_has_its_numbers_checkpoints_and_curve(workspace: Workspace) -> No
     best = min(trained.rows[1::2], key=lambda row: row["val_loss"])["step"]
     assert run.best_checkpoint == trained.checkpoint(best)
     assert run.latest_checkpoint == trained.checkpoint(6)
-    curve = run._repr_svg_()
-    assert curve is not None
-    assert all(f">{word}<" in curve for word in ("loss", "val_loss", "step"))
     crosstrain.report([run.folder], workspace.path / "report.html")
     assert "<h" in (workspace.path / "report.html").read_text()
     nothing = crosstrain.Run(workspace.path)
-    assert nothing.latest_checkpoint is nothing.best_checkpoint is nothing._repr_svg_() is None
+    assert nothing.latest_checkpoint is nothing.best_checkpoint is None
     with pytest.raises(UserError, match=r"there is no metrics\.jsonl"):
         _ = nothing.metrics
 
@@ -281,8 +278,6 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     shown = {cell.source: json.dumps(cell.get("outputs")) for cell in notebook.cells}
     trained = next(outputs for source, outputs in shown.items() if "crosstrain.train(" in source)
     assert "saving notebook/run/checkpoints/step_000100" in trained  # the workers' log
-    assert trained.count('"image/svg+xml":') == 2  # drawn while it ran; the run at the end of the cell
-    assert ">val_loss<" in trained
     evaluated = next(outputs for source, outputs in shown.items() if "crosstrain.evaluate(" in source)
     (perplexity,) = map(float, re.findall(r"'perplexity': ([\d.]+)", evaluated))
     assert 3 < perplexity < 5  # each word has 3 followers; 18 for a model that knows only how often each word occurs

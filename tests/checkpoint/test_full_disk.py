@@ -14,7 +14,7 @@ from conftest import Run, Workspace
 from crosstrain.checkpoint import folders
 from fixtures_processes import Training
 
-OPTIONS = ("run.max_iters=12", "run.save_interval=4", "run.profile={steps: [[2, 2]]}")
+OPTIONS = ("run.max_iters=12", "run.save_interval=4", "run.profile={steps: [2, 2]}")
 KIB = 1024
 
 

@@ -89,21 +89,21 @@ def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
     plugin.write_text(PLUGIN)
     done = train_as_user(workspace, "out", f"run.plugins=[{plugin}]", "run.objective=looks_up", fails=True)
     assert done.code == 1
-    assert f"error: {plugin}:6, in loss: KeyError: 'teacher' (a traceback: --debug)" in done.err
+    assert f"error: {plugin}:6, in loss: KeyError: 'teacher' (a traceback: CROSSTRAIN_DEBUG=1)" in done.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["train"], "--cfg-path"),
-        (["train", "x.yaml", "--dry-run"], "--cfg-path x.yaml; see "),
-        (["serve", "output/x"], "--checkpoint output/x; see "),
-        (["export", "output/x", "--output", "y"], "--checkpoint output/x; see "),
+        (["train", "x.yaml", "--dry-run"], "are required: --cfg-path; see "),
+        (["serve", "output/x"], "are required: --checkpoint; see "),
+        (["export", "output/x", "--output", "y"], "are required: --checkpoint; see "),
         (["generate", "--checkpoint", "x"], "there is no 'generate'; did you mean evaluate --generate TEXT?"),
         (["chat", "--url", "http://127.0.0.1:1"], "there is no 'chat'; did you mean evaluate --interactive --chat?"),
-        (["compare", "--runners", "ddp", "zero2", "--options", "run.seed=1", "x.yml"], "--cfg-path x.yml; see "),
-        (["evaluate", "--checkpoint", "out", "x.yaml"], "--cfg-path x.yaml; see "),
-        (["prepare", "x.yaml"], "--cfg-path x.yaml; see "),
+        (["compare", "--runners", "ddp", "zero2", "--options", "run.seed=1", "x.yml"], "required: --cfg-path; see "),
+        (["evaluate", "--checkpoint", "out", "x.yaml"], "unrecognized arguments: x.yaml; see "),
+        (["prepare", "x.yaml"], "x.yaml is a recipe, not a dataset; see "),
         (["train", "--cfg-path", "projects/quikstart.yaml"], "quickstart.yaml"),
         (["trian", "--cfg-path", "x.yaml"], "did you mean train?; see "),
         (["train", "--config", "x.yaml"], "there is no flag --config; a project file has the flag --cfg-path; see "),
@@ -343,3 +343,23 @@ def test_conversation_ends_at_stop(workspace: Workspace) -> None:
     assert "`stop` to end" in done.stdout
     assert "shorten it" in done.stdout
     assert "not read" not in done.stdout
+
+
+def test_a_misspelled_name_is_told_before_torch_is_imported(workspace: Workspace) -> None:
+    script = (
+        "import sys\nfrom crosstrain.cli.main import main\n"
+        "for verb in ('train', 'train --dry-run', 'plan', 'samples', 'verify', 'launch --to slurm'):\n"
+        "    options = ['run.max_iter=3'] if verb == 'plan' else ['run.runner=ddpp', 'model.arch=gpt']\n"
+        "    assert main([*verb.split(), '--cfg-path', 'project.yaml', '--options', *options]) == 1\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=workspace.path, env=environment, capture_output=True, text=True, check=True
+    )
+    key = "error: --options: run.max_iter: unknown key; did you mean run.max_iters?"
+    runner = "error: --options: run.runner: there is no runner called 'ddpp'; did you mean ddp?; known: "
+    lines = done.stderr.splitlines()
+    assert lines.count(key) == 1
+    assert sum(line.startswith(runner) for line in lines) == 5
+    assert sum("there is no model called 'gpt'" in line for line in lines) == 5

@@ -321,7 +321,8 @@ def test_a_project_brings_its_own_plugins(home: Path) -> None:
 
 
 def test_plugins_beside_the_project_are_proposed(home: Path) -> None:
-    write(home, {"projects/deep/p.yaml": "run: {plugins: [mine.py]}", "projects/deep/mine.py": ""})
+    project = "model: {}\ndatasets: {x: {}}\nrun: {plugins: [mine.py]}"
+    write(home, {"projects/deep/p.yaml": project, "projects/deep/mine.py": ""})
     with pytest.raises(ConfigError, match=r"plugins\.0: mine\.py: paths count from .* mean projects/deep/mine\.py\?"):
         load_config("projects/deep/p.yaml")
 

@@ -15,7 +15,7 @@ from crosstrain.config.run_options import ProfileOptions
 from crosstrain.config.schema import Component, defaults
 from fixtures_config import ROWS, TABLES
 
-IN_WORDS = {(ProfileOptions, "steps"): "[first, last], or a list of such"}  # no type says this
+IN_WORDS = {(ProfileOptions, "steps"): "[first, last]"}  # no type says this
 PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 
 

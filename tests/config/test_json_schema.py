@@ -75,7 +75,7 @@ ACCEPTED = [
     ("run", "runner", "zero2"), ("run", "runner", {"name": "zero3", "reduce_bucket_size": 1e6}),
     ("run", "runner", {"bucket_cap_mb": 3}), ("run", "runner", "${run.output_dir}"),
     ("run", "seed", "${run.max_iters}"), ("run", "trackers", ["jsonl", {"name": "tensorboard"}]),
-    ("run", "profile", {"steps": [[2, 3], [5, 6]]}),
+    ("run", "profile", {"steps": [2, 3]}),
     ("run", "objective", None), ("run", "init_lr", 1), ("model", "model_type", "tiny"),
     ("model", "adapter", {"name": "lora", "rank": 4}), ("run", "freeze", ["a.*"]),
 ]  # fmt: skip

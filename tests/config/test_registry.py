@@ -175,7 +175,7 @@ def test_an_unknown_name_lists_what_exists_and_what_is_close(home: Path) -> None
 def test_an_unknown_name_says_which_plugins_failed_and_why(home: Path) -> None:
     plugins(
         home,
-        typo="def broken(:\n",
+        typo="def broken(registry.register_model:\n",
         crash=plugin("runner", "crash", before="1 / 0"),
         fine=plugin("runner", "fine"),
     )
@@ -187,12 +187,11 @@ def test_an_unknown_name_says_which_plugins_failed_and_why(home: Path) -> None:
     assert registry.get("runner", "fine")
 
 
-@pytest.mark.parametrize("content", [b"x = '\xff'", b"x = 1\0", b"x = (", b"# coding: nonsense\n"])
+@pytest.mark.parametrize("content", [b"x = '\xff'", b"x = 1\0", b"x = (", b"# coding: nonsense\nx = 1"])
 def test_a_file_that_cannot_be_read_breaks_only_itself(home: Path, content: bytes) -> None:
     plugins(home, fine=plugin("runner", "fine"))
-    (home / "plugins" / "bad.py").write_bytes(content)
+    (home / "plugins" / "bad.py").write_bytes(content + b"  # register_runner")
     assert registry.get("runner", "fine")
-    complaint("runner", "nothing")  # an unknown name has every file parsed
     assert list(registry.broken) == [home / "plugins" / "bad.py"]
 
 
@@ -268,8 +267,8 @@ def test_running_code_may_not_take_a_name_either(home: Path) -> None:
 
 
 def test_sources_come_in_a_fixed_order(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built-in, environment, added folders, entry points."""
-    order = ["plugins", "environment", "added", "installed"]
+    """Built-in, environment, entry points, added folders."""
+    order = ["plugins", "environment", "installed", "added"]
     for folder in order:
         write(home / folder, {f"{folder}_module.py": plugin("model", "same")})
     monkeypatch.setenv("CROSSTRAIN_PLUGINS", str(home / "environment"))

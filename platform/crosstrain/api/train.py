@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from crosstrain.api.run import Run, live
+from crosstrain.api.run import Run
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.sources import Overrides
@@ -37,7 +37,7 @@ def train(
     config = load_config(project, options)
     how = Launch.detect(nproc_per_node, config.run.device, max_restarts=config.run.max_restarts)
     run = Run(RunFolder(config.run.output_dir).path)
-    with live(run), main_hidden():
+    with main_hidden():
         how = replace(how, starts_workers=True)
         stopped = start_training(project, options, config, how, fresh, defaults | given)
     if stopped:

@@ -67,10 +67,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if not is_url(place) and not os.path.lexists(checkpoint):
         raise CheckpointError(paths.missing(checkpoint, [checkpoint]))
     if project and getattr(arguments, "as_given", False):
-        from crosstrain.config.load import check_ahead
+        from crosstrain.config.load import check_names
 
         try:
-            check_ahead(project, arguments.options)
+            check_names(project, arguments.options)
         except UserError:
             from crosstrain.config.hints import hints
 

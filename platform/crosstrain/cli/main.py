@@ -31,15 +31,6 @@ _MOST_MISTAKES = 50  # maximum number of mistakes in one configuration to print
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_argument(
-            "--debug",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="show the traceback of an error (or CROSSTRAIN_DEBUG=1)",
-        )
-
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
@@ -68,7 +59,6 @@ def _main(argv: Sequence[str] | None) -> int:
     debug = bool(os.environ.get("CROSSTRAIN_DEBUG"))
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        debug = debug or "debug" in arguments
         if not debug:  # torch's warnings about a lost node have dozens of C++ frames
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         check_arguments(arguments)
@@ -93,7 +83,8 @@ def _main(argv: Sequence[str] | None) -> int:
         elif refused := refusal(error):
             text = sentence(refused)
         else:
-            text = sentence(f"{_origin(error)}{type(error).__name__}: {first_line(error)} (a traceback: --debug)")
+            what = f"{_origin(error)}{type(error).__name__}: {first_line(error)}"
+            text = sentence(f"{what} (a traceback: CROSSTRAIN_DEBUG=1)")
         print(f"error: {text}", file=sys.stderr)
         return 1
 
@@ -132,10 +123,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
-    asks = "_ARGCOMPLETE" in os.environ  # a shell requests completions for the words in COMP_LINE
     asked: argparse.ArgumentParser = parser
-    words = os.environ["COMP_LINE"].split()[1:] if asks else argv
-    chosen = next((word for word in words if not word.startswith("-")), None)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in {entry.name: entry.summary for entry in registry.entries("command")}.items():
         verb_parser = verbs.add_parser(name, help=summary.rstrip("."))
         if name == chosen:
@@ -143,23 +132,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             verb.add_arguments(verb_parser)
             verb_parser.set_defaults(run=verb.run, words=argv)
             asked = verb_parser
-    if asks:
-        from crosstrain.cli.completion import complete
-
-        complete(parser, asked)
     flags = {*parser._option_string_actions, *asked._option_string_actions}
     for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if asked is not parser):
         # Check this before argparse does, which would report a misspelled required flag as missing.
         if flag.startswith("--") and " " not in flag and not any(known.startswith(flag) for known in flags):
             hint = _setting(flag) if "--cfg-path" in flags else ""
             asked.error("; ".join(filter(None, (f"there is no flag {flag}", hint or did_you_mean(flag, flags)))))
-    try:
-        return parser.parse_args(argv)
-    except UserError:
-        project = next((word for word in argv if word.endswith((".yaml", ".yml"))), None)
-        if project and "--cfg-path" in flags and not any(word.startswith("--cfg-path") for word in argv):
-            asked.error(f"a project file has a flag before it: --cfg-path {project}")
-        given = argv[1:2] if "--checkpoint" in flags and "--checkpoint" not in argv else []
-        if given and not given[0].startswith("-"):
-            asked.error(f"a checkpoint has a flag before it: --checkpoint {given[0]}")
-        raise
+    return parser.parse_args(argv)

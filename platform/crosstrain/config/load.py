@@ -11,8 +11,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial, reduce
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
+from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
@@ -20,12 +20,11 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from annotated_types import MinLen
 
 from crosstrain.config import bounds, sources
-from crosstrain.config.ahead import AheadChecker, apart
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, to_plain
+from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, options_class, to_plain
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, did_you_mean, sentence
+from crosstrain.utils.errors import UserError, did_you_mean, sentence
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
@@ -91,43 +90,26 @@ def load_config(project: ProjectLike, options: sources.Overrides = (), without: 
     project's own value at the key `without` is left out. Raises ConfigError, one sentence with file, line and key, for
     any mistake. Raises UserError if a component needs a package that is not installed.
     """
-    return _builder(project, options, Checker, without).build()
+    return _builder(project, options, without).build()
 
 
-def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
-    """Raise the errors of `load_config` that can be found within a second, without importing torch or plugins here.
+def check_names(project: ProjectLike, options: sources.Overrides = ()) -> None:
+    """Raise the mistakes in names of sections, keys of `run` and components, before any plugin is imported.
 
     Prints a note on standard error about project keys that are dropped because `options` select other components.
     """
-    left, sentences = apart(partial(_told, project, options)) or ([], [])
-    if left:
-        note = f"note: --options name other components, which leave behind {'; '.join(left)}"
-        print(sentence(note), file=sys.stderr)
-    if sentences:
-        raise ConfigErrors(map(ConfigError, sentences))
+    _builder(project, options).check_names()
 
 
-def _told(project: ProjectLike, options: sources.Overrides) -> tuple[list[str], list[str]]:
-    """Return the locations of keys that `options` drop, and the sentences about mistakes."""
-    mistakes, places = Mistakes(), list[str]()
-    with mistakes:
-        builder = _builder(project, options, AheadChecker)
-        left = builder.left_behind()
-        with mistakes:
-            builder.build()
-        named = sources.keys(builder.tree)  # without components that have wrong names
-        places = [builder.origins.where(key) for key in left if key[:-1] in named]
-    return places, [text for error in mistakes.errors for text in error.sentences]
-
-
-def _builder(project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()) -> _Builder:
-    if isinstance(project, Mapping):
-        base = sources.plain_layer("config", to_plain(project))
-    else:
-        base = sources.read_yaml(paths.find(project))
+def _builder(project: ProjectLike, options: sources.Overrides, without: Key = ()) -> _Builder:
+    base = (
+        sources.plain_layer("config", to_plain(project))
+        if isinstance(project, Mapping)
+        else sources.read_yaml(paths.find(project))
+    )
     if without:
         base = sources.without(base, without)
-    return _Builder(base, sources.read_options(options), True, checker)
+    return _Builder(base, sources.read_options(options))
 
 
 @dataclass
@@ -144,49 +126,59 @@ class _Saved(_Sections):
     datasets: dict[str, object]  # a published model has no datasets
 
 
+@dataclass
+class _Names(_Sections):
+    run: make_dataclass("_Run", [(f.name, object, None) for f in fields(RunOptions)])  # type: ignore[valid-type]
+
+
 class _Builder:
     """Puts presets and defaults under the user's layers, resolves the result and checks it."""
 
-    def __init__(
-        self, base: sources.Layer, overrides: sources.Layer, presets: bool, checker: type[Checker] = Checker
-    ) -> None:
+    def __init__(self, base: sources.Layer, overrides: sources.Layer, presets: bool = True) -> None:
         self.base, self.overrides = base, overrides
         self.presets = presets  # whether names in `base` may be presets
         self.origins = sources.Origins([base, overrides])
-        self.check = checker(self.origins.where)
+        self.check = Checker(self.origins.where)
         self.check.over_preset = self._over_preset
         trees = copy.deepcopy([base.tree, overrides.tree])
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
+        self.given = {name: self.tree[name] for name in base.tree | overrides.tree}  # sections of the user
 
-    def left_behind(self) -> list[Key]:
-        """Return the project's keys that are dropped because the overrides select other components."""
+    def check_names(self) -> None:
+        self.check.dataclass(_Names, self.given, ())
+        self._add_plugins()
+        mistakes = Mistakes()
+        for kind, key in self._components():
+            at, files = (*key, sources.name_key(key)), self._preset_files(kind, key)
+            name = sources.named(self.tree, key)
+            if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
+                with mistakes, self.check.located(at):
+                    registry.get(kind, name, files)  # raises
+        mistakes.raise_all()
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
-        return [key for key in gone if sources.names_component(self.overrides.tree, key[:-1])]
+        if left := [self.origins.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
+            note = f"note: --options name other components, which leave behind {'; '.join(left)}"
+            print(sentence(note), file=sys.stderr)
 
     def build(self) -> Config:
         """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""
+        self.check.dataclass(_Sections if self.presets else _Saved, self.given, ())
+        self._add_plugins()
         mistakes = Mistakes()
-        given = {name: self.tree[name] for name in self.base.tree | self.overrides.tree}
-        with mistakes:
-            self.check.dataclass(_Sections if self.presets else _Saved, given, ())
-        known = {f.name for f in fields(_Sections)}
-        sections = {name: part for name, part in given.items() if name in known and isinstance(part, dict)}
-        self.tree = {name: part for name, part in sections.items() if all(isinstance(key, str) for key in part)}
+        for kind, key in self._components():
+            with mistakes:
+                self._complete(kind, key)
+                continue
+            reduce(getitem, key[:-1], self.tree).pop(key[-1])
         try:
-            self._add_plugins()
-            for kind, key in self._components():
-                with mistakes:
-                    self._complete(kind, key)
-                    continue
-                reduce(getitem, key[:-1], self.tree).pop(key[-1])
             tree = sources.resolve(self.tree, self.origins)
         except UserError as error:  # further errors may follow from this one
-            mistakes.errors.append(error)
+            mistakes.append(error)
             mistakes.raise_all()
             raise
         parts: dict[str, Any] = {"datasets": {}}
-        datasets = {label: dict(entry) for label, entry in tree.get("datasets", {}).items()}
+        datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
         ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
         with mistakes:
             if "model" in tree:
@@ -196,14 +188,12 @@ class _Builder:
                 parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
         with mistakes:
             adapter = tree.get("model", {}).get("adapter")
-            at = ("model", "adapter")
-            parts["adapter"] = None if adapter is None else self.check.component("adapter", adapter, at)
+            parts["adapter"] = self.check.value(Annotated[Component, "adapter"] | None, adapter, ("model", "adapter"))
         for label, entry in datasets.items():
             with mistakes:
                 parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
         with mistakes:
-            if "run" in tree:
-                parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
+            parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
         mistakes.raise_all()
         if len(datasets) > 1:
             each = [
@@ -220,13 +210,12 @@ class _Builder:
 
     def _components(self) -> list[tuple[str, Key]]:
         """Return (kind, key) of every component that may have presets."""
-        found: list[tuple[str, Key]] = [("model", ("model",))] if "model" in self.tree else []
-        found += [("dataset", ("datasets", label)) for label in self.tree.get("datasets", ())]
-        return found + [(kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items() if "run" in self.tree]
+        datasets = [("dataset", ("datasets", label)) for label in self.tree["datasets"]]
+        return [("model", ("model",)), *datasets, *((kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items())]
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
-        given = sources.resolve(self.tree, self.origins, key) if "run" in self.tree else []
+        given = sources.resolve(self.tree, self.origins, key)
         for i, folder in enumerate(self.check.value(list[bounds.FilePath], given, key)):
             with self.check.located((*key, str(i))):
                 registry.add_folder(paths.find(folder, self.base.label))
@@ -240,7 +229,7 @@ class _Builder:
             given = sources.resolve(self.tree, self.origins, key)
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
-        if not isinstance(given, dict) and kind != "model":
+        if not isinstance(given, dict):
             self.check.component(kind, given, key)  # raises with the expected types
         parent[own] = given = self.check.value(dict[str, object], given, key)
         naming = sources.name_key(key)
@@ -256,9 +245,9 @@ class _Builder:
                 self.check.unknown_key(key, others)
             self.check.name_required(kind, at, files)
         name = self.check.value(str, sources.resolve(self.tree, self.origins, at), at)
-        name, presets = self._presets(key, name, dict(files))
+        name, presets = _presets(name, dict(files), key)
         with self.check.located(at):
-            cls = self.check.options_class(kind, name, files)
+            cls = options_class(kind, registry.get(kind, name, files))
         if kind == "model":
             presets = self._model_preset(name, given)
         self.origins.layers[:0] = presets
@@ -285,19 +274,10 @@ class _Builder:
             self.check.fail(key, f"there is no configs/models/{arch}/{variant}.yaml; {hint}")
         return [sources.read_yaml(known[variant], ("model",))]
 
-    def _presets(self, key: Key, name: str, files: dict[str, Path]) -> tuple[str, list[sources.Layer]]:
-        """Return the name of the component behind `name`, and the presets that lead to it, lowest first."""
-        found: list[sources.Layer] = []
-        while file := files.pop(name, None):
-            layer = sources.read_yaml(file, key)
-            name = self.check.value(str, reduce(getitem, key, layer.tree).pop("name", name), (*key, "name"))
-            found.insert(0, layer)
-        return name, found
-
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Apply the preset of a component that is nested in other options."""
-        name, presets = self._presets((), given["name"], files := preset_files(kind))
-        cls = self.check.options_class(kind, name, files)  # an error lists presets and components
+        name, presets = _presets(given["name"], files := preset_files(kind))
+        cls = options_class(kind, registry.get(kind, name, files))  # an error lists presets and components
         layers = [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}]
         return reduce(sources.merge, layers)
 
@@ -310,14 +290,14 @@ class _Builder:
             if isinstance(inner := given.get(name), dict) and isinstance(out.get(name), dict):
                 kind, named = get_args(hint)[1:], inner.get("name", out[name].get("name"))
                 if kind and named in registry.names(kind[0]):
-                    hint = self.check.options_class(kind[0], named)
+                    hint = options_class(kind[0], registry.get(kind[0], named))
                 if isinstance(hint, type) and is_dataclass(hint):
                     out[name] = self._unpublished(hint, out[name], inner)
         return out
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
         """Return the presets that the component at `key` may name: name -> file."""
-        return preset_files(kind) if self.presets or sources.names_component(self.overrides.tree, key) else {}
+        return preset_files(kind) if self.presets or sources.named(self.overrides.tree, key) else {}
 
 
 def preset_files(kind: str) -> dict[str, Path]:
@@ -327,10 +307,17 @@ def preset_files(kind: str) -> dict[str, Path]:
 
 def preset_component(kind: str, name: str) -> str:
     """Return the name of the component behind `name`, a component or a preset."""
-    files = preset_files(kind)
+    return _presets(name, preset_files(kind))[0]
+
+
+def _presets(name: str, files: dict[str, Path], key: Key = ()) -> tuple[str, list[sources.Layer]]:
+    """Return the name of the component behind `name`, and the presets that lead to it, lowest first."""
+    found: list[sources.Layer] = []
     while file := files.pop(name, None):
-        name = sources.read_yaml(file).tree.get("name", name)
-    return name
+        layer = sources.read_yaml(file, key)
+        name = str(reduce(getitem, key, layer.tree).pop("name", name))
+        found.insert(0, layer)
+    return name, found
 
 
 def model_types(arch: str) -> dict[str, Path]:

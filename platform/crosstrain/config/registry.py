@@ -1,9 +1,8 @@
 """The registry of components: maps (kind, name) to a class or function, loaded on first use.
 
 The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
-parsed only when a kind that its text mentions is requested, and imported only when one of its components is requested.
-A broken plugin, or one with missing dependencies, therefore affects only itself, and listing the components imports
-nothing.
+imported only when one of its components is requested. A broken plugin, or one with missing dependencies, therefore
+affects only itself, and listing the components imports nothing.
 """
 
 import ast
@@ -13,7 +12,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partialmethod
 from importlib import metadata
@@ -50,9 +49,8 @@ class Entry:
 class Registry:
     """All components that YAML can name, by kind and name.
 
-    Sources, in order of precedence: the core's verbs, the built-in `plugins/`, folders and files in
-    CROSSTRAIN_PLUGINS, those given to `add_folder`, and installed packages with an entry point in the group
-    `crosstrain.plugins`.
+    Sources, in this order: the core's verbs, the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS,
+    installed packages with an entry point in the group `crosstrain.plugins`, and those given to `add_folder`.
     """
 
     def __init__(self) -> None:
@@ -60,10 +58,8 @@ class Registry:
         self._objects: dict[tuple[str, str], Any] = {}
         self.broken: dict[Path, str] = {}  # plugin files that could not be read or imported so far -> reason
         self._files: set[Path] = set()
-        self._parsed: set[str] = set()  # kinds for which all files found so far are parsed
-        self._unparsed: dict[Path, tuple[str, bytes]] = {}  # plugin files -> module name and source
         self._labels: dict[str, Path] = {}
-        self._started = self._finished = False
+        self._started = False
 
     def register(self, kind: str, name: str) -> Callable[[T], T]:
         """Register the decorated class or function. Plugin files use `register_runner("mine")` and similar methods."""
@@ -102,7 +98,7 @@ class Registry:
         unknown or registered twice, or if its module fails to import. Raises UserError with the package and the extra
         if a dependency is not installed.
         """
-        self._parse(kind)
+        self._scan_sources()
         key = (kind, name)
         owners = self._entries.get(key, [])
         if len(owners) > 1:
@@ -115,12 +111,12 @@ class Registry:
 
     def names(self, kind: str) -> list[str]:
         """Return the names of this kind, sorted, without importing anything."""
-        self._parse(kind)
+        self._scan_sources()
         return sorted({name for k, name in [*self._entries, *self._objects] if k == kind})
 
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of plugin files for this kind, sorted by name, without importing anything."""
-        self._parse(kind)
+        self._scan_sources()
         return sorted((e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name)
 
     # ---- sources
@@ -131,26 +127,24 @@ class Registry:
         `label` defaults to the name of the folder or file. Adding it again has no effect. Raises ConfigError if there
         is no such folder or .py file.
         """
-        self._scan_sources(installed=False)
+        self._scan_sources()
         self._add_folder(Path(path), label)
 
     def folders(self) -> list[tuple[str, Path]]:
         """Return (label, path) of every plugin folder or file so far, so that a new process can add them."""
-        self._scan_sources(installed=False)
+        self._scan_sources()
         return list(self._labels.items())
 
-    def _scan_sources(self, installed: bool = True) -> None:
-        if not self._started:
-            self._scan_folder(Path(__file__).parent.parent / "cli", "crosstrain.cli")
-            builtin = paths.home() / "plugins"
-            if builtin.is_dir():
-                self._add_folder(builtin, "builtin")
-            for folder in filter(None, os.environ.get(ENVIRONMENT, "").split(os.pathsep)):
-                self._add_folder(Path(folder), None, f"{ENVIRONMENT}: ")
-            self._started = True
-        if self._finished or not installed:
+    def _scan_sources(self) -> None:
+        if self._started:
             return
-        self._finished = True
+        self._scan_folder(Path(__file__).parent.parent / "cli", "crosstrain.cli")
+        builtin = paths.home() / "plugins"
+        if builtin.is_dir():
+            self._add_folder(builtin, "builtin")
+        for folder in filter(None, os.environ.get(ENVIRONMENT, "").split(os.pathsep)):
+            self._add_folder(Path(folder), None, f"{ENVIRONMENT}: ")
+        self._started = True
         for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
             spec = find_without_importing(point.module)
             if spec is None:
@@ -174,39 +168,20 @@ class Registry:
         (self._scan if is_file else self._scan_folder)(folder, f"{PACKAGE}.{label}")
 
     def _scan_folder(self, folder: Path, package: str) -> None:
-        for directory, subfolders, files in os.walk(folder):
-            subfolders[:] = sorted(d for d in subfolders if not d.startswith(".") and d != "__pycache__")
-            for file in sorted(f for f in files if f.endswith(".py") and not f.startswith(".")):
-                path = Path(directory, file)
-                inside = path.relative_to(folder).with_suffix("").parts
+        for path in sorted(folder.rglob("*.py")):
+            inside = path.relative_to(folder).with_suffix("").parts
+            if not any(part.startswith(".") or part == "__pycache__" for part in inside):
                 self._scan(path, ".".join([package, *(inside[:-1] if inside[-1] == "__init__" else inside)]))
 
     def _scan(self, file: Path, module: str) -> None:
         if file.resolve() in self._files:  # its folder lies inside one that was already scanned
             return
         self._files.add(file.resolve())
-        self._parsed.clear()
-        try:
-            self._unparsed[file] = module, file.read_bytes()
-        except OSError as error:
-            self.broken[file] = f"{type(error).__name__}: {error}"
-
-    def _parse(self, kind: str = "") -> None:
-        """Find the components in files that mention `register_<kind>`; without a kind, in all files."""
-        self._scan_sources()
-        if kind in self._parsed:
-            return
-        self._parsed.add(kind)
-        decorator = f"register_{kind}".encode()
-        for file, (module, source) in list(self._unparsed.items()):
-            if kind and decorator not in source:
-                continue
-            del self._unparsed[file]
-            entries, problem = _scan_file(file, module, source)
-            for entry in entries:
-                self._entries.setdefault((entry.kind, entry.name), []).append(entry)
-            if problem:
-                self.broken[file] = problem
+        entries, problem = _scan_file(file, module)
+        for entry in entries:
+            self._entries.setdefault((entry.kind, entry.name), []).append(entry)
+        if problem:
+            self.broken[file] = problem
 
     # ---- importing
 
@@ -228,14 +203,11 @@ class Registry:
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Find the module of a plugin folder or file. This makes the registry a finder for `sys.meta_path`."""
         root, _, label = name.partition(".")
-        if root != PACKAGE:
+        if root != PACKAGE or not label:
             return None
-        if not label:
-            return importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / PACKAGE / "__init__.py")
-        self._scan_sources(installed=False)
-        if label not in self._labels:
+        self._scan_sources()
+        if (place := self._labels.get(label)) is None:
             return None
-        place = self._labels[label]
         if (file := place if place.is_file() else place / "__init__.py").is_file():
             return importlib.util.spec_from_file_location(name, file)
         spec = ModuleSpec(name, None, is_package=True)
@@ -243,7 +215,6 @@ class Registry:
         return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
-        self._parse()  # search all files: a decorator may be misspelled
         known = sorted({*self.names(kind), *others})
         parts = [f"there is no {kind} called {name!r}"]
         if near := difflib.get_close_matches(name, known, n=3):
@@ -277,16 +248,18 @@ def find_without_importing(module: str) -> ModuleSpec | None:
     return PathFinder.find_spec(module, search if parent else None)
 
 
-def _scan_file(file: Path, module: str, source: bytes) -> tuple[list[Entry], str | None]:
+def _scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
     """Return the components that `file`, importable as `module`, registers, and a problem with it or None."""
     try:
-        tree = ast.parse(source, str(file))
+        source = file.read_bytes()
+        tree = ast.parse(source, str(file)) if b"register_" in source else ast.parse("")
     except SyntaxError as error:
         return [], f"SyntaxError: {error.msg}, line {error.lineno}"
-    except (ValueError, RecursionError) as error:  # null bytes, or nested too deeply
+    except (OSError, ValueError, RecursionError) as error:  # unreadable, null bytes, or nested too deeply
         return [], f"{type(error).__name__}: {error}".replace("\n", " ")
     entries, problem = [], None
-    for definition in _definitions(tree.body):
+    definitions = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    for definition in definitions:
         for decorator in definition.decorator_list:
             match decorator:
                 case ast.Call(
@@ -309,15 +282,5 @@ def _complaint(attribute: str, kind: str) -> str:
     return f"registry has no {attribute}" + (f"; {hint}" if hint else "")
 
 
-def _definitions(body: Iterable[ast.AST]) -> Iterator[ast.ClassDef | ast.FunctionDef]:
-    """Yield the classes and functions that importing a module defines, also under `if`, `try` and `with`."""
-    for statement in body:
-        if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
-            yield statement
-            continue
-        for field in ("body", "handlers", "orelse", "finalbody"):
-            yield from _definitions(getattr(statement, field, []))
-
-
 registry = Registry()
-sys.meta_path.insert(0, registry)  # first, so that no folder with the name of PACKAGE shadows it
+sys.meta_path.append(registry)

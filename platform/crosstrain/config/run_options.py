@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Interval, MinLen
@@ -65,7 +64,7 @@ class BadStepOptions:
 class ProfileOptions:
     """Steps to record with torch's profiler, and the level of detail."""
 
-    steps: list[int] | list[list[int]]  # [first, last], or a list of such windows, in attempted steps
+    steps: tuple[Steps, Steps]  # first and last attempted step of the window
     ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # ranks to profile
     record_shapes: bool = False  # record input shapes of operators, and list operators by shape in the table
     with_stack: bool = False  # record the source lines of calls; makes traces large and steps slow
@@ -73,27 +72,18 @@ class ProfileOptions:
     top: Annotated[int, Interval(ge=1, le=10_000)] = 30  # rows in the table of operators
 
     def __post_init__(self) -> None:
-        if not all(len(w) == 2 and 1 <= w[0] <= w[1] for w in self.windows):
-            raise OptionError("steps", "expected [first, last], such as [2, 4], or several such windows")
-        for (first, last), (start, end) in pairwise(self.windows):
-            if start <= last:
-                raise OptionError("steps", f"the windows {first} to {last} and {start} to {end} overlap")
-
-    @property
-    def windows(self) -> list[tuple[int, ...]]:
-        """The windows [(first, last), ...] in order."""
-        several = [tuple(window) for window in self.steps if isinstance(window, list)]
-        one = tuple(bound for bound in self.steps if isinstance(bound, int))
-        return sorted(several or [one])
+        first, last = self.steps
+        if last < first:
+            raise OptionError("steps", f"expected [first, last], such as [2, 4], got [{first}, {last}]")
 
     def check(self, max_iters: int, world_size: int) -> None:
         """Raise ConfigError for a window or a rank that is outside the run."""
-        for first, last in self.windows:
-            if last > max_iters:
-                steps = f"the window {first} to {last} does not end before the run, whose last step is {max_iters}"
-                raise ConfigError(f"run.profile.steps: {steps}")
-        if (last := max(self.ranks)) >= world_size:
-            raise ConfigError(f"run.profile.ranks: there is no rank {last}; the last one is {world_size - 1}")
+        first, last = self.steps
+        if last > max_iters:
+            steps = f"the window {first} to {last} does not end before the run, whose last step is {max_iters}"
+            raise ConfigError(f"run.profile.steps: {steps}")
+        if (rank := max(self.ranks)) >= world_size:
+            raise ConfigError(f"run.profile.ranks: there is no rank {rank}; the last one is {world_size - 1}")
 
 
 @dataclass

@@ -28,25 +28,22 @@ class _OutOfBounds(ConfigError):
     """A value that has the right type but is out of bounds."""
 
 
-class Mistakes:
+class Mistakes(list[UserError]):
     """A collector of UserErrors: each `with mistakes:` block stores its error, to report all at once."""
-
-    def __init__(self) -> None:
-        self.errors: list[UserError] = []
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, UserError):
-            self.errors.append(error)
+            self.append(error)
         return isinstance(error, UserError)
 
     def raise_all(self) -> None:
         """Raise the collected errors, if any: a single one unchanged, several as ConfigErrors."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            raise ConfigErrors(self.errors)
+        if len(self) == 1:
+            raise self[0]
+        if self:
+            raise ConfigErrors(self)
 
 
 @dataclass
@@ -120,10 +117,6 @@ class Checker:
         self.where = where
         self.over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given
 
-    def options_class(self, kind: str, name: str, others: Iterable[str] = ()) -> type:
-        """Return the options dataclass of a component. An error may suggest `others`, such as presets."""
-        return options_class(kind, registry.get(kind, name, others))
-
     def fail(self, key: Key, message: str) -> NoReturn:
         raise ConfigError(self.sentence(key, message))
 
@@ -149,7 +142,7 @@ class Checker:
         given = {**value, "name": self.value(str, value["name"], (*key, "name"))}
         with self.located((*key, "name")):
             value = self.over_preset(kind, given)
-            cls = self.options_class(kind, name := value["name"])
+            cls = options_class(kind, registry.get(kind, name := value["name"]))
         return Component(name, self.dataclass(cls, {k: v for k, v in value.items() if k != "name"}, key))
 
     def dataclass(self, cls: Any, value: Any, key: Key) -> Any:
@@ -249,11 +242,7 @@ class Checker:
 
     def _anything(self, value: Any, key: Key) -> Any:
         """Check that YAML can represent `value`. Infinite numbers are allowed, because some libraries use them."""
-        if isinstance(value, Mapping):
-            return self._mapping(Any, Any, value, key)
-        if isinstance(value, (list, tuple)):
-            return self._sequence(list, (Any,), value, key, list)
-        if type(value) not in (bool, int, float, str, type(None)):
+        if type(value) not in (bool, int, float, str, type(None), list, dict):
             self.fail(key, f"expected a number, text, true, false, null, a list or a mapping, got {_show(value)}")
         return self.value(Annotated[type(value), bounds.AllowInfinity()], value, key)
 
@@ -298,8 +287,7 @@ def _takes(hint: Any, value: Any) -> bool:
     """Return True if `hint` and `value` are the same kind of container."""
     origin = get_origin(hint) or hint
     if origin is Annotated:
-        inner = get_args(hint)[0]
-        return isinstance(value, Mapping) if inner is Component else _takes(inner, value)
+        return _takes(get_args(hint)[0], value)
     if isinstance(value, Mapping):
         return origin is dict or is_dataclass(origin)
     return isinstance(value, (list, tuple)) and origin in (list, tuple)

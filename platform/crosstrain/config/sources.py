@@ -1,10 +1,11 @@
 """Sources of configuration: read, merge and resolve them, and keep the origin of every key."""
 
 import copy
-import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,15 +15,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from crosstrain.config.run_options import RunOptions
 from crosstrain.config.schema import Key, nearest, to_plain
-from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
+from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, ConfigErrors, first_line, sentence
 from crosstrain.utils.files import read_regular
+from crosstrain.utils.limited_process import LimitedProcess
 
 OPTIONS = "--options"
 _MISSING = "???"  # OmegaConf's marker for a value that the user must give
 _LARGEST_FILE = 2**18  # bytes
-_MOST_INTERPOLATIONS = 1000
+_MEMORY = 2**28  # bytes for values of interpolations
 
 _RUN = {("run", name): hint for name, hint in get_type_hints(RunOptions).items()}
 # Key of a component -> key of its name in the component's mapping. A plain string instead of the mapping is the name.
@@ -85,9 +87,12 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
         raise ConfigError(f"{label}: the file is empty")
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{label}:{root.start_mark.line + 1}: expected a mapping of keys to values")
-    for name in reversed(at):
-        tree = {name: tree}
-    return Layer(label, tree, dict(_lines(root, at)))
+    return Layer(label, nested(at, tree), dict(_lines(root, at)))
+
+
+def nested(key: Sequence[str], value: Any) -> Any:
+    """Return a tree with `value` at `key`."""
+    return reduce(lambda inner, name: {name: inner}, reversed(key), value)
 
 
 # strings `a.b=value` with YAML values, or dotted key -> value
@@ -98,13 +103,13 @@ def read_options(options: Overrides) -> Layer:
     """Read overrides from the command line or from Python. If a key occurs repeatedly, its last value counts."""
     tree: dict[str, Any] = {}
     for key, value in pairs(options):
-        parsed = OmegaConf.create()
-        try:
-            OmegaConf.update(parsed, key, to_plain(value))
-            tree = merge(tree, OmegaConf.to_container(parsed), names_replace=False)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{OPTIONS}: {key}: {first_line(error)}") from error
+        tree = merge(tree, nested(_parts(key) or [key], to_plain(value)), names_replace=False)
     return plain_layer(OPTIONS, tree)
+
+
+def _parts(key: str) -> list[str]:
+    """Return the names in a key such as `a.b[0].c`."""
+    return re.findall(r"[^.\[\]]+", key)
 
 
 def pairs(options: Overrides) -> list[tuple[str, Any]]:
@@ -172,67 +177,34 @@ def escape(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def names_component(tree: Any, key: Key) -> bool:
-    """Return True if `tree` itself names the component at `key`."""
+def named(tree: Any, key: Key) -> Any:
+    """Return the name that `tree` itself gives to the component at `key`; None if it gives none."""
     value = _value(tree, key)
-    return isinstance(value, str) or (isinstance(value, dict) and name_key(key) in value)
+    return value.get(name_key(key)) if isinstance(value, dict) else value
 
 
 def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
-    """Return the value at `key`, by default the whole tree, with every ${interpolation} replaced by its value."""
+    """Return the value at `key`, by default the whole tree, with every ${interpolation} replaced by its value.
+
+    Interpolations of interpolations can stand for endless text, so a process with limits resolves them.
+    """
     value = _value(tree, key)
     if not re.search(r"\$\{|\?\?\?", str(value)):
         return value  # fast path: OmegaConf would copy the whole tree
+    what = f"{origins.layers[0].label}: resolving its interpolations"
+    with closing(LimitedProcess(_resolve, what, memory=_MEMORY, seconds=5.0, advice="use fewer")) as process:
+        return process((tree, origins, key))
+
+
+def _resolve(given: tuple[dict[str, Any], Origins, Key]) -> Any:
+    tree, origins, key = given
     try:
-        _refuse_growth(tree, origins)
         node: Any = OmegaConf.create(tree)
         for name in key:
             node = node[name]
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise _unresolved(error, origins, tree, key) from error
-
-
-def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
-    """Raise ConfigError if resolving nested interpolations would exceed the limit on values."""
-    values = dict(_walk(tree))
-    uses = sum(value.count("${") for value in values.values() if isinstance(value, str))
-    if uses > _MOST_INTERPOLATIONS:
-        raise ConfigError(f"{origins.layers[0].label}: more than {_MOST_INTERPOLATIONS:,} interpolations")
-    by_name, sizes = {".".join(key): key for key in values}, dict[Key, int]()
-
-    def size(key: Key) -> int:
-        if key not in sizes:
-            sizes[key] = 0  # OmegaConf reports cycles
-            value = values[key]
-            if isinstance(value, str):
-                size_ = 1 + len(value) // 100
-                for name in _references(value, key):
-                    matching = fnmatch.filter(by_name, name) if "*" in name else [name] if name in by_name else []
-                    size_ += max((size(by_name[found]) for found in matching), default=0)
-            else:
-                names = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-                size_ = 1 + sum(size((*key, str(name))) for name in names)
-            sizes[key] = size_
-            if size_ > 2 * LARGEST_TREE:
-                raise ConfigError(f"{origins.where(key)}: its interpolations stand for too much")
-        return sizes[key]
-
-    try:
-        for key in values if uses else ():
-            size(key)
-    except RecursionError as error:
-        raise ConfigError(f"{origins.layers[0].label}: its interpolations refer to each other too deep") from error
-
-
-def _references(text: str, key: Key) -> Iterator[str]:
-    """Yield the names of keys that the text at `key` interpolates, with * in place of nested interpolations."""
-    while found := re.search(r"\$\{([^${}]*)\}", text):
-        text = f"{text[: found.start()]}*{text[found.end() :]}"
-        for name in re.split("[:,]", found[1]):
-            name = re.sub(r"\[([^]]*)\]", r".\1", name.strip())
-            up = len(name) - len(name.lstrip("."))
-            yield ".".join((*key[:-up], name[up:])) if up else name
 
 
 def keys(tree: Any) -> set[Key]:
@@ -248,7 +220,7 @@ def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str, Any], at: Key) -> ConfigError:
-    key = tuple(re.findall(r"[^.\[\]]+", str(error.full_key or "")))
+    key = tuple(_parts(str(error.full_key or "")))
     reason = first_line(error)
     if "Missing mandatory value" in reason:
         reason = "required, but still ???; give it a value, or null where the option has a default of null"

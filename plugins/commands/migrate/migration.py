@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,11 +15,11 @@ import yaml
 
 from crosstrain import ConfigError, RunOptions, require
 from crosstrain.config import sources
-from crosstrain.config.ahead import AheadChecker, apart
 from crosstrain.config.load import preset_component
 from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE
 from crosstrain.config.schema import Checker, Key, nearest
 from crosstrain.config.yaml_text import parse
+from crosstrain.utils import paths
 from crosstrain.utils.errors import explained, printable
 
 from .foreign_files import UNKNOWN, read_foreign
@@ -223,19 +223,20 @@ class _Migration:
         """Put a value under a key of the project, or into a note if its runner has no such option."""
         given = self._project["run"].get("runner", DEFAULT_RUNNER)
         runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
-        if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *(apart(partial(_names, runner)) or parts)]:
+        if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *_options_of(runner)]:
             self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
         else:
             if key[-1].lower() not in self._origin.answers:
                 self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; look at it"))
-            carried = _without_gaps(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), self.notes)
+            carried = _without_gaps(sources.nested(parts, value), (), self.notes)
             self._project = sources.merge(carried, self._project, names_replace=False)
 
 
-def _names(runner: str) -> list[str]:
-    """Return the names of a runner's options."""
-    cls = AheadChecker(".".join).options_class("runner", preset_component("runner", runner))
-    return [f.name for f in fields(cls)]
+@cache
+def _options_of(runner: str) -> list[str]:
+    """Return the names of the options of a built-in runner or preset, without importing it."""
+    schema = json.loads((paths.home() / "projects" / "crosstrain.schema.json").read_text(encoding="utf-8"))
+    return list(schema["definitions"][f"runner.{preset_component('runner', runner)}"]["properties"])
 
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
