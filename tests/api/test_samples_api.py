@@ -20,7 +20,6 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.data.loader import training_steps
 from crosstrain.data.splits import open_split
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.utils.drawing import TILE
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
 from fixtures_vision import mixed_project, shapes, write_project
@@ -79,8 +78,6 @@ def test_conversations_show_the_answer_that_is_learned(chats: dict[str, Any], tm
         asked, answer = view.text().split("<|im_start|>assistant\n")
         assert asked.startswith("<|im_start|>user\nsay ")
         assert answer == f"«{marked(view)}»"
-        told = asked.replace("<|im_start|>", "").replace("<|im_end|>", "") + "assistant"
-        assert view.turns == [(told, False), (answer.strip("«»").removesuffix("<|im_end|>").strip(), True)]
         assert f"{tmp_path}/chats.jsonl:" in view.title
 
 
@@ -108,20 +105,16 @@ def test_a_mixture_names_the_part(workspace: Workspace) -> None:
     assert [sum(f", part {k} (text), document" in title for title in titles) for k in (0, 1)] == [10, 30]
 
 
-def test_pictures_are_drawn_with_question_and_answer(
+def test_pictures_are_as_the_vision_encoder_gets_them(
     home: Path, words: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(home)
     project = write_project(home / "project.yaml", shapes(home))
     arguments = ["samples", "--cfg-path", str(project), "--number", "0", "1", "2"]
-    assert main([*arguments, "--sheet", "sheet.png"]) == 0
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "train-000000.tar: " in out
     assert out.count("<image>") == out.count("pixel_values: float32 [1, 3, 16, 16]") == 3
-    sheet = Image.open(home / "sheet.png")
-    assert sheet.size == (6 * TILE[0], TILE[1])
-    assert sheet.getpixel((3 * TILE[0] + 60, 60)) == (255, 255, 255) != sheet.getpixel((2 * TILE[0] + 60, 60))
-
     mixed = mixed_project(home, words)
     found = sorted(len(view.pictures) for view in crosstrain.samples(mixed, numbers=range(12)))
     assert found == [0, 0, 0, 0, 1, 1, 1, 1, 3, 3, 3, 3]
@@ -135,9 +128,6 @@ def test_pictures_are_drawn_with_question_and_answer(
     Image.new("RGB", (9, 9), (250, 240, 10)).save(home / "0.png")  # nothing is stretched: it has its own colour
     view = next(v for v in crosstrain.samples(mixed, numbers=range(12), options=eyes) if len(v.pictures) == 1)
     assert view.pictures[0].getcolors() == [(256, (250, 240, 10))]
-    only_text = next(n for n in range(12) if not crosstrain.samples(mixed, numbers=[n])[0].pictures)
-    assert main(["samples", "--cfg-path", str(mixed), "--number", str(only_text), "--sheet", "no.png"]) == 1
-    assert "no picture" in capsys.readouterr().err
 
 
 def test_data_that_are_no_tokens_are_shown_as_arrays(workspace: Workspace) -> None:

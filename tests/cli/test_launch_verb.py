@@ -1,4 +1,4 @@
-"""Manifests of `crosstrain launch`: those that are shipped, flags, submission, and a JobSet's restart."""
+"""Manifests of `crosstrain launch`: those that are shipped, flags, and a JobSet's restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -186,27 +185,6 @@ def test_a_project_on_cpus_asks_for_no_gpu_and_its_text_survives(workspace: Work
     assert container["resources"]["limits"].keys() == {"memory"}
     compiled = said("--to", "ray", "--cfg-path", str(workspace.project))
     assert str(workspace.project) in {n.value for n in ast.walk(ast.parse(compiled)) if isinstance(n, ast.Constant)}
-
-
-def test_submission_names_the_program_that_is_missing_and_keeps_an_edited_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("--to", "slurm", "--submit", "--nodes", "2", "--cfg-path", "projects/gpt2_345m_8gpu.yaml")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    assert "sbatch is not installed here" in said(*words, code=1)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setenv("PATH", str(tmp_path))
-    program = tmp_path / "sbatch"  # another program of that name
-    program.write_text(f"#!{shutil.which('sh', path=ENVIRONMENT['PATH'])}\nexit 7\n")
-    program.chmod(0o755)
-    said(*words, code=7)
-    submitted = tmp_path / "gpt2_345m_8gpu.slurm.sh"
-    assert submitted.read_text().startswith("#!/bin/bash")
-    said(*words, code=7)
-    submitted.write_text("edited")
-    assert "is there with another content" in said(*words, code=1)
-    assert submitted.read_text() == "edited"
 
 
 @pytest.mark.slow

@@ -4,11 +4,8 @@ import argparse
 import sys
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_config, new_file, positive
-from crosstrain.utils.drawing import contact_sheet
+from crosstrain.cli.flags import add_config, positive
 from crosstrain.utils.errors import printable
-
-_ASKED = 40  # characters shown below a picture from the end of a text that is not trained on: the question
 
 
 @registry.register_command("samples")
@@ -32,10 +29,9 @@ class SamplesCommand(Command):
             "--rank", type=int, default=0, metavar="R", help="of --step: data-parallel rank (default: 0)"
         )
         parser.add_argument("--ids", action="store_true", help="show tokens as ids, not as text")
-        parser.add_argument("--sheet", type=new_file, metavar="FILE", help="draw the pictures in the samples")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the samples, and draw their pictures; return the exit code."""
+        """Print the samples; return the exit code."""
         from .samples import samples
 
         a = arguments
@@ -52,15 +48,4 @@ class SamplesCommand(Command):
         )
         for view in found:
             print(f"{printable(view.title)}\n{view.text(ids=a.ids, colour=sys.stdout.isatty())}\n")
-        if a.sheet:
-            tiles = []
-            for view in found:
-                said = [
-                    (text, "darkgreen") if learned else (text[-_ASKED:], "black") for text, learned in view.turns[:4]
-                ]
-                tiles += [(picture, [(view.title, "grey"), *said]) for picture in view.pictures]
-            if not tiles:
-                raise UserError("--sheet: there is no picture in these samples")
-            contact_sheet(tiles, a.sheet)
-            print(f"{a.sheet}: {len(tiles)} pictures")
         return 0

@@ -64,16 +64,6 @@ class SampleView:
             made.append(image.fromarray(grey.astype(np.uint8).transpose(1, 2, 0)))
         return made
 
-    @property
-    def turns(self) -> list[tuple[str, bool]]:
-        """Stretches of text, each with True if it is trained on; special tokens and placeholders are left out."""
-        said = []
-        for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
-            ids = [token for token, _, _ in group if token != IMAGE_ID]
-            text = self.tokenizer.decode(ids, words=True) if self.tokenizer else " ".join(map(str, ids))
-            said.append((text.strip(), trained))
-        return [(text, trained) for text, trained in said if text]
-
     def __repr__(self) -> str:
         return f"{printable(self.title)}\n{self.text()}"
 
