@@ -25,8 +25,6 @@ _GIVEN = (
     "env",
     "secret",
     "node_selector",
-    "pod",
-    "sbatch",
 )
 
 
@@ -55,13 +53,6 @@ class LaunchCommand(Command):
         for flag, name, metavar, meaning in (
             ("--env", r"[A-Za-z_]\w*", "NAME=VALUE", "variables of the environment, such as NCCL_SOCKET_IFNAME=eth0"),
             ("--node-selector", r"[\w./-]+", "LABEL=VALUE", "Kubernetes' labels of machines to run on"),
-            (
-                "--pod",
-                r"[a-zA-Z]+",
-                "FIELD=YAML",
-                "fields of Kubernetes' pods, such as tolerations='[{operator: Exists}]'",
-            ),
-            ("--sbatch", r"[a-z][\w-]*", "FLAG=VALUE", "flags of sbatch, such as qos=high"),
         ):
             group.add_argument(
                 flag, type=partial(_pair, name), nargs="+", action="extend", metavar=metavar, help=meaning

@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_config, positive
+from crosstrain import Command, registry
+from crosstrain.cli.flags import add_config
 from crosstrain.utils.errors import printable
 
 
@@ -24,10 +24,6 @@ class SamplesCommand(Command):
             metavar="N",
             help="in the order of training, of val and test in file order (default: 0)",
         )
-        parser.add_argument("--step", type=positive, metavar="N", help="instead: all that a rank is given at this step")
-        parser.add_argument(
-            "--rank", type=int, default=0, metavar="R", help="of --step: data-parallel rank (default: 0)"
-        )
         parser.add_argument("--ids", action="store_true", help="show tokens as ids, not as text")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -35,17 +31,7 @@ class SamplesCommand(Command):
         from .samples import samples
 
         a = arguments
-        if a.number and a.step:
-            raise UserError("--number, --step: give one of them")
-        found = samples(
-            a.cfg_path,
-            a.split,
-            a.number or [0],
-            a.options,
-            step=a.step,
-            rank=a.rank,
-            nproc_per_node=a.nproc_per_node or 1,
-        )
+        found = samples(a.cfg_path, a.split, a.number or [0], a.options)
         for view in found:
             print(f"{printable(view.title)}\n{view.text(ids=a.ids, colour=sys.stdout.isatty())}\n")
         return 0
