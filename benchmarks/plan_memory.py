@@ -91,7 +91,7 @@ def project_of(folder: Path, c: dict[str, Any]) -> Path:
 def predict(project: Path, ranks: int) -> tuple[int, dict[str, int]]:
     """Bytes of the fullest rank, and its parts, as `plan` says, in a process of its own."""
     out = project.parent / "plan.json"
-    command = ["train.py", "--dry-run", "--no-presets", "--cfg-path", str(project), "--world-size", str(ranks)]
+    command = ["-m", "crosstrain", "plan", "--no-presets", "--cfg-path", str(project), "--world-size", str(ranks)]
     subprocess.run([sys.executable, *command, "--output", str(out)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     memory = json.loads(out.read_text())["memory"]
     return memory["device_total"] + sum(memory["host"].values()), memory["device"] | memory["host"]

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
         FileReader,
         split_file,
     )
-    from crosstrain_plugins.builtin.commands.samples.contact_sheet import contact_sheet
     from crosstrain_plugins.builtin.commands.samples.sample_view import SampleView
     from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE, IMAGE_ID, SHARED, Style
     from crosstrain_plugins.builtin.datasets.vision.image import ImageTooLarge, open_image, open_image_file

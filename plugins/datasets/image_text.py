@@ -41,7 +41,7 @@ class ImageText(ImageDataset):
 
         elsewhere: ClassVar = {
             "streaming": "none: shards are read by index, and remote ones are copied into `cache` once",
-            "prepare": "none: the dataset `instructions` reads a folder and JSON; webdataset's ShardWriter makes shards",
+            "prepare": "none: the dataset `instructions` reads a folder and JSON, webdataset's ShardWriter packs it",
         }
         former: ClassVar = {"streaming": False, "samples": None, "shuffle_buffer": 1000, "prepare": None}
 

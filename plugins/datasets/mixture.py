@@ -160,10 +160,6 @@ class Mixture(VqaDataset):
         part, inner = self._place(index)
         return f"{part.address}, {part.location(inner)}".rstrip(", ")
 
-    def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
-        part, inner = self._place(index)
-        return part.normalization(inner)
-
     def evaluation_index(self, place: int) -> int:
         k, n = self.order.place(place) if self.places is None else self._at(int(self.places[place]))
         return self.starts[k] + self.parts[k].evaluation_index(n % len(self.parts[k]))

@@ -14,7 +14,7 @@ _REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
 class _OfPairs(Objective):
-    """Base class of objectives on pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
+    """Base class of objectives on pairs of rows: rows 2 i are chosen answers, rows 2 i + 1 rejected ones, or others."""
 
     fields = ("preferred", "reference")
     row_layout = unit = "pairs"
@@ -77,7 +77,7 @@ class ORPO(_OfPairs):
 
 
 @registry.register_objective("kto")
-class KTO(Objective):
+class KTO(_OfPairs):
     """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), on answers labelled good or bad.
 
     Rows 2 i are answers. Rows 2 i + 1 are answers to other prompts; they give one estimate per micro batch of the
@@ -93,13 +93,8 @@ class KTO(Objective):
         undesirable_weight: PositiveFloat = 1.0  # loss weight of bad answers
 
     options: Options
-    fields = ("preferred", "reference")
-    row_layout = "single answers"
-    unit = "answers"
+    row_layout, unit = "single answers", "answers"
     needs_reference = "rows"
-
-    def units(self, batch: Batch) -> int:
-        return len(batch["labels"]) // 2
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         options = self.options

@@ -33,8 +33,8 @@ class Muon(MatrixOptimizer):
         ns_steps: Annotated[int, Interval(ge=1, lt=100)] = 5  # Newton-Schulz iterations
         ns_dtype: Literal["bf16", "fp32"] = "bf16"  # dtype of these iterations
         # factor on the learning rate of a matrix [m, n]; match_rms_adamw: 0.2 sqrt(max(m, n)), for a rate tuned for
-        # AdamW; original: sqrt(max(1, m / n)); spectral_unclamped: sqrt(m / n)
-        adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
+        # AdamW; original: sqrt(max(1, m / n))
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
         adamw_lr_scale: PositiveFloat = 1.0  # factor on the learning rate of AdamW's parameters
         adamw: AdamW.Options = field(default_factory=AdamW.Options)  # AdamW for embeddings, heads, norms and biases
 
@@ -64,11 +64,6 @@ class Muon(MatrixOptimizer):
 
     def apply(self, weight: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, ...]) -> None:
         rows, columns = shape[-2:]
-        match self.options.adjust_lr_fn:
-            case "match_rms_adamw":
-                factor = 0.2 * math.sqrt(max(rows, columns))
-            case "original":
-                factor = math.sqrt(max(1, rows / columns))
-            case _:
-                factor = math.sqrt(rows / columns)
+        matches_adamw = self.options.adjust_lr_fn == "match_rms_adamw"
+        factor = 0.2 * math.sqrt(max(rows, columns)) if matches_adamw else math.sqrt(max(1, rows / columns))
         weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * factor)

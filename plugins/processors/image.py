@@ -26,8 +26,6 @@ class _Transform:
             config = resolve_data_config(pretrained_cfg=_published(encoder))
             given = {k: config[k] for k in ("input_size", "mean", "std", "interpolation", "crop_pct")} | given
         self.transform = create_transform(**given)
-        last = self.transform.transforms[-1]
-        self.normalization = last.mean.tolist(), last.std.tolist()
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
         """Return a PIL image as fp32 [3, height, width], normalized by mean and standard deviation."""

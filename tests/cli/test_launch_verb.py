@@ -1,4 +1,4 @@
-"""Manifests of `crosstrain launch`: those that are shipped, flags, submission, and a JobSet's restart."""
+"""Manifests of `crosstrain launch`: those that are shipped, flags, and a JobSet's restart."""
 
 from __future__ import annotations
 
@@ -103,12 +103,8 @@ def test_flags_are_in_the_manifest_or_refused() -> None:
     assert "#SBATCH --partition=gpu" in text
     assert "#SBATCH --account=lab" in text
     assert "#SBATCH --time=2:00:00" in text
-    text = said("--to", "slurm", "--sbatch", "qos=high", "gres=gpu:h100:8", *TINY)
-    assert "\n#SBATCH --qos=high\n#SBATCH --gres=gpu:h100:8\n" in text
     assert "#SBATCH --gpus-per-node=h100:8\n" in said("--to", "slurm", "--gpu", "h100", *TINY)
     assert "#SBATCH --gpus-per-node=4\n" in said("--to", "slurm", "--nproc-per-node", "4", *TINY)
-    refused = said("--to", "slurm", "--sbatch", "time=9", *TINY, code=1)
-    assert refused == "error: --sbatch time: the manifest has one of its own; give --time\n"
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60).returncode == 0
     refused = said("--to", "slurm", "--spot", *TINY, code=1)
     assert refused == "error: --spot: --to slurm has no use for it; leave it out\n"
@@ -122,7 +118,6 @@ ENV = ("--env", "NCCL_DEBUG=INFO", """WORDS=it's "two" $words""")
 @pytest.mark.parametrize("to", ["job", "jobset", "trainjob", "pytorchjob"])
 def test_pods_have_the_environment_and_machines_that_are_given(to: str) -> None:
     flags = ("--secret", "keys", "--node-selector", "gpu=h100", "example.org/pool=true")
-    flags += ("--pod", "priorityClassName=high", "tolerations=[{key: gpu, operator: Exists}]", "hostNetwork=true")
     text = said("--to", to, *ENV, *flags, *TINY)
 
     def found(tree: Any, key: str) -> Iterator[Any]:
@@ -134,13 +129,6 @@ def test_pods_have_the_environment_and_machines_that_are_given(to: str) -> None:
     assert next(found(tree, "nodeSelector")) == {"gpu": "h100", "example.org/pool": "true"}
     assert next(found(tree, "envFrom")) == [{"secretRef": {"name": "keys"}}]
     assert {e["name"]: e["value"] for e in next(found(tree, "env"))} == dict(e.split("=") for e in ENV[1:])
-    assert next(found(tree, "tolerations")) == [{"key": "gpu", "operator": "Exists"}]
-    assert (next(found(tree, "priorityClassName")), next(found(tree, "hostNetwork"))) == ("high", True)
-
-
-@pytest.mark.parametrize(("field", "problem"), [("volumes=[]", "has one of its own"), ("affinity=[", "not valid YAML")])
-def test_fields_of_pods_that_cannot_be_given_are_refused(field: str, problem: str) -> None:
-    assert problem in said("--to", "job", "--pod", field, *TINY, code=1)
 
 
 def test_other_targets_have_the_environment_that_is_given(tmp_path: Path) -> None:
@@ -186,27 +174,6 @@ def test_a_project_on_cpus_asks_for_no_gpu_and_its_text_survives(workspace: Work
     assert container["resources"]["limits"].keys() == {"memory"}
     compiled = said("--to", "ray", "--cfg-path", str(workspace.project))
     assert str(workspace.project) in {n.value for n in ast.walk(ast.parse(compiled)) if isinstance(n, ast.Constant)}
-
-
-def test_submission_names_the_program_that_is_missing_and_keeps_an_edited_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("--to", "slurm", "--submit", "--nodes", "2", "--cfg-path", "projects/gpt2_345m_8gpu.yaml")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    assert "sbatch is not installed here" in said(*words, code=1)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setenv("PATH", str(tmp_path))
-    program = tmp_path / "sbatch"  # another program of that name
-    program.write_text(f"#!{shutil.which('sh', path=ENVIRONMENT['PATH'])}\nexit 7\n")
-    program.chmod(0o755)
-    said(*words, code=7)
-    submitted = tmp_path / "gpt2_345m_8gpu.slurm.sh"
-    assert submitted.read_text().startswith("#!/bin/bash")
-    said(*words, code=7)
-    submitted.write_text("edited")
-    assert "is there with another content" in said(*words, code=1)
-    assert submitted.read_text() == "edited"
 
 
 @pytest.mark.slow

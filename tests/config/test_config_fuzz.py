@@ -115,7 +115,7 @@ for line in sys.stdin:
         os.dup2(out, 1), os.dup2(out, 2)
         import signal; signal.alarm(60)
         try:
-            code = main(["train", "--dry-run", "--no-presets", "--cfg-path", line.strip()])
+            code = main(["train", "--dry-run", "--cfg-path", line.strip()])
         except BaseException:
             import traceback; traceback.print_exc(); code = 99
         sys.stdout.flush(); sys.stderr.flush()

@@ -708,7 +708,7 @@ def test_a_project_whose_paths_exist_passes_a_dry_run(
     small = {"output_dir": str(tmp_path / "out"), "num_workers": 0, "trackers": []}
     tree |= {"datasets": {label: entry}, "run": tree["run"] | small}
     project.write_text(yaml.safe_dump(tree))
-    assert main(["train", "--cfg-path", str(project), "--dry-run", "--world-size", str(ranks), "--no-presets"]) == 0
+    assert main(["train", "--cfg-path", str(project), "--dry-run", "--world-size", str(ranks)]) == 0
 
 
 def test_of_two_lengths_of_a_warmup_one_is_carried_over(tmp_path: Path) -> None:

@@ -441,7 +441,7 @@ def test_small_versions_pass_a_dry_run_and_train(tmp_path: Path, workspace: Work
         tree["run"].pop(key, None)
     tree["model"]["n_positions"] = max(tree["model"]["n_positions"], data.get("seq_length", 16))
     (project := tmp_path / "p.yaml").write_text(yaml.safe_dump(tree))
-    assert main(["train", "--cfg-path", str(project), "--dry-run", "--world-size", str(ranks), "--no-presets"]) == 0
+    assert main(["train", "--cfg-path", str(project), "--dry-run", "--world-size", str(ranks)]) == 0
     short = ["run.max_iters=2", "run.warmup_fraction=null", "run.warmup_steps=1", "run.lr_decay_iters=null"]
     command = [sys.executable, str(ROOT / "train.py"), "--cfg-path", str(project), "--nproc-per-node", str(ranks)]
     done = subprocess.run(

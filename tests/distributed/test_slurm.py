@@ -1,4 +1,4 @@
-"""The batch file, as shipped and as `launch --submit` hands it over, on a real SLURM of one machine.
+"""The batch file, as shipped and as `launch` prints it, on a real SLURM of one machine.
 
 SLURM is Debian's packages, with all that they keep in a temporary folder.
 """
@@ -150,9 +150,9 @@ def test_a_preempted_job_saves_queues_again_and_goes_on(
     assert_same_weights(run.checkpoint(STEPS), undisturbed.checkpoint(STEPS))
 
 
-def test_the_launch_verb_submits(cluster: Cluster, shared_workspace: Workspace) -> None:
+def test_what_the_launch_verb_prints_trains(cluster: Cluster, shared_workspace: Workspace) -> None:
     folder = shared_workspace.path
-    words = ("--to", "slurm", "--submit", "--name", "submitted", "--cfg-path", str(shared_workspace.project))
+    words = ("--to", "slurm", "--name", "submitted", "--cfg-path", str(shared_workspace.project))
     made = subprocess.run(
         [sys.executable, "-m", "crosstrain", "launch", *words, "--options", *OPTIONS, "run.output_dir=submitted"],
         cwd=folder,
@@ -162,7 +162,8 @@ def test_the_launch_verb_submits(cluster: Cluster, shared_workspace: Workspace) 
         timeout=120,
     )
     assert made.returncode == 0, made.stderr
-    job = made.stdout.split()[-1]
+    (folder / "submitted.sh").write_text(made.stdout)
+    job = cluster.run("sbatch", "--parsable", f"--chdir={folder}", str(folder / "submitted.sh")).strip()
     wait(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
     log = (folder / f"submitted-{job}.log").read_text()
     assert cluster.state(job) == "COMPLETED", log

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crosstrain_plugins.builtin.commands.samples.contact_sheet import TILE
 from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
+from crosstrain_plugins.builtin.evaluations.answers.contact_sheet import TILE
 from crosstrain_plugins.builtin.evaluations.answers.vqa import (
     Answer,
     answer_questions,

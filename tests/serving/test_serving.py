@@ -60,20 +60,6 @@ def test_completions_are_what_the_model_generates(server: Server, reference: Run
     assert drawn.choices[0].text == expected
 
 
-def test_megatron_s_client_gets_the_prompts_and_what_follows_them(server: Server) -> None:
-    client = server.client()
-    asked = {"prompts": ["ban des", "kin"], "tokens_to_generate": 12, "temperature": 0.0}
-    status, answer, _ = server.send("PUT", "/api", asked)
-    expected = [
-        client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, echo=True)
-        for prompt in asked["prompts"]
-    ]
-    assert (status, answer) == (200, {"text": [completion.choices[0].text for completion in expected]})
-    assert server.send("PUT", "/api", {"prompts": "ban"})[0] == 400
-    assert server.send("PUT", "/api", {"prompts": ["ban"], "tokens": 3})[0] == 400
-    assert server.send("POST", "/api", asked)[0] == 405
-
-
 def test_several_prompts_and_completions_are_each_what_they_are_alone(server: Server) -> None:
     client = server.client()
     asked = {"model": "tiny", "max_tokens": 12, "seed": 3}

@@ -1,4 +1,4 @@
-"""Callbacks: their moments, an average of the weights, early stopping, the best checkpoints, the noise scale."""
+"""Callbacks: their moments, an average of the weights, early stopping, the best checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,7 +20,7 @@ from conftest import ROOT, Run, Workspace
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.load import load_config
 from crosstrain.utils.errors import ConfigError
-from fixtures_ranks import make_trainer, run_ranks, train
+from fixtures_ranks import run_ranks, train
 from fixtures_server import serving
 
 PLUGINS = ROOT / "tests" / "third_party"
@@ -154,29 +153,6 @@ def test_a_run_that_ends_between_logged_steps_logs_its_last_one(workspace: Works
     assert {"loss", "diary/pages"} <= row.keys()
 
 
-def _noise(path: str, options: tuple[str, ...]) -> tuple[list[np.ndarray], list[float | None], int]:
-    trainer = make_trainer(path, options)
-    trainer.fit()
-    diary = trainer.hooks.callbacks["diary"]
-    found = [row.get("noise_scale") for row in Run(trainer.folder.path).rows[1:]]
-    trainer.runner.close()
-    return [g.numpy() / trainer.runner.gradient_scale for g in diary.gradients], found, trainer.plan.global_batch
-
-
-def test_the_noise_scale_is_that_of_the_paper(workspace: Workspace) -> None:
-    noise = {"name": "gradient_noise_scale", "smoothing": 0.0}
-    path = project(workspace, noise, {"name": "diary", "notes_gradients": True}, max_iters=3, log_interval=1)
-    ((gradients, found, small),) = run_ranks(1, _noise, str(path), (f"run.output_dir={workspace.path}/out",))
-    for first, second, value in zip(gradients[:-1], gradients[1:], found, strict=True):
-        # McCandlish et al., 2018, equations A.2 and A.3, with batches B and 2 B.
-        of_small, of_big = (first @ first + second @ second) / 2, np.square((first + second) / 2).sum()
-        square = (2 * small * of_big - small * of_small) / small
-        trace = (of_small - of_big) / (1 / small - 1 / (2 * small))
-        # The rounding of fp32 gradients; an estimate of a square may be negative, and then nothing is logged.
-        assert value == (pytest.approx(trace / square, rel=1e-5) if square > 0 else None)
-    assert any(found)
-
-
 def _mistakes(path: str) -> list[tuple[int, str]]:
     here, options = Path(path).parent, []
     for number, callback in enumerate(
@@ -209,9 +185,8 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def one_process(shared_workspace: Workspace) -> Run:
-    callbacks = {"name": "ema", "decay": 0.8}, {"name": "gradient_noise_scale", "smoothing": 0.5}
     shared_workspace.config["model"]["dropout"] = 0.0
-    path = project(shared_workspace, *callbacks, max_iters=6, save_interval=3, log_interval=1, **SGD)
+    path = project(shared_workspace, {"name": "ema", "decay": 0.8}, max_iters=6, save_interval=3, log_interval=1, **SGD)
     return train(path, "one")
 
 
@@ -231,9 +206,7 @@ def _loss(checkpoint: str, options: tuple[str, ...]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_the_average_and_the_noise_are_those_of_one_process(
-    shared_workspace: Workspace, one_process: Run, name: str
-) -> None:
+def test_the_average_is_that_of_one_process(shared_workspace: Workspace, one_process: Run, name: str) -> None:
     runner, size = name.split("@")
     run = train(shared_workspace.project, name, f"run.runner={runner}", size=int(size))
     moved = shared_workspace.path / f"{name}_resumed"
@@ -245,9 +218,6 @@ def test_the_average_and_the_noise_are_those_of_one_process(
         for key, value in expected.items():
             assert (found[key] - value).norm() <= TOLERANCE * value.norm(), key
             assert (found[key] - trained[key]).norm() > 10 * (found[key] - value).norm(), key  # no copy of the weights
-    scales = [[row.get("noise_scale") for row in each.rows] for each in (run, one_process)]
-    for here, there in zip(*scales, strict=True):  # a quotient of differences
-        assert here == (None if there is None else pytest.approx(there, rel=1e-3))
     loss = run_ranks(1, _loss, str(one_process.checkpoint(6)), ())[0]
     for rank_loss in run_ranks(int(size), _loss, str(run.checkpoint(6)), (f"run.runner={runner}",)):
         assert rank_loss == pytest.approx(loss, rel=TOLERANCE)

@@ -154,10 +154,6 @@ class Dataset(ABC):
         """Return a readable location of sample `index`, such as a file and line. It is empty by default."""
         return ""
 
-    def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Return the mean and standard deviation per channel that normalize a sample's pixels; None if unknown."""
-        return None
-
     def shorten(self, batch: Batch, length: int) -> Batch:
         """Return the first `length` tokens of every sample of a batch. Raises UserError by default."""
         raise UserError(f"samples of {type(self).__name__} cannot be shortened, as run.curriculum asks: leave it out")

@@ -1,20 +1,16 @@
-"""`crosstrain launch`: print or submit the manifest that starts a project on a cluster."""
+"""`crosstrain launch`: print the manifest that starts a project on a cluster."""
 
 import argparse
 import re
 import shlex
-import shutil
-import subprocess
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from crosstrain import Command, UserError, registry
+from crosstrain import Command, registry
 from crosstrain.cli.flags import add_config, positive
 from crosstrain.utils import paths
-from crosstrain.utils.errors import os_errors_as
 
 _GIVEN = (
     "name",
@@ -29,26 +25,21 @@ _GIVEN = (
     "env",
     "secret",
     "node_selector",
-    "pod",
-    "sbatch",
 )
 
 
 @registry.register_command("launch")
 class LaunchCommand(Command):
-    """Print or submit a cluster manifest: Kubernetes, SLURM, SkyPilot, Ray."""
+    """Print a cluster manifest: Kubernetes, SLURM, SkyPilot, Ray."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         targets = _known()["targets"]
-        parser.epilog = "targets: " + "; ".join(f"{name}: {target['summary']}" for name, target in targets.items())
+        parser.epilog = "targets: " + "; ".join(f"{name}: {summary}" for name, summary in targets.items())
         parser.add_argument(
             "--to", required=True, choices=targets, metavar="TARGET", help=f"one of {', '.join(targets)}"
         )
         add_config(parser, required=True)
         parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines (default: 1)")
-        parser.add_argument(
-            "--submit", action="store_true", help="hand it to the cluster's own program, not to the screen"
-        )
         group = parser.add_argument_group("for the targets that use them")
         group.add_argument("--name", help="of the job (default: the project file's)")
         group.add_argument("--image", help="the container's (default: crosstrain)")
@@ -62,13 +53,6 @@ class LaunchCommand(Command):
         for flag, name, metavar, meaning in (
             ("--env", r"[A-Za-z_]\w*", "NAME=VALUE", "variables of the environment, such as NCCL_SOCKET_IFNAME=eth0"),
             ("--node-selector", r"[\w./-]+", "LABEL=VALUE", "Kubernetes' labels of machines to run on"),
-            (
-                "--pod",
-                r"[a-zA-Z]+",
-                "FIELD=YAML",
-                "fields of Kubernetes' pods, such as tolerations='[{operator: Exists}]'",
-            ),
-            ("--sbatch", r"[a-z][\w-]*", "FLAG=VALUE", "flags of sbatch, such as qos=high"),
         ):
             group.add_argument(
                 flag, type=partial(_pair, name), nargs="+", action="extend", metavar=metavar, help=meaning
@@ -76,29 +60,15 @@ class LaunchCommand(Command):
         group.add_argument("--secret", metavar="NAME", help="secret of Kubernetes whose entries are variables")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the manifest, or submit it and return the exit code of the submitting program."""
+        """Print the manifest; return the exit code."""
         from .manifest import manifest
 
         a, known = arguments, _known()
-        made_by = shlex.join(["crosstrain", *(word for word in a.words if word != "--submit")])
+        made_by = shlex.join(["crosstrain", *a.words])
         given = {flag: dict(value) if isinstance(value := getattr(a, flag), list) else value for flag in _GIVEN}
         text = manifest(a.cfg_path, a.options, a.to, a.nodes, a.nproc_per_node, known["gpus"], made_by, **given)
-        if not a.submit:
-            print(text, end="")
-            return 0
-        target = known["targets"][a.to]
-        file = Path(f"{a.name or Path(a.cfg_path).stem}.{target['file']}")
-        words = shlex.split(target["submit"].format(file=file))
-        if shutil.which(words[0]) is None:
-            raise UserError(f"--submit: {words[0]} is not installed here; without --submit the manifest is printed")
-        with os_errors_as(UserError, f"{file} cannot be written"):
-            if file.exists() and file.read_text(encoding="utf-8") != text:
-                raise UserError(
-                    f"{file} is there with another content, such as an edited one: remove it, or give --name"
-                )
-            file.write_text(text, encoding="utf-8")
-        print(f"wrote {file}; {shlex.join(words)}", flush=True)
-        return subprocess.run(words, check=False).returncode
+        print(text, end="")
+        return 0
 
 
 def _pair(name: str, word: str) -> tuple[str, str]:
@@ -109,5 +79,5 @@ def _pair(name: str, word: str) -> tuple[str, str]:
 
 
 def _known() -> dict[str, Any]:
-    """Read configs/launch/targets.yaml: the `targets` by name, and the memory of the `gpus` by name."""
+    """Read configs/launch/targets.yaml: descriptions of the `targets` by name, memory of the `gpus` by name."""
     return yaml.safe_load((paths.home() / "configs" / "launch" / "targets.yaml").read_text(encoding="utf-8"))

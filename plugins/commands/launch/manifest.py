@@ -6,7 +6,6 @@ import shlex
 from typing import Any
 
 from crosstrain import UserError, load_config, require
-from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils import paths
 from crosstrain.utils.storage import is_url
 
@@ -29,11 +28,10 @@ def manifest(
     """Return the manifest that starts a project on `nodes` machines of the target `to`.
 
     gpus: name -> GiB of device memory. made_by: the command, shown in the manifest. given: values of the flags `name`,
-    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and the mappings `env`,
-    `node_selector`, `pod` (with YAML values) and `sbatch`; None: not given.
+    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and the mappings `env` and
+    `node_selector`; None: not given.
 
-    Raises UserError for a flag that the target does not use or that the manifest sets itself, and for a project that
-    `crosstrain plan` refuses.
+    Raises UserError for a flag that the target does not use, and for a project that `crosstrain plan` refuses.
     """
     template, wanted = _template(to)
     if unused := [flag for flag, value in given.items() if value is not None and flag not in wanted]:
@@ -59,12 +57,11 @@ def manifest(
     facts: dict[str, Any] = {
         "name": re.sub("[^a-z0-9]+", "-", file.stem.lower()).strip("-"), "image": "crosstrain", "claim": "crosstrain",
         "queue": None, "account": None, "time": "24:00:00", "spot": False, "env": {}, "secret": None,
-        "node_selector": {}, "pod": {}, "sbatch": {}, "gpu": None,
+        "node_selector": {}, "gpu": None,
         "grace": max(300, math.ceil(60 + made.project.checkpoint_bytes / nodes / _SAVED)),
     }  # fmt: skip
     facts |= {flag: value for flag, value in given.items() if value is not None}
-    facts["pod"] = {field: _read(field, value) for field, value in facts["pod"].items()}
-    text = template.render(
+    return template.render(
         facts, project=project, made_by=made_by, output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name),
         text=file.read_text(encoding="utf-8").rstrip(),
         options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])],
@@ -73,12 +70,6 @@ def manifest(
         device_memory=show_bytes(on_device), cpus=nproc * (2 + max(config.run.num_workers, 2)),
         memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
     )  # fmt: skip
-    for flag, line in (("pod", " *{}:"), ("sbatch", "#SBATCH --{}=")):
-        for name in facts[flag]:
-            if len(re.findall(f"^{line.format(name)}", text, re.MULTILINE)) > 1:
-                own = f"give --{name}" if name in facts else "print it, and edit that"
-                raise UserError(f"--{flag} {name}: the manifest has one of its own; {own}")
-    return text
 
 
 def _template(to: str) -> tuple[Any, set[str]]:
@@ -98,10 +89,3 @@ def _template(to: str) -> tuple[Any, set[str]]:
         wanted |= meta.find_undeclared_variables(tree)
         sources += filter(None, meta.find_referenced_templates(tree))
     return environment.get_template(sources[0]), wanted | ({"gpu"} if "gpus" in wanted else set())
-
-
-def _read(field: str, text: str) -> Any:
-    try:
-        return parse(text)[0]
-    except Unreadable as error:
-        raise UserError(f"--pod {field}: {error}") from error

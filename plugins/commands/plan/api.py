@@ -1,16 +1,12 @@
 """Plan a project: estimate its costs under each runner before anything starts."""
 
-from pathlib import Path
-from statistics import median
-
 from crosstrain import Config, UserError, load_config, registry
 from crosstrain.config.load import ProjectLike, preset_files
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.checks import check_layout
-from crosstrain.training.preflight import Preflight, dry_run
+from crosstrain.training.preflight import dry_run
 
-from ..report.read_run import read_runs
 from ..units import read_bytes, read_number
 from .estimate import Project
 from .fit import Alternatives
@@ -23,48 +19,26 @@ def plan(
     *,
     world_size: int | None = None,
     presets: bool = True,
-    **budget: str | None,
-) -> Plan:
-    """Estimate memory, FLOPs and traffic of a project on `world_size` ranks, without starting any rank.
-
-    The ranks do not have to exist. budget: device_memory, throughput, tokens_per_second and tokens, as on the command
-    line ("24GiB"). `print` shows the plan, and `as_json` returns it as JSON values. Raises UserError.
-    """
-    config = load_config(project, options)
-    size = world_size or Launch.detect(None, config.run.device).world_size
-    check_layout(config, size, lambda n: f"{n} ranks fit" if world_size else f"--world-size {n} plans for {n} ranks")
-    return plan_of(project, options, dry_run(config, size), size, presets, **budget)
-
-
-def plan_of(
-    project: ProjectLike,
-    options: Overrides,
-    ready: Preflight,
-    size: int,
-    presets: bool = True,
-    *,
     device_memory: str | None = None,
     throughput: str | None = None,
     tokens_per_second: str | None = None,
     tokens: str | None = None,
 ) -> Plan:
-    """Return the plan of a project on `size` ranks; `ready` is the project as the preflight built it."""
+    """Estimate memory, FLOPs and traffic of a project on `world_size` ranks, without starting any rank.
+
+    The ranks do not have to exist. The last four arguments are as on the command line, such as "24GiB". `print` shows
+    the plan, and `as_json` returns it as JSON values. Raises UserError.
+    """
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None
     flops = read_number(throughput, "--throughput") if throughput else None
-    speed = _tokens_per_second(tokens_per_second) if tokens_per_second else None
+    speed = read_number(tokens_per_second, "--tokens-per-second") if tokens_per_second else None
     budget = Budget(memory, flops, speed, read_number(tokens, "--tokens") if tokens else None)
+    config = load_config(project, options)
+    size = world_size or Launch.detect(None, config.run.device).world_size
+    check_layout(config, size, lambda n: f"{n} ranks fit" if world_size else f"--world-size {n} plans for {n} ranks")
+    ready = dry_run(config, size)
     planned = Project(ready.config, ready.model, ready.sample, ready.absent)
     return make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
-
-
-def _tokens_per_second(given: str) -> float:
-    """Return the given speed, or the median speed of a run if `given` is a run folder."""
-    if not Path(given).is_dir():
-        return read_number(given, "--tokens-per-second")
-    curve = read_runs([given])[0].curves.get("tokens_per_second")
-    if curve is None:
-        raise UserError(f"--tokens-per-second: {given} has logged no step yet")
-    return median(curve.values)
 
 
 def alternatives(

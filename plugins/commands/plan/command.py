@@ -1,11 +1,10 @@
 """`crosstrain plan`: estimate the costs of a project, and check whether it fits, before it starts."""
 
 import argparse
+import json
 
 from crosstrain import Command, registry
-from crosstrain.cli.flags import add_config, positive
-
-from .flags import add_budget, budget, show
+from crosstrain.cli.flags import add_config, new_file, positive
 
 
 @registry.register_command("plan")
@@ -17,14 +16,30 @@ class PlanCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
         parser.add_argument("--world-size", type=positive, metavar="N", help="ranks, there or not (default: as train)")
-        add_budget(parser)
+        parser.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 24GiB: what fits?")
+        parser.add_argument("--throughput", metavar="FLOPS", help="a device's FLOP/s, such as 150T: how many days?")
+        parser.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks")
+        parser.add_argument("--tokens", metavar="N", help="of the training, such as 2.5B (default: run.max_iters)")
+        parser.add_argument("--no-presets", action="store_true", help="leave other runners out")
+        parser.add_argument("--parameters", action="store_true", help="list the model's parameters instead")
+        parser.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the plan of a project, write it to --output if given, and return the exit code."""
+        """Print the plan of a project or its parameters, write the plan to --output, and return the exit code."""
         from .api import plan
 
         a = arguments
-        size = a.world_size or a.nproc_per_node
-        made = plan(a.cfg_path, a.options, world_size=size, **budget(vars(a)))
-        show(made, vars(a))
+        made = plan(
+            a.cfg_path,
+            a.options,
+            world_size=a.world_size or a.nproc_per_node,
+            presets=not (a.no_presets or a.parameters),
+            device_memory=a.device_memory,
+            throughput=a.throughput,
+            tokens_per_second=a.tokens_per_second,
+            tokens=a.tokens,
+        )
+        print(*made.parameters(), sep="\n") if a.parameters else print(made)
+        if a.output:
+            a.output.write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
         return 0

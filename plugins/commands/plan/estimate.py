@@ -175,14 +175,11 @@ class Project:
         update = int(layout.updated * self.state_bytes(layout.model or self.model))
         state = layout.masters + update
         always = {"parameters": layout.parameters, "optimizer": state if layout.optimizer == "device" else 0}
-        workspace = compute - made - exchanged - kept
-        logits = min(traced.logits, workspace)
         computing = always | {
             "gathered parameters": layout.gathered,
             "gradients": layout.gradients + made,
             "activations": kept - inputs,
-            "logits": logits,
-            "temporary": workspace - logits,
+            "temporary": compute - made - exchanged - kept,  # the logits, for example
             "communication": layout.buffers + exchanged,
         }
         trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]

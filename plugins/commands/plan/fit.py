@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 
@@ -115,29 +116,25 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
     If nothing fits, return the change that comes closest; None if no change is possible.
     """
-    tried: list[Advice] = []
-    fitting: list[tuple[bool, int, int, int, Advice]] = []  # uses host memory, order, bytes sent, negative host bytes
-    best: Advice | None = None
+    tried: list[tuple[tuple[int, ...], Advice | None]] = [((2,), None)]  # cost, change
     for settings, variant in _variants(project, others):
         for group in _groups(settings, variant, others, world_size):
             order = len(tried)
             for changes, config in group:
-                try:
+                with suppress(UserError):
                     estimate = variant.estimate(config, world_size)
-                except UserError:
-                    continue
-                needed = needs(estimate, project.device)
-                tried.append(Advice(changes, needed, needed <= USABLE * limit))
-                if tried[-1].fits:  # with equal traffic, prefer host memory to disk
+                    needed = needs(estimate, project.device)
                     offloads = bool(estimate.memory.host.keys() - {HOST_COPY})
-                    fitting.append((offloads, order, estimate.sent, -estimate.memory.on_host, tried[-1]))
-            if fitting:
-                offloads, *_, best = min(fitting, key=lambda one: one[:4])
-                if not offloads:
-                    return best
-        if best is not None and variant.config.adapter is project.config.adapter:
+                    advice = Advice(changes, needed, needed <= USABLE * limit)
+                    # With equal traffic, prefer host memory to disk.
+                    if_fits = (0, offloads, order, estimate.sent, -estimate.memory.on_host)
+                    tried.append((if_fits if advice.fits else (1, needed), advice))
+            cost, best = min(tried, key=itemgetter(0))
+            if cost[:2] == (0, False):
+                return best
+        if cost[0] == 0 and variant.config.adapter is project.config.adapter:
             return best
-    return best or min(tried, key=lambda advice: advice.needs, default=None)
+    return best
 
 
 def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:

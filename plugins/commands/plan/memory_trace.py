@@ -58,7 +58,6 @@ class Trace:
     kept: int = 0  # held between forward and backward
     # (gradient bytes so far of parameters in blocks, of all parameters) -> peak memory
     backward: dict[tuple[int, int], int] = field(default_factory=dict)
-    logits: int = 0  # peak while the head computes
     inputs: int = 0  # inputs of checkpointed blocks; `offload` moves them to host memory
     flops: int = 0
     exchanged: int = 0  # bytes that this rank sends in collectives of the forward and the backward
@@ -133,7 +132,6 @@ def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) 
         forward_peak=out.forward_peak + more * in_forward,
         kept=out.kept + more * in_backward,
         backward=backward,
-        logits=out.logits,
         inputs=out.inputs + more * (a.inputs - b.inputs),
         flops=out.flops + more * (a.flops - b.flops),
         exchanged=out.exchanged + more * (a.exchanged - b.exchanged),
@@ -183,7 +181,7 @@ def _measure(
                 p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
         if takes_mode(model):
             rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
-            forward = ForwardMode(_WatchedHead(head, tracker), traced_rows=rows)
+            forward = ForwardMode(head, traced_rows=rows)
         stack.enter_context(tracker)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             out = model(**objective.inputs(inputs, forward))
@@ -232,7 +230,6 @@ class _Tracker(TorchDispatchMode):
         self._made = (0, 0)  # gradient bytes so far: of parameters in blocks, of all parameters
         self._known: set[int] = set()  # IDs of the counted storages
         self._ignored: list[Any] = []
-        self._in_head: int | None = None  # live bytes when the head began
         self._backward = False
 
     def ignore(self, tensors: list[Tensor]) -> None:
@@ -257,8 +254,6 @@ class _Tracker(TorchDispatchMode):
                 self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
         else:
             self.trace.forward_peak = max(self.trace.forward_peak, self.live)
-        if self._in_head is not None:
-            self.trace.logits = max(self.trace.logits, self.live - self._in_head)
         return out
 
     def _count(self, tensor: Tensor) -> None:
@@ -291,19 +286,3 @@ class _Tracker(TorchDispatchMode):
     def sees_input(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._backward and torch.is_grad_enabled() and isinstance(args[0], Tensor):
             self.trace.inputs += args[0].numel() * args[0].element_size() if args[0].requires_grad else 0
-
-    def watches(self, head: Head, *args: Any) -> Tensor:
-        self._in_head = self.live
-        out = head(*args)
-        self._in_head = None
-        return out
-
-
-class _WatchedHead(Head):
-    """A head that reports to a tracker, to measure its memory."""
-
-    def __init__(self, head: Head, tracker: _Tracker) -> None:
-        self.add, self.watches = head.add, partial(tracker.watches, head)  # type: ignore[method-assign]
-
-    def __call__(self, *args: Any) -> Tensor:
-        return self.watches(*args)

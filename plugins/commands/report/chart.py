@@ -30,16 +30,17 @@ def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothe
     for number, run in enumerate(runs):
         if (curve := run.curves.get(key)) is None:
             continue
-        points = downsample(curve.steps, curve.values)
+        steps, values = list(curve), list(curve.values())
+        points = downsample(steps, values)
         heights += [value for _, value in points]
-        average = smoothed and len(curve.steps) > 2 * _DOTS
+        average = smoothed and len(steps) > 2 * _DOTS
         line = {"color": COLOURS[number % len(COLOURS)], "width": 1 if average else 1.6}
         line |= {"dash": "dash"} if number // len(COLOURS) % 2 else {}
         mode = "lines+markers" if len(points) <= _DOTS else "lines"
         name = escape(printable(run.name), quote=False)  # plotly interprets some HTML in names
         traces.append({"name": name, "mode": mode, "line": line, "opacity": 0.3 if average else 1, **_xy(points)})
         if average:
-            mean = _xy(downsample(curve.steps, smooth(curve.values, len(curve.values) // 100 + 1)))
+            mean = _xy(downsample(steps, smooth(values, len(values) // 100 + 1)))
             traces.append({"mode": "lines", "line": line | {"width": 1.6}, "hoverinfo": "skip", **mean})
     y_axis, remark = _y_axis(heights)
     remarks = ", ".join(filter(None, (unit, remark)))

@@ -11,7 +11,7 @@ from crosstrain.utils.errors import printable
 class ReportCommand(Command):
     """Write one HTML page about runs: curves, timings, differences."""
 
-    function = "report:report"
+    function = "page:report"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -21,7 +21,7 @@ class ReportCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Write the page; return the exit code. Raises UserError if there is no run, or the page cannot be written."""
-        from .report import report
+        from .page import report
 
         path = Path(arguments.output)
         if path.is_dir():

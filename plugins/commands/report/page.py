@@ -9,11 +9,14 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
-from crosstrain import __version__, require
-from crosstrain.utils.errors import printable
+from crosstrain import UserError, __version__, require
+from crosstrain.utils.errors import os_errors_as, printable
+from crosstrain.utils.files import write_atomically
+from crosstrain.utils.storage import is_url
 
+from ..status.status import find_runs
 from .chart import COLOURS, Chart, chart
-from .read_run import ReadRun
+from .read_run import ReadRun, read_runs
 
 _NATS = "nats per target token"  # for language models
 # Key of metrics.jsonl -> title, unit, and whether to draw a moving average over the values.
@@ -44,6 +47,21 @@ _NONE = "–"  # noqa: RUF001 - a dash where there is no value
 _last = itemgetter(-1)
 _Table = dict[str, list[str]]  # title -> one cell for each run
 _Texts = tuple[int, list[tuple[str, str]]]  # step, (prompt, generated text) pairs
+
+
+def report(runs: Sequence[str | Path], output: str | Path = "report.html") -> list[ReadRun]:
+    """Write one HTML page about runs, given by their folders or URLs, or by folders that hold runs.
+
+    Returns the runs as read, with the `problems` found in their files. Raises UserError if there is no run, or if
+    `output` cannot be written.
+    """
+    places: list[str] = []
+    for place in map(str, runs):
+        places += [place] if is_url(place) else [str(folder) for folder in find_runs([place])] or [place]
+    found = read_runs(places)
+    with os_errors_as(UserError, f"--output: {output} cannot be written"):
+        write_atomically(Path(output), page(found))
+    return found
 
 
 def page(runs: Sequence[ReadRun]) -> str:
@@ -97,13 +115,13 @@ def _summary(runs: Sequence[ReadRun]) -> _Table:
 
 
 def _column(runs: Sequence[ReadRun], key: str, pick: Callable[[Sequence[float]], float], form: str) -> list[str]:
-    return [form.format(pick(run.curves[key].values)) if key in run.curves else _NONE for run in runs]
+    return [form.format(pick([*run.curves[key].values()])) if key in run.curves else _NONE for run in runs]
 
 
 def _best_validation(run: ReadRun) -> str:
     if (curve := run.curves.get("val_loss")) is None:
         return _NONE
-    loss, step = min(zip(curve.values, curve.steps, strict=True))
+    loss, step = min((loss, step) for step, loss in curve.items())
     return f"{loss:.4f} (step {step:,})"
 
 
@@ -116,7 +134,7 @@ def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
     hidden = _NO_CURVE | {
         key
         for key in _ONLY_IF_THEY_CHANGE
-        if len({value for run in runs if key in run.curves for value in run.curves[key].values}) < 2
+        if len({value for run in runs if key in run.curves for value in run.curves[key].values()}) < 2
     }
     keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
     of_tokens = any("tokens_per_second" in run.curves for run in runs)
@@ -130,14 +148,14 @@ def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
 def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]]]]:
     """Return, for each timed phase, a chart and each run's median as text and as a percentage of the longest median."""
     phases = [key for key in _keys(runs) if key.startswith("timers/")]
-    medians = {key: [median(run.curves[key].values) if key in run.curves else None for run in runs] for key in phases}
+    medians = {key: [median(run.curves[key].values()) if key in run.curves else None for run in runs] for key in phases}
     longest = max((ms for found in medians.values() for ms in found if ms is not None), default=0) or 1
 
     def cell(run: ReadRun, key: str, ms: float | None) -> tuple[str, float]:
         if ms is None:
             return _NONE, 0.0
-        whole = sum(run.curves["timers/step"].values) if "timers/step" in run.curves else 0.0
-        share = f" ({sum(run.curves[key].values) / whole:.0%})" if whole > 0 else ""
+        whole = sum(run.curves["timers/step"].values()) if "timers/step" in run.curves else 0.0
+        share = f" ({sum(run.curves[key].values()) / whole:.0%})" if whole > 0 else ""
         return f"{ms:.2f} ms{share}", max(0.0, 100 * (ms / longest))
 
     return [

@@ -1,12 +1,11 @@
 """Read run folders for a report. Files may be hostile, incomplete or damaged: all readable parts are used."""
 
 import json
-import os
 import tempfile
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_end
 from crosstrain.utils.units import is_number
 
+from ..status.status import read_row
+
 _MOST_BYTES = 1 << 27  # maximum number of bytes read from metrics.jsonl
 _LONGEST_LINE = 1 << 20  # bytes of a row; longer rows are skipped
 _MOST_CURVES = 200
@@ -26,25 +27,7 @@ _MOST_EVENTS = 500
 _MOST_SAMPLES = 200  # maximum number of evaluations with generated text
 _LOG_LINES, _LOG_BYTES = 200, 1 << 16  # limits on the part read from the end of log.txt
 
-
-@dataclass
-class Curve:
-    """Steps and their values; after `put_in_order`, each step occurs once, in ascending order."""
-
-    steps: array = field(default_factory=lambda: array("q"))
-    values: array = field(default_factory=lambda: array("d"))
-
-    def add(self, step: int, value: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
-
-    def put_in_order(self) -> bool:
-        """Sort by step, keep only the last value of a repeated step, and return True if anything changed."""
-        if all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False)):
-            return False
-        ordered = sorted(dict(zip(self.steps, self.values, strict=True)).items())
-        self.steps, self.values = array("q", (s for s, _ in ordered)), array("d", (v for _, v in ordered))
-        return True
+Curve = dict[int, float]  # step -> value, in the order of steps
 
 
 @dataclass
@@ -53,7 +36,7 @@ class ReadRun:
 
     folder: Path
     name: str = ""
-    curves: dict[str, Curve] = field(default_factory=dict)  # key -> curve; keys of timers are timers/<phase>, in ms
+    curves: dict[str, Curve] = field(default_factory=dict)  # keys of timers are timers/<phase>, in ms
     events: list[tuple[int, str]] = field(default_factory=list)  # (step, what happened)
     generated: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)  # (step, [(prompt, text)])
     config: dict[str, str] = field(default_factory=dict)  # such as {"run.seed": "1234"}
@@ -115,11 +98,10 @@ def _read(folder: Path) -> ReadRun:
     run = ReadRun(folder)
     unreadable = os_errors_as(UserError, f"{paths.metrics}: cannot be read")
     with unreadable, open_regular(paths.metrics, follow=False) as file:
-        _read_rows(run, file)
-        if file.tell() < os.fstat(file.fileno()).st_size:
+        _read_rows(run, BytesIO(file.read(_MOST_BYTES)))
+        if file.read(1):
             run.problems.append(f"metrics.jsonl is read up to {_MOST_BYTES} bytes; the rest is not shown")
-    if any([curve.put_in_order() for curve in run.curves.values()]):
-        run.problems.append("metrics.jsonl tells some steps twice or out of order; the later row counts")
+    run.curves = {key: dict(sorted(curve.items())) for key, curve in run.curves.items()}
     run.events = sorted(run.events[:_MOST_EVENTS])
     _read_config(run, paths)
     _read_log(run, paths.log)
@@ -129,22 +111,32 @@ def _read(folder: Path) -> ReadRun:
 # ---- metrics.jsonl
 
 
-def _read_rows(run: ReadRun, file: Any) -> None:
-    damaged: list[int] = []
-    before: dict[str, Any] = {}
-    for number, line in enumerate(_lines(file), 1):
-        try:
-            row = json.loads(line)
-            step = row["step"]
-            if type(step) is not int or not 0 <= step < 1 << 53:
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
+def _read_rows(run: ReadRun, lines: Iterable[bytes]) -> None:
+    damaged, twice, kinds = list[int](), False, set[str]()
+    number = 0
+    for number, line in enumerate(lines, 1):
+        row = read_row(line) if len(line) <= _LONGEST_LINE else None
+        if row is None:
             damaged.append(number)
             continue
+        numbers = _numbers(row)
+        step, kinds = row["step"], kinds | numbers.keys()
+        twice |= step <= run.last_step and bool(run.curves)
         run.last_step = max(run.last_step, step)
-        _add(run, step, row)
-        _note_events(run, step, row, before)
-        before |= {key: row[key] for key in ("skipped_steps", "loss_scale") if key in row}
+        for key in numbers:
+            if key in run.curves or len(run.curves) < _MOST_CURVES:
+                run.curves.setdefault(key, {})[step] = numbers[key]
+        if isinstance(generated := row.get("generated"), list) and len(run.generated) < _MOST_SAMPLES:
+            pairs = [(str(s.get("prompt")), str(s.get("text"))) for s in generated if isinstance(s, dict)]
+            run.generated += [(step, pairs)] if pairs else []
+        if "loss" in row and "loss" not in numbers:
+            run.events.append((step, "the loss was not finite"))
+        if isinstance(notes := row.get("notes"), list):
+            run.events += [(step, str(note)) for note in notes]
+    if len(kinds) > _MOST_CURVES:
+        run.problems.append(f"metrics.jsonl has more than {_MOST_CURVES} kinds of numbers; the first ones are shown")
+    if twice:
+        run.problems.append("metrics.jsonl tells some steps twice or out of order; the later row counts")
     if damaged:
         where = "the last line" if damaged == [number] else f"{len(damaged)} lines, the first of them {damaged[0]},"
         run.problems.append(
@@ -152,49 +144,12 @@ def _read_rows(run: ReadRun, file: Any) -> None:
         )
 
 
-def _lines(file: Any) -> Iterator[bytes]:
-    """Yield lines; a line that is too long becomes an empty one."""
-    while file.tell() < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
-        too_long = len(line) == _LONGEST_LINE and not line.endswith(b"\n")
-        while too_long and not line.endswith(b"\n") and line:
-            line = file.readline(_LONGEST_LINE)
-        yield b"" if too_long else line
-
-
-def _add(run: ReadRun, step: int, row: dict[str, Any]) -> None:
-    numbers = {key: value for key, value in row.items() if key not in ("step", "timers")}
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row."""
+    values = {key: value for key, value in row.items() if key != "step"}
     if isinstance(timers := row.get("timers"), dict):
-        numbers |= {f"timers/{phase}": value for phase, value in timers.items()}
-    for key, value in numbers.items():
-        if (number := _number(value)) is None:
-            continue
-        if key not in run.curves and len(run.curves) == _MOST_CURVES:
-            problem = f"metrics.jsonl has more than {_MOST_CURVES} kinds of numbers; the first ones are shown"
-            run.problems += [problem] if problem not in run.problems else []
-            continue
-        run.curves.setdefault(key, Curve()).add(step, number)
-    if isinstance(generated := row.get("generated"), list) and len(run.generated) < _MOST_SAMPLES:
-        pairs = [(str(s.get("prompt")), str(s.get("text"))) for s in generated if isinstance(s, dict)]
-        run.generated += [(step, pairs)] if pairs else []
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
-
-
-def _note_events(run: ReadRun, step: int, row: dict[str, Any], before: dict[str, Any]) -> None:
-    if len(run.events) > _MOST_EVENTS:
-        return
-    if "loss" in row and _number(row["loss"]) is None:
-        run.events.append((step, "the loss was not finite"))
-    now, then = _number(row.get("skipped_steps")), _number(before.get("skipped_steps")) or 0
-    if now is not None and now > then:
-        run.events.append((step, f"{now - then:.0f} skipped since the row before, {now:.0f} in all"))
-    now, was = _number(row.get("loss_scale")), _number(before.get("loss_scale"))
-    if None not in (now, was) and now != was:
-        run.events.append((step, f"loss scale {was:g} became {now:g}"))
-    if isinstance(notes := row.get("notes"), list):
-        run.events += [(step, str(note)) for note in notes]
+        values |= {f"timers/{phase}": value for phase, value in timers.items()}
+    return {key: float(value) for key, value in values.items() if is_number(value)}
 
 
 # ---- config.yaml and log.txt

@@ -1,13 +1,13 @@
-"""A sample in readable form: its origin, its text with the trained tokens marked, and its images."""
+"""A sample in readable form: its origin, and its text with the trained tokens marked."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from crosstrain import IGNORE_INDEX, IMAGE, IMAGE_ID, SHARED, Sample, require
+from crosstrain import IGNORE_INDEX, IMAGE, IMAGE_ID, SHARED, Sample
 from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import printable
 
@@ -23,9 +23,8 @@ class SampleView:
     """A sample as the model receives it. `print` shows it, with trained tokens in «»."""
 
     title: str  # number, index and origin of the sample
-    data: Mapping[str, Any]  # arrays, as from `Dataset.get`; for a shortened sample, from a batch with only this sample
+    data: Mapping[str, Any]  # arrays, as from `Dataset.get`
     tokenizer: TextTokenizer | None
-    normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and std of each channel
 
     @property
     def rows(self) -> list[Sample]:
@@ -48,30 +47,6 @@ class SampleView:
             shown = values.tolist() if values.size <= _SHOWN else f"{values.dtype} {list(values.shape)}"
             lines.append(f"{key}: {shown}")
         return "\n".join(lines)
-
-    @property
-    def pictures(self) -> list[Any]:
-        """PIL images of the vision encoder's input; without a known normalization, values fill the full range."""
-        made, image = [], require("PIL.Image", "showing pictures")
-        given = np.asarray(self.data.get("pixel_values", np.empty((0, 3, 1, 1))))
-        for pixels in given.reshape(-1, *given.shape[-3:]):
-            least, span = pixels.min(), max(np.ptp(pixels), 1e-6)
-            if self.normalization is not None:
-                mean, std = (np.reshape(values, (-1, 1, 1)) for values in self.normalization)
-                least, span = -mean / std, 1 / std
-            grey = ((pixels - least) * 255 / span).round().clip(0, 255)
-            made.append(image.fromarray(grey.astype(np.uint8).transpose(1, 2, 0)))
-        return made
-
-    @property
-    def turns(self) -> list[tuple[str, bool]]:
-        """Stretches of text, each with True if it is trained on; special tokens and placeholders are left out."""
-        said = []
-        for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
-            ids = [token for token, _, _ in group if token != IMAGE_ID]
-            text = self.tokenizer.decode(ids, words=True) if self.tokenizer else " ".join(map(str, ids))
-            said.append((text.strip(), trained))
-        return [(text, trained) for text, trained in said if text]
 
     def __repr__(self) -> str:
         return f"{printable(self.title)}\n{self.text()}"

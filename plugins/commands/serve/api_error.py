@@ -2,27 +2,24 @@
 
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_LATER = {"Retry-After": "5"}  # seconds
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
 
 
-class ApiError(Exception):
-    """An HTTP status, a message, the wrong parameter, OpenAI's code, and the seconds to wait before a retry."""
+class ApiError(HTTPException):
+    """An HTTP status, a message, the wrong parameter and OpenAI's code."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry = status, message, param, code, retry
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message, _HEADERS.get(status))
+        self.param, self.code = param, code
 
     @property
     def document(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        wanted = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
-        return wanted if self.retry is None else {"Retry-After": str(self.retry)}
+        kind = _TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 def wrong(param: str, problem: str, code: str | None = "invalid_value") -> ApiError:

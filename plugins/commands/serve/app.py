@@ -24,10 +24,10 @@ from crosstrain import log
 
 from .api_error import ApiError
 from .jobs import Event, Job, Piece
-from .requests import ChatRequest, CompletionRequest, MegatronRequest, parse
-from .responses import ChatResponse, CompletionResponse, MegatronResponse, ResponseBuilder
+from .requests import ChatRequest, CompletionRequest, parse
+from .responses import ChatResponse, CompletionResponse, ResponseBuilder
 from .scheduler import Scheduler
-from .service import RequestPlan, Service
+from .service import Service
 
 Events = asyncio.Queue[Event | ClientDisconnect]
 
@@ -60,13 +60,11 @@ class Web:
         self._loopback = is_loopback(host)
         self._since = int(time.time())
         # Separate threads, so that slow chats do not delay completions. Only 2 read images, because images need memory.
-        threads = dict.fromkeys((CompletionRequest, MegatronRequest, ChatRequest), service.limits.encoders)
-        if service.chat_format.takes_images:
-            threads[ChatRequest] = 2
+        most = service.limits.encoders
+        threads = {CompletionRequest: most, ChatRequest: 2 if service.chat_format.takes_images else most}
         self._encoding: dict[Any, Any] = {kind: ThreadPoolExecutor(n, "encoding") for kind, n in threads.items()}
         self._requests, self._bytes = 0, 0  # requests being answered, and bytes being received
         completions = partial(self._answer, CompletionRequest, service.completion, CompletionResponse)
-        megatron = partial(self._answer, MegatronRequest, service.completion, MegatronResponse)
         chats = partial(self._answer, ChatRequest, service.chat, ChatResponse)
         self.app = Starlette(
             routes=[
@@ -76,9 +74,8 @@ class Web:
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
-                Route("/api", megatron, methods=["PUT"]),
             ],
-            exception_handlers={ApiError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _broken},
+            exception_handlers={HTTPException: _refused, ClientDisconnect: _gone, Exception: _broken},
         )
 
     # ---- routes
@@ -136,7 +133,7 @@ class Web:
     # ---- completions
 
     async def _answer(
-        self, kind: Any, plan: Callable[..., RequestPlan], builder: Callable[..., ResponseBuilder], request: Request
+        self, kind: Any, plan: Callable[..., list[Job]], builder: Callable[..., ResponseBuilder], request: Request
     ) -> Response:
         self._admit(request)
         jobs: list[Job] = []
@@ -149,14 +146,13 @@ class Web:
         with ExitStack() as end:
             async with self._body(request) as body:
                 if self._requests >= self._service.limits.requests:
-                    raise ApiError(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
+                    raise ApiError(429, "too many requests at once; try again later", code="too_many_requests")
                 self._requests += 1
                 end.callback(self._end, jobs)
                 asked = parse(body, kind)
-                planned = await loop.run_in_executor(self._encoding[kind], plan, asked, deliver)
-            jobs += planned.jobs
+                jobs += await loop.run_in_executor(self._encoding[kind], plan, asked, deliver)
             self._scheduler.submit(jobs)
-            response = builder(self._service.name, planned, self._tokenizer)
+            response = builder(self._service.name, jobs, self._tokenizer)
             leaving = asyncio.create_task(_leaving(request, events))
             end.callback(leaving.cancel)
             if not asked.stream:
@@ -185,9 +181,6 @@ class Web:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
         too_large = ApiError(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_large")
-        length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > limits.body_bytes:
-            raise too_large
         body = bytearray()
         try:
             try:
@@ -198,7 +191,7 @@ class Web:
                         if len(body) > limits.body_bytes:
                             raise too_large
                         if self._bytes > _BODIES * limits.body_bytes:
-                            raise ApiError(503, "too much is being sent at once; try again later", code="busy", retry=5)
+                            raise ApiError(503, "too much is being sent at once; try again later", code="busy")
             except TimeoutError:
                 late = f"the body did not arrive within {limits.body_seconds:g} s"
                 raise ApiError(408, late, code="timeout") from None
@@ -264,19 +257,9 @@ def _event(document: dict[str, Any]) -> str:
 
 
 def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.document, error.status, headers=error.headers)
-
-
-def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = {
-        404: (f"there is no {request.url.path[:200]}", "not_found"),
-        405: (f"{request.method[:20]} is not allowed here", "method_not_allowed"),
-    }
-    message, code = known.get(error.status_code, (error.detail, None))
-    document = ApiError(error.status_code, message, code=code).document
-    return JSONResponse(document, error.status_code, headers=error.headers)
+    known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)  # an unknown route
+    return JSONResponse(known.document, error.status_code, headers=error.headers)
 
 
 def _gone(_: Request, error: Exception) -> Response:

@@ -1,20 +1,20 @@
 """Prompts: format a request's text or conversation for the model, as token IDs."""
 
 import base64
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from crosstrain import IMAGE, Conversation, Message, Sample, SampleError
 from crosstrain.inference.chat_form import ChatForm
 from crosstrain.inference.encoding import Encoders
-from crosstrain.inference.generation import as_prompt
 
 from .api_error import wrong
 from .limits import Limits
 from .requests import ChatMessage, ImagePart, TextPart
 
-_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}  # names in plain turns
+_PLAIN_TURNS = "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content | trim }}\n{% endfor %}Assistant:"
+_NEXT_TURNS = ("\nSystem:", "\nUser:", "\nAssistant:")  # they end an answer in plain turns
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # accepted image formats
 
 
@@ -34,33 +34,31 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Formats a conversation and its images (PIL) as a prompt. `make` raises UserError if that is impossible."""
+    """Formats a conversation and its images (PIL) as a prompt."""
 
     name: str
-    takes_images: bool
-    make: Callable[[Conversation, list[Any]], Prompt]
+    form: ChatForm
+    stops: tuple[str, ...] = ()
+    strip: bool = False
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may have images: those of a training dataset's form."""
+        return self.form.builder is not None
+
+    def make(self, messages: Conversation, images: list[Any]) -> Prompt:
+        """Return the prompt. Raises UserError if the messages cannot be formatted."""
+        return Prompt(self.form.prompt(messages, images), self.form.ends, self.stops, self.strip)
 
 
-def chat_format(tokenizer: Any, session: ChatForm | None, encoders: Encoders) -> ChatFormat:
+def chat_format(tokenizer: Any, trained: ChatForm | None, encoders: Encoders) -> ChatFormat:
     """Return the format that the model was trained on, else the tokenizer's template, else plain turns."""
-    end = tokenizer.eos_token_id
-
-    def plain_turns(messages: Conversation, _: list[Any]) -> Prompt:
-        lines = [f"{_NAMES[message.role]}: {message.text.strip()}\n" for message in messages]
-        ids = encoders.encode("text", "".join([*lines, "Assistant:"]))
-        stops = tuple(f"\n{name}:" for name in _NAMES.values())
-        return Prompt(as_prompt(ids, end), [end], stops, strip=True)
-
-    if session is not None:
-        return ChatFormat("as in training", True, _prompts_of(session, strip=True))
+    if trained is not None:
+        return ChatFormat("as in training", trained, strip=True)
     if tokenizer.chat_template:
-        template = ChatForm.of_template(encoders)
-        return ChatFormat("the tokenizer's template", False, _prompts_of(template))
-    return ChatFormat("plain turns", False, plain_turns)
-
-
-def _prompts_of(session: ChatForm, strip: bool = False) -> Callable[[Conversation, list[Any]], Prompt]:
-    return lambda messages, images: Prompt(session.prompt(messages, images), session.ends, strip=strip)
+        return ChatFormat("the tokenizer's template", ChatForm.of_template(encoders))
+    tokenizer.chat_template = _PLAIN_TURNS
+    return ChatFormat("plain turns", ChatForm.of_template(encoders), _NEXT_TURNS, strip=True)
 
 
 def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -> tuple[Conversation, list[Any]]:

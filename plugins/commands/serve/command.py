@@ -56,14 +56,14 @@ class ServeCommand(Command):
     def run(self, arguments: argparse.Namespace) -> int:
         """Serve a checkpoint until a signal arrives; return the exit code."""
         print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # the imports take seconds
+        for module in ("uvicorn", "starlette"):
+            require(module, "serving")
         from crosstrain.inference.encoding import check_stored
         from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 
         from .limits import Limits
         from .server import ServerOptions, serve_worker
 
-        for module in ("uvicorn", "starlette", "pydantic"):
-            require(module, "serving")
         limits = Limits(
             arguments.batch, arguments.max_waiting, arguments.timeout, header_seconds=arguments.header_timeout
         )

@@ -70,7 +70,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._limits.all_connections:
-            self._refuse(ApiError(503, "too many connections; try again later", code="busy", retry=5))
+            self._refuse(ApiError(503, "too many connections; try again later", code="busy"))
         else:
             self._watch("headers")
 
@@ -123,9 +123,9 @@ class Connection(H11Protocol):
             body = json.dumps(refusal.document).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
             answer = h11.Response(
-                status_code=refusal.status,
-                reason=STATUS_PHRASES[refusal.status],
-                headers=list((headers | refusal.headers).items()),
+                status_code=refusal.status_code,
+                reason=STATUS_PHRASES[refusal.status_code],
+                headers=list((headers | dict(refusal.headers or {})).items()),
             )
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

@@ -1,4 +1,4 @@
-"""Jobs of the scheduler, and the pieces of text that they deliver."""
+"""Jobs of the scheduler, which are completions, and the pieces of text that they deliver."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from crosstrain import Sample
-from crosstrain.inference.detokenizer import TextStream
-from crosstrain.inference.generation import Sampling, Sequence, choose
+from crosstrain.inference.generation import Sequence, choose
 
 from .api_error import ApiError
 from .chat_format import Prompt
@@ -43,24 +42,25 @@ class Piece:
 Event = Piece | ApiError  # an error ends the request
 
 
-@dataclass(eq=False)
-class Job:
-    """Completions of one prompt that begin together. `deliver` is called in the computing thread."""
+@dataclass(eq=False, kw_only=True)
+class Job(Sequence):
+    """One completion of a prompt. With `score_prompt`, it first scores the prompt's tokens one by one."""
 
     prompt: Prompt
-    sampling: Sampling
-    max_new_tokens: int  # 0: only score the prompt
-    stops: tuple[str, ...]
+    choice: int  # index among the completions of the request
+    echo: str  # text before the completion
+    generates: bool  # False: only score the prompt
     logprobs: int | None  # number of likeliest tokens in the response; None: no log-probabilities
     score_prompt: bool
-    completions: dict[int, int]  # index of the completion (selects its random numbers) -> index of its choice
-    deliver: Callable[[Event], None]
+    deliver: Callable[[Event], None]  # called in the computing thread
     deadline: float  # value of time.monotonic() at which the job fails
     cancelled: bool = False  # the client no longer waits for it
 
-    @property
-    def slots(self) -> int:
-        return len(self.completions)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._given = self.prompt.ids[:0:-1] if self.score_prompt else []  # tokens still to be scored, last to first
+        if self.score_prompt:
+            self._tell("", [Score(self.prompt.ids[0], None)])
 
     @property
     def sample(self) -> Sample:
@@ -71,18 +71,6 @@ class Job:
         self.cancelled = True
         self.deliver(error)
 
-
-class JobSequence(Sequence):
-    """One completion of a job. With `score_prompt`, it first scores the prompt's tokens one by one."""
-
-    def __init__(self, job: Job, number: int, tokenizer: object) -> None:
-        text = TextStream(tokenizer, job.stops, job.prompt.strip)
-        super().__init__(job.sampling, number, job.prompt.ends, text)
-        self.job, self.choice = job, job.completions[number]
-        self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # tokens still to be scored, last to first
-        if job.score_prompt:
-            self._tell("", [Score(job.prompt.ids[0], None)])
-
     def advance(self, logits: Tensor) -> int | None:
         """Choose the next token from its logits [vocabulary], and deliver its text; return None at the end."""
         if logits.isnan().any():
@@ -90,26 +78,26 @@ class JobSequence(Sequence):
         if self._given:
             token = self._given.pop()
             self._tell("", [self._score(token, logits)])
-            if self._given or self.job.max_new_tokens:
+            if self._given or self.generates:
                 return token
-        if self.job.max_new_tokens:
+        if self.generates:
             token = int(choose(logits[None], self.sampling, [self.rng]))
             text = self.push(token)
             if token not in self.ends:
-                self._tell(text, [] if self.job.logprobs is None else [self._score(token, logits)])
+                self._tell(text, [] if self.logprobs is None else [self._score(token, logits)])
             if self.finish_reason is None:
                 return token
         self._tell(self.text.finish(), [])
         # The text that was held back until now may contain a stop string.
         reason = "stop" if self.text.stopped else self.finish_reason or "length"
-        self.job.deliver(Piece(self.choice, reason=reason, tokens=self.tokens))
+        self.deliver(Piece(self.choice, reason=reason, tokens=self.tokens))
         return None
 
     def _tell(self, text: str, scores: list[Score]) -> None:
         if text or scores:
-            self.job.deliver(Piece(self.choice, text, scores))
+            self.deliver(Piece(self.choice, text, scores))
 
     def _score(self, token: int, logits: Tensor) -> Score:
         logprobs = torch.log_softmax(logits, -1).clamp(min=_LEAST)
-        best = logprobs.topk(min(self.job.logprobs or 0, len(logprobs)))
+        best = logprobs.topk(min(self.logprobs or 0, len(logprobs)))
         return Score(token, logprobs[token].item(), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

@@ -81,14 +81,6 @@ class CompletionRequest(TextRequest):
         return self.prompt if many else [self.prompt]  # type: ignore[return-value]
 
 
-class MegatronRequest(CompletionRequest):
-    """PUT /api, with the parameter names of Megatron-LM's text_generation_cli."""
-
-    prompt: Annotated[list[str], _Many] = Field(alias="prompts")
-    max_tokens: int = Field(64, alias="tokens_to_generate", ge=0, le=_FAR)
-    echo: Literal[True] = True
-
-
 class ImageUrl(_Strict):
     neutral = {"detail": ["auto"]}
 

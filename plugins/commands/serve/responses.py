@@ -5,8 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from .jobs import Piece
-from .service import RequestPlan
+from .jobs import Job, Piece
 
 Document = dict[str, Any]
 
@@ -18,10 +17,11 @@ class ResponseBuilder(ABC):
     kind: str  # value of `object` in a whole document
     chunk_kind: str  # value of `object` in a streamed document
 
-    def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
-        self._tokenizer, self._prompt_tokens = tokenizer, plan.prompt_tokens
+    def __init__(self, model: str, jobs: list[Job], tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_tokens = sum(len(job.prompt.ids) for job in jobs if job.number == 0)  # each prompt once
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._choices = [Piece(i, echo) for i, echo in enumerate(plan.echoes)]  # choices so far
+        self._choices = [Piece(job.choice, job.echo) for job in jobs]  # choices so far
         self.unfinished = len(self._choices)
 
     def add(self, piece: Piece) -> None:
@@ -63,8 +63,8 @@ class ResponseBuilder(ABC):
 class CompletionResponse(ResponseBuilder):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
-        super().__init__(model, plan, tokenizer)
+    def __init__(self, model: str, jobs: list[Job], tokenizer: Any) -> None:
+        super().__init__(model, jobs, tokenizer)
         self._offsets = [0] * len(self._choices)
 
     def openings(self) -> list[Document]:
@@ -87,11 +87,6 @@ class CompletionResponse(ResponseBuilder):
             ],
             "text_offset": offsets,
         }
-
-
-class MegatronResponse(CompletionResponse):
-    def whole(self) -> Document:
-        return {"text": [choice.text for choice in self._choices]}
 
 
 class ChatResponse(ResponseBuilder):

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from crosstrain.inference.decoder import Decoder
 from crosstrain.utils.errors import sentence
 
 from .api_error import ApiError
-from .jobs import Job, JobSequence
+from .jobs import Job
 from .limits import Limits
 
 _BEAT = 1.0  # seconds between heartbeats to idle followers
@@ -27,7 +26,7 @@ class StepPlan:
 
     stop: bool = False
     freed: list[int] = field(default_factory=list)  # slots to free
-    started: list[tuple[list[int], Sample]] = field(default_factory=list)  # slots, and the prompt to start in them
+    started: dict[int, Sample] = field(default_factory=dict)  # slot -> the prompt to start in it
     tokens: dict[int, int] = field(default_factory=dict)  # slot -> the token to add
 
 
@@ -36,9 +35,9 @@ def run_follower(decoder: Decoder, group: Group) -> None:
     while not (plan := group.broadcast(StepPlan())).stop:
         for slot in plan.freed:
             decoder.free(slot)
-        for slots, prompt in plan.started:
+        for slot, prompt in plan.started.items():
             with suppress(UserError):  # every rank raises it; rank 0 reports it
-                decoder.start(slots, prompt)
+                decoder.start([slot], prompt)
         if plan.tokens:
             decoder.step(plan.tokens)
 
@@ -46,13 +45,13 @@ def run_follower(decoder: Decoder, group: Group) -> None:
 class Scheduler:
     """Computes jobs in order of arrival. `submit` and `cancel` may be called from any thread."""
 
-    def __init__(self, decoder: Decoder, group: Group, tokenizer: Any, limits: Limits) -> None:
-        self._decoder, self._group, self._tokenizer, self._limits = decoder, group, tokenizer, limits
+    def __init__(self, decoder: Decoder, group: Group, limits: Limits) -> None:
+        self._decoder, self._group, self._limits = decoder, group, limits
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._free = list(range(limits.batch))[::-1]
-        self._running: dict[int, JobSequence] = {}  # slot -> sequence
+        self._running: dict[int, Job] = {}  # slot -> job
         self._plan = StepPlan()  # the next step, as far as it is known
 
     def submit(self, jobs: list[Job]) -> None:
@@ -60,10 +59,10 @@ class Scheduler:
         with self._changed:
             if self._closed:
                 raise _stopping()
-            waiting = sum(job.slots for job in self._waiting)
-            if waiting and waiting + sum(job.slots for job in jobs) > self._limits.waiting:
+            waiting = len(self._waiting)
+            if waiting and waiting + len(jobs) > self._limits.waiting:
                 message = f"{waiting} completions wait already; try again later"
-                raise ApiError(429, message, code="too_many_requests", retry=5)
+                raise ApiError(429, message, code="too_many_requests")
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -77,7 +76,7 @@ class Scheduler:
     @property
     def busy(self) -> tuple[int, int]:
         """Number of running completions, and number of waiting ones."""
-        return len(self._running), sum(job.slots for job in list(self._waiting))
+        return len(self._running), len(self._waiting)
 
     # ---- the computing thread
 
@@ -90,17 +89,17 @@ class Scheduler:
         end = time.monotonic() + self._limits.finish_seconds
         while (self._running or self._waiting) and time.monotonic() < end:
             self._step()
-        self._drop([*self._running_jobs(), *self._waiting], _stopping())
+        self._drop([*self._running.values(), *self._waiting], _stopping())
         self._group.broadcast(StepPlan(stop=True))
 
     def _step(self) -> None:
         now = time.monotonic()
         with self._changed:
-            known = [*self._running_jobs(), *self._waiting]
+            known = [*self._running.values(), *self._waiting]
         if late := [job for job in known if job.cancelled or now > job.deadline]:
             self._drop(late, ApiError(504, f"not done within {self._limits.seconds:g} seconds", code="timeout"))
         plan, started = self._plan, self._admit()
-        plan.started = [(slots, job.sample) for slots, job in started]
+        plan.started = {slot: job.sample for slot, job in started.items()}
         if not (plan.freed or plan.started or plan.tokens):
             with self._changed:
                 if self._waiting or self._changed.wait(_BEAT):
@@ -110,46 +109,41 @@ class Scheduler:
         for slot in plan.freed:
             self._decoder.free(slot)
         self._free += plan.freed[::-1]
-        for slots, job in started:
-            self._start(slots, job)
+        for slot, job in started.items():
+            self._start(slot, job)
         if plan.tokens:
             try:
                 logits = self._decoder.step(plan.tokens)
             except Exception as error:
-                self._failed(self._running_jobs(), error)
+                self._failed(list(self._running.values()), error)
                 return
             for slot, row in logits.items():
                 self._advance(slot, row)
 
-    def _admit(self) -> list[tuple[list[int], Job]]:
-        """Return the waiting jobs that fit into the free slots, with their slots, in order of arrival."""
-        started = []
+    def _admit(self) -> dict[int, Job]:
+        """Return free slot -> waiting job, in order of arrival, for as many as fit."""
         with self._changed:
-            while self._waiting and self._waiting[0].slots <= len(self._free):
-                job = self._waiting.popleft()
-                started.append(([self._free.pop() for _ in range(job.slots)], job))
-        return started
+            fitting = min(len(self._free), len(self._waiting))
+            return {self._free.pop(): self._waiting.popleft() for _ in range(fitting)}
 
-    def _start(self, slots: list[int], job: Job) -> None:
-        for slot, number in zip(slots, job.completions, strict=True):
-            self._running[slot] = JobSequence(job, number, self._tokenizer)
+    def _start(self, slot: int, job: Job) -> None:
+        self._running[slot] = job
         try:
-            logits = self._decoder.start(slots, job.sample)
+            logits = self._decoder.start([slot], job.sample)
         except UserError as error:  # every rank raises it
             self._drop([job], ApiError(400, sentence(error), code="invalid_value"))
         except Exception as error:
             self._failed([job], error)
         else:
-            for slot in slots:
-                self._advance(slot, logits)
+            self._advance(slot, logits)
 
     def _advance(self, slot: int, logits: Tensor) -> None:
-        sequence = self._running[slot]
+        job = self._running[slot]
         try:
-            token = sequence.advance(logits)
+            token = job.advance(logits)
         except Exception as error:  # NaN logits, for example; the other jobs go on
             log.exception("a completion failed")
-            sequence.job.fail(_broken(error))
+            job.fail(_broken(error))
             return
         if token is None:
             self._release(slot)
@@ -166,9 +160,6 @@ class Scheduler:
         log.exception("a forward failed")
         self._drop(jobs, _broken(error))
 
-    def _running_jobs(self) -> list[Job]:
-        return list(dict.fromkeys(sequence.job for sequence in self._running.values()))
-
     def _release(self, slot: int) -> None:
         del self._running[slot]
         self._plan.tokens.pop(slot, None)
@@ -176,7 +167,7 @@ class Scheduler:
 
     def _drop(self, jobs: list[Job], why: ApiError) -> None:
         """Stop jobs, and send the error to clients that still wait for them."""
-        for slot in [slot for slot, sequence in self._running.items() if sequence.job in jobs]:
+        for slot in [slot for slot, job in self._running.items() if job in jobs]:
             self._release(slot)
         with self._changed:
             self._waiting = deque(job for job in self._waiting if job not in jobs)
@@ -186,7 +177,7 @@ class Scheduler:
 
 
 def _stopping() -> ApiError:
-    return ApiError(503, "the server is stopping", code="stopping", retry=10)
+    return ApiError(503, "the server is stopping", code="stopping")
 
 
 def _broken(error: Exception) -> ApiError:

@@ -75,7 +75,7 @@ def run_server(
     session = ChatForm.possible(config, options.checkpoint, encoders)
     chats = chat_format(tokenizer, session, encoders)
     service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
-    scheduler = Scheduler(Decoder(runner, limits.batch), group, tokenizer, limits)
+    scheduler = Scheduler(Decoder(runner, limits.batch), group, limits)
     web = Web(service, scheduler, tokenizer, options.key, options.host)
     allow_open_files(2 * limits.all_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Web` logs errors
@@ -133,8 +133,6 @@ def listen(options: ServerOptions) -> socket.socket:
 def allow_open_files(wanted: int) -> None:
     """Raise the limit on open files and connections to `wanted`, or as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if hard < wanted:
         log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)
-        wanted = hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(wanted, hard)), hard))

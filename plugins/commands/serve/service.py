@@ -4,10 +4,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from crosstrain import Model, UserError
+from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, room_after
 from crosstrain.utils.errors import sentence
@@ -26,15 +26,6 @@ _USUAL_TOKENS = 16  # token limit of a completion without max_tokens; OpenAI's d
 Deliver = Callable[[Event], None]
 
 
-@dataclass
-class RequestPlan:
-    """The jobs of a request, and further data for its response."""
-
-    jobs: list[Job] = field(default_factory=list)
-    prompt_tokens: int = 0
-    echoes: list[str] = field(default_factory=list)  # for each choice, the text before the completion
-
-
 class Service:
     """A model under a name. Its methods may be called from several threads; they raise ApiError."""
 
@@ -45,23 +36,23 @@ class Service:
         self._tokenizer, self.encoders = tokenizer, encoders
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound on the characters of a token
 
-    def completion(self, request: CompletionRequest, deliver: Deliver) -> RequestPlan:
+    def completion(self, request: CompletionRequest, deliver: Deliver) -> list[Job]:
         """Return the jobs of a completion request."""
         self._check(request, len(request.prompts))
         wanted = request.max_tokens
         if wanted == 0 and not request.echo:
             raise wrong("max_tokens", "0 gives nothing unless the prompt is asked for with echo")
-        plan = RequestPlan()
+        jobs = list[Job]()
         for given in request.prompts:
             prompt = self._completion_prompt(given)
             new = self._new_tokens(prompt, "prompt", wanted, "max_tokens")
             new = min(new, _USUAL_TOKENS) if wanted is None else new
             echo = (given if isinstance(given, str) else self._tokenizer.decode(given)) if request.echo else ""
             score = bool(request.echo) and request.logprobs is not None
-            self._plan(plan, request, prompt, new, request.logprobs, deliver, score, echo)
-        return plan
+            jobs += self._jobs(request, prompt, new, request.logprobs, deliver, score, echo, len(jobs))
+        return jobs
 
-    def chat(self, request: ChatRequest, deliver: Deliver) -> RequestPlan:
+    def chat(self, request: ChatRequest, deliver: Deliver) -> list[Job]:
         """Return the jobs of a chat request."""
         self._check(request, 1)
         if request.top_logprobs is not None and not request.logprobs:
@@ -76,9 +67,7 @@ class Service:
         with _blamed_on("messages"):
             prompt = self.chat_format.make(messages, images)
         new = self._new_tokens(prompt, "messages", wanted, param)
-        plan = RequestPlan()
-        self._plan(plan, request, prompt, new, (request.top_logprobs or 0) if request.logprobs else None, deliver)
-        return plan
+        return self._jobs(request, prompt, new, (request.top_logprobs or 0) if request.logprobs else None, deliver)
 
     def _check(self, request: TextRequest, prompts: int) -> None:
         if request.model not in (None, self.name):
@@ -114,9 +103,8 @@ class Service:
             raise wrong(wanted_param, problem, _TOO_LONG)
         return room if wanted is None else wanted
 
-    def _plan(
+    def _jobs(
         self,
-        plan: RequestPlan,
         request: TextRequest,
         prompt: Prompt,
         new: int,
@@ -124,8 +112,9 @@ class Service:
         deliver: Deliver,
         score: bool = False,
         echo: str = "",
-    ) -> None:
-        """Add a prompt's completions, split into jobs that fit into the batch."""
+        first: int = 0,
+    ) -> list[Job]:
+        """Return the completions of a prompt; `first`: index of the first one among those of the request."""
         sampling = Sampling(
             max(new, 1),
             1.0 if request.temperature is None else request.temperature,
@@ -134,12 +123,23 @@ class Service:
             seed=secrets.randbits(63) if request.seed is None else request.seed,
         )
         deadline, stops = time.monotonic() + self.limits.seconds, (*prompt.stops, *request.stops)
-        n, size, first = request.n or 1, self.limits.batch, len(plan.echoes)
-        for start in range(0, n, size):
-            choices = {number: first + number for number in range(start, min(start + size, n))}
-            plan.jobs.append(Job(prompt, sampling, new, stops, logprobs, score, choices, deliver, deadline))
-        plan.prompt_tokens += len(prompt.ids)
-        plan.echoes += [echo] * n
+        return [
+            Job(
+                sampling,
+                number,
+                prompt.ends,
+                TextStream(self._tokenizer, stops, prompt.strip),
+                prompt=prompt,
+                choice=first + number,
+                echo=echo,
+                generates=new > 0,
+                logprobs=logprobs,
+                score_prompt=score,
+                deliver=deliver,
+                deadline=deadline,
+            )
+            for number in range(request.n or 1)
+        ]
 
 
 @contextmanager
@@ -148,6 +148,6 @@ def _blamed_on(param: str, code: str = "invalid_value") -> Iterator[None]:
     try:
         yield
     except NoProcess as error:
-        raise ApiError(503, str(error), param, "busy", retry=5) from None
+        raise ApiError(503, str(error), param, "busy") from None
     except UserError as error:
         raise wrong(param, sentence(error), _LIMITS.get(type(error), code)) from None

@@ -13,6 +13,7 @@ from typing import Any
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils.files import last_checkpoint, read_end
+from crosstrain.utils.units import is_number
 
 _END = 1 << 16  # bytes read from the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
@@ -54,7 +55,7 @@ def status(folder: Path) -> Status:
     last = next((line for line in reversed(stamped) if not _ADDS_NOTHING.match(line)), "")
     told = (state for line in reversed(stamped) for begins, state in _STATES.items() if line.startswith(begins))
     with suppress(OSError):
-        row = next(filter(None, map(_row, reversed(read_end(run.metrics, _END)))), {})
+        row = next(filter(None, map(read_row, reversed(read_end(run.metrics, _END)))), {})
     if (latest := last_checkpoint(folder)) != folder and latest.is_dir():
         checkpoint = int(latest.name.removeprefix("step_"))
     return Status(
@@ -62,18 +63,18 @@ def status(folder: Path) -> Status:
         "running" if run.is_held() else next(told, "died"),
         row.get("step"),
         _max_iters(run),
-        row.get("loss"),
+        loss if is_number(loss := row.get("loss")) else None,
         checkpoint,
         round(time.time() - run.log.stat().st_mtime, 1),
         last,
     )
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    """Return the row of a logged step; None for any other line, such as an incomplete one."""
+def read_row(line: str | bytes) -> dict[str, Any] | None:
+    """Return a row of metrics.jsonl; None for any other line, such as an incomplete one."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line)
-        if isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("loss"), float | None):
+        if isinstance(row, dict) and type(step := row.get("step")) is int and 0 <= step < 1 << 53:
             return row
     return None
 

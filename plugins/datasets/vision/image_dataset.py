@@ -1,7 +1,7 @@
 """The base class of datasets of images with text. It handles processors, tokenizer, bad samples and prompts."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -232,9 +232,6 @@ class ImageDataset(VqaDataset):
         made = [self.image_processor(image, rng) for image in images]
         pixels = np.stack(made) if len(made) > 1 else made[0][None]  # one image needs no copy
         return np.zeros_like(pixels) if self.options.blind else pixels
-
-    def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
-        return getattr(self.image_processor, "normalization", None)
 
     def _fit(self, sample: Sample) -> Sample:
         limit, length = self.options.max_length, len(sample["input_ids"])

@@ -15,7 +15,6 @@ from crosstrain import (
     Split,
     UserError,
     VqaDataset,
-    contact_sheet,
     log,
     registry,
     require,
@@ -23,6 +22,8 @@ from crosstrain import (
 from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
+
+from .contact_sheet import contact_sheet
 
 _LONG = 4  # words; if the reference answers are longer on average, they are also scored as captions
 _BATCH = 64  # questions per batch
