@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from crosstrain import (
     Capabilities,
     ConfigError,
-    ExpertOptions,
-    ExpertParallel,
     Layout,
     MakeOptimizer,
     Model,
@@ -26,13 +24,15 @@ from crosstrain import (
     Runner,
     RunOptions,
     Sizes,
-    fully_shard_experts,
     materialize,
     parameters_on_meta,
     registry,
 )
-from crosstrain.engine.footprint import fully_sharded, with_experts
-from crosstrain.engine.precision import DTYPES, computes_in_half, is_linear, linear_weights
+from crosstrain.engine.precision import DTYPES
+
+from .expert_parallel import ExpertOptions, ExpertParallel, check_compile, check_experts, fully_shard_experts
+from .half_weights import computes_in_half, is_linear, linear_weights
+from .shard_footprint import fully_sharded, with_experts
 
 
 def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
@@ -80,13 +80,17 @@ class FSDPRunner(Runner):
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        super().check(options, run)
+        check_compile(options, run)
         if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype, run.amp.linear) != (
             "amp",
             "bf16",
             None,
         ):
             raise ConfigError("run.runner.reduce_dtype: bf16 is for what run.amp=bf16 gathers in it, without float8")
+
+    @classmethod
+    def check_model(cls, options: Any, model: Model) -> None:
+        check_experts(options, model)
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.optimizers.matrix_optimizer import Holdings, assign_owners
 
 from conftest import ROOT, Workspace
 from crosstrain import Box, Group, Shard, registry, whole_pieces
-from crosstrain.engine.matrix_optimizer import Holdings, assign_owners
 from fixtures_docs import blocks, is_plugin
 from fixtures_moe import mixture
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks

@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 
 from crosstrain import Layout, Model, PlanContext, RunOptions, Sizes
-from crosstrain.engine.footprint import all_reduced, data_parallel, scattered, share
-from crosstrain.engine.precision import computes_in_half, linear_weights
+from crosstrain.engine.footprint import all_reduced, data_parallel, scattered
+
+from ..half_weights import computes_in_half, linear_weights
+from ..shard_footprint import share
 
 _FP32 = 4
 _STAGE_0_BUCKET = 500_000_000  # elements per all-reduce of DeepSpeed's engine without ZeRO

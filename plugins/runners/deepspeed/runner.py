@@ -35,8 +35,6 @@ from crosstrain import (
     Runner,
     RunOptions,
     StepResult,
-    UsedParameters,
-    check_elementwise,
     create_state,
     flat_range_pieces,
     log,
@@ -45,6 +43,8 @@ from crosstrain import (
 )
 from crosstrain.config.batch import BatchPlan
 
+from ..elementwise import check_elementwise
+from ..used_parameters import UsedParameters
 from .exchange import reduce_scatter
 from .footprint import half_weights, layout
 from .nvme import SwapFolder, SwappedStage3, fitted

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from crosstrain import Box, Group, Model, Piece, flat_range_pieces, fully_shard_experts
+from crosstrain import Box, Group, Model, Piece, flat_range_pieces
 
+from ..expert_parallel import fully_shard_experts
 from .shard_spec import ShardSpec
 from .tensor_parallel import local
 

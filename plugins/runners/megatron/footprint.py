@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain import ExpertParallel, Head, Layout, Model, PlanContext, Sizes
-from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share, with_experts
+from crosstrain import Head, Layout, Model, PlanContext, Sizes
+from crosstrain.engine.footprint import replicated, scattered
 from crosstrain.modeling.context import Context
 
+from ..expert_parallel import ExpertParallel
+from ..shard_footprint import fully_sharded, share, with_experts
 from .data_parallel import MIB
 from .options import Options
 from .pipeline_stages import StubHead, ends_of, replace_modules, spread, stubs, width_of

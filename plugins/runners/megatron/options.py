@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from crosstrain import ConfigError, ExpertOptions, OptionError, PositiveInt, Text
+from crosstrain import ConfigError, OptionError, PositiveInt, Text
+
+from ..expert_parallel import ExpertOptions
 
 
 @dataclass

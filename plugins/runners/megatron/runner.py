@@ -18,7 +18,6 @@ from crosstrain import (
     Batch,
     Capabilities,
     ConfigError,
-    ExpertParallel,
     ForwardMode,
     Group,
     Head,
@@ -33,7 +32,6 @@ from crosstrain import (
     Runner,
     RunOptions,
     StepResult,
-    check_elementwise,
     global_norm,
     materialize,
     parameters_on_meta,
@@ -44,6 +42,8 @@ from crosstrain import (
 )
 from crosstrain.modeling.context import Context
 
+from ..elementwise import check_elementwise
+from ..expert_parallel import ExpertParallel, check_compile, check_experts
 from .data_parallel import (
     DDPStrategy,
     FSDPStrategy,
@@ -102,7 +102,7 @@ class MegatronRunner(Runner):
 
     @classmethod
     def check(cls, options: Options, run: RunOptions) -> None:
-        super().check(options, run)
+        check_compile(options, run)
         if run.compile == "model":
             raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
         if run.compile != "none" and options.splits_backward:
@@ -110,7 +110,7 @@ class MegatronRunner(Runner):
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
-        super().check_model(options, model)
+        check_experts(options, model)
         plan = resolve(model, options.plan)
         if options.tensor_parallel > 1 and model.structure.reads_across:
             raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import ConfigError, Model, local_forward
+from crosstrain import ConfigError, Model
 
+from ..expert_parallel import local_forward
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
 from .plan import user_of
 from .rng_tracker import RngTracker

@@ -8,6 +8,7 @@ experts' forward is the one in transformers.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from crosstrain.modeling.base import Model
-from crosstrain.modeling.meta_init import has_values
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, ContextOptions, Model, PositiveInt, RunOptions, has_values
 
 
-def check_experts(model: Model, ranks: int) -> None:
-    """Raise ConfigError unless the model has experts and `ranks` divides their number."""
+@dataclass
+class ExpertOptions(ContextOptions):
+    """Options of runners with expert parallelism."""
+
+    expert_parallel: PositiveInt = 1  # ranks that split the experts; ranks with the same experts shard them further
+
+
+def check_compile(options: ExpertOptions, run: RunOptions) -> None:
+    """Raise ConfigError if the run compiles experts that wait for other ranks."""
+    if run.compile != "none" and options.expert_parallel > 1:
+        raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
+
+
+def check_experts(options: ExpertOptions, model: Model) -> None:
+    """Raise ConfigError unless the model has experts whose number the ranks that split them divide."""
+    if (ranks := options.expert_parallel) == 1:
+        return
     counts = [experts.num_experts for experts in model.structure.experts().values()]
     if not counts:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
