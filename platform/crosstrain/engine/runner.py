@@ -289,16 +289,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     }
 
 
-def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
-    """Count the routers' choices in a step, without dropout, if a router loss needs them in advance. Collective."""
-    for routers in runner.model.structure.routers():
-        if routers.counts_first:
-            with runner.evaluating():
-                for micro_batch in micro_batches:
-                    runner.evaluate(micro_batch.data, ForwardMode(counts_choices=True))
-            routers.end_count(runner.dp.process_group, runner.context.process_group)
-
-
 def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
     """Return name -> mean over the ranks of the values recorded by the models (`Model.take_recorded`). Collective."""
     totals: Sums = {}

@@ -109,7 +109,7 @@ class TransformersModel(LanguageModel):
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"], attention)
         more = {key: value for key, value in more.items() if value is not None}  # models may lack these parameters
-        if (routers := self.routers) is not None and labels is not None and (self.training or mode.counts_choices):
+        if (routers := self.routers) is not None and labels is not None and self.training:
             routers.begin()
         else:
             routers = None
@@ -132,7 +132,7 @@ class TransformersModel(LanguageModel):
             result = context.total(result)
         if labels is None or routers is None:
             return result
-        return mode.head.add(result, routers.loss(labels, documents, mode.counts_choices))
+        return mode.head.add(result, routers.loss(labels, documents))
 
     def _mask(self, seen: Any, attention: str) -> Any:
         """Convert a mask [batch, 1, length, past + length] to the form required by the attention implementation."""

@@ -8,12 +8,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from torch import Tensor, nn
 
-from crosstrain import ConfigError, Model, log
+from crosstrain import ConfigError, Model, Runner, log
 
 from .partition import Stage3
 
@@ -63,8 +62,8 @@ class SwapFolder:
 class SwappedStage3(Stage3):
     """Stage 3 with NVMe: swapped tensors are staged in host memory while a checkpoint is saved or loaded."""
 
-    def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
-        super().__init__(zero, optimizer)
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
         self._flats: dict[int, tuple[Tensor, dict[str, Any]]] = {}
         self._partitions: dict[nn.Parameter, Tensor] = {}
 
@@ -89,7 +88,7 @@ class SwappedStage3(Stage3):
             self.zero._release_swap_buffers(group)
         return self._flats[group]
 
-    def own_partition(self, parameter: nn.Parameter) -> Tensor:
+    def own_partition(self, parameter: Any) -> Tensor:
         if parameter.ds_tensor.status is PartitionedParamStatus.AVAILABLE:
             return super().own_partition(parameter)
         if parameter not in self._partitions:

@@ -24,7 +24,6 @@ from .shard_spec import ShardSpec
 from .tensor_parallel import local
 
 MIB = 1 << 20
-BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moments, in fp32
 
 
 @dataclass
@@ -219,14 +218,6 @@ def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | Non
         gradient.copy_(summed.view_as(gradient))
 
 
-def needs_host_memory(numel: int, free: int) -> bool:
-    """Return True if weights, gradients and Adam state of `numel` parameters take over 70% of a device's `free` bytes.
-
-    The rest is for activations and gathered blocks; their size is not known in advance.
-    """
-    return numel * BYTES_PER_PARAMETER > 0.7 * free
-
-
 def shard_parameters(model: Model, mesh: DeviceMesh, of_experts: DeviceMesh | None, offload: bool) -> None:
     """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts."""
     pin = mesh.device_type == "cuda"
@@ -279,8 +270,3 @@ class FSDPStrategy(DDPStrategy):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the free memory of a GPU in bytes."""
-    return torch.cuda.mem_get_info(device)[0]

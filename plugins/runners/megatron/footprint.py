@@ -24,7 +24,7 @@ from .options import Options
 from .pipeline_stages import StubHead, ends_of, replace_modules, spread, stubs, width_of
 from .plan import resolve
 from .rng_tracker import RngTracker
-from .schedules import rank_of, simulate, stages_of
+from .schedules import bubble, in_flight, rank_of, stages_of
 from .shard_model import shard_model
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
@@ -149,9 +149,9 @@ def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int
 
     torch keeps one receive buffer per micro batch.
     """
-    count, ranks, chunks = at.batch.accumulation, options.pipeline_parallel, options.pipeline_chunks
-    out.bubble, in_flight = simulate(options.pipeline_schedule, ranks, chunks, count)
-    out.in_flight = in_flight[rank]
+    count = at.batch.accumulation
+    out.bubble = bubble(options.pipeline_parallel, options.pipeline_chunks, count)
+    out.in_flight = in_flight(options, rank, count)
     neighbours = sum(
         0 <= other < options.stages and rank_of(other, options) != rank
         for stage in stages_of(rank, options)

@@ -49,8 +49,6 @@ from .data_parallel import (
     FSDPStrategy,
     Share,
     ZeRO1Strategy,
-    free_memory,
-    needs_host_memory,
     shard_parameters,
     sum_gradients,
 )
@@ -105,8 +103,6 @@ class MegatronRunner(Runner):
         check_compile(options, run)
         if run.compile == "model":
             raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
-        if run.compile != "none" and options.splits_backward:
-            raise ConfigError(f"run.compile: torch halves no compiled backward, as {options.pipeline_schedule} would")
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
@@ -246,9 +242,6 @@ class MegatronRunner(Runner):
         """Choose the data-parallel strategies, the experts' last, and return the device of the parameters."""
         options, style = self.options, self.options.data_parallel_style
         offloads = options.offload == "cpu"
-        if options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
-            numel = sum(local(p).numel() for p in model.parameters()) // (self.copies.size if style == "fsdp" else 1)
-            offloads = needs_host_memory(numel, free_memory(self.device))
         experts = self.expert_mesh["expert_data"] if options.expert_parallel > 1 else None
         if style == "fsdp" or offloads:
             shard_parameters(model, self.mesh["data"], experts, offloads)
