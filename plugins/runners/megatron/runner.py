@@ -108,8 +108,6 @@ class MegatronRunner(Runner):
     def check_model(cls, options: Options, model: Model) -> None:
         check_experts(options, model)
         plan = resolve(model, options.plan)
-        if options.tensor_parallel > 1 and model.structure.reads_across:
-            raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
             if options.context_parallel > 1:
