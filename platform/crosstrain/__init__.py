@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain_plugins.builtin.models.hugging_face.weights import TransformersWeights
     from crosstrain_plugins.builtin.optimizers.matrix_optimizer import MatrixOptimizer
     from crosstrain_plugins.builtin.runners.elementwise import check_elementwise
-    from crosstrain_plugins.builtin.runners.expert_parallel import ExpertOptions
     from crosstrain_plugins.builtin.runners.used_parameters import UsedParameters
 
     from crosstrain.api.evaluate import evaluate

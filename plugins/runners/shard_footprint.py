@@ -1,38 +1,12 @@
 """Memory and traffic of ranks that hold shards of the parameters, for `crosstrain plan`."""
 
-from collections.abc import Callable
-
-from crosstrain import Layout, Model, PlanContext, Sizes
+from crosstrain import Layout, PlanContext, Sizes
 from crosstrain.engine.footprint import all_reduced, scattered
-
-# Fields of Layout that are sums over the parameters, so that layouts of two sets of parameters can be added.
-_SUMS = (
-    "parameters", "updated", "held", "gradients", "masters", "gathered", "buffers", "gradient_buffers", "step_buffers",
-    "sent",
-)  # fmt: skip
 
 
 def share(size: int, ranks: int) -> int:
     """Size of the largest of `ranks` parts: `size / ranks`, rounded up."""
     return -(-size // ranks)
-
-
-def with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
-    """Layout of a rank when `expert_parallel` of the `copies` ranks share the experts.
-
-    model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on `ranks` ranks.
-    """
-    if expert_parallel == 1:
-        return describe(Sizes.of(model), copies)
-    experts = {p for module in model.structure.experts().values() for p in module.parameters()}
-    sizes = Sizes.of(model, set(model.parameters()) - experts), Sizes.of(model, experts)
-    rest, theirs = describe(sizes[0], copies), describe(sizes[1], copies // expert_parallel)
-    for name in _SUMS:
-        setattr(rest, name, getattr(rest, name) + getattr(theirs, name))
-    part = sizes[1].trainable / max(sizes[0].trainable + sizes[1].trainable, 1)
-    rest.retained_grad_fraction += part * (theirs.retained_grad_fraction - rest.retained_grad_fraction)
-    rest.host = {purpose: size + theirs.host[purpose] for purpose, size in rest.host.items()}
-    return rest
 
 
 def fully_sharded(

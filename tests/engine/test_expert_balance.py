@@ -43,7 +43,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 OTHERS = [
     "ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2", "megatron_tp2_sp@2",
     "zero3@4/2", "megatron_tp2_sp@4/2", "megatron_pp2@4/2",  # of 4 ranks, 2 share each sequence
-    "megatron_ep2@2/2", "fsdp_ep2@2/2",  # which share the experts, too
+    "megatron_ep2@2/2", "megatron_ep2_fsdp@2/2",  # which share the experts, too
 ]  # fmt: skip
 
 

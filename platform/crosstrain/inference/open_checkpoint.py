@@ -76,20 +76,14 @@ _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required options that evaluation ignores
 
 
-# Options that earlier versions stored in checkpoints, with the values under which evaluation does not need them.
-_RETIRED: dict[str, tuple[Any, ...]] = {
-    "communication_data_type": ("fp32", "bf16"),
-    "dora": (None, False),
-    "dump_state": (False, True),
-    "from_dense": (None,),
-    "steps_per_print": (None,),
-    "wall_clock_breakdown": (False, True),
-}
+# Options that earlier versions stored in checkpoints: without effect on evaluation, or with these values without effect.
+_RETIRED = {"communication_data_type", "dump_state", "from_dense", "steps_per_print", "wall_clock_breakdown"}
+_UNUSED: dict[str, tuple[Any, ...]] = {"dora": (None, False), "expert_parallel": (1,)}
 
 
 def _without_retired(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a stored configuration without retired options that do not matter."""
-    return {key: value for key, value in part.items() if key not in _RETIRED or value not in _RETIRED[key]}
+    """Return a part of a stored configuration without options that no longer exist."""
+    return {key: value for key, value in part.items() if key not in _RETIRED and value not in _UNUSED.get(key, ())}
 
 
 def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options: Overrides) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from crosstrain import Box, Group, Model, Piece, flat_range_pieces
 
-from ..expert_parallel import fully_shard_experts
 from .shard_spec import ShardSpec
 from .tensor_parallel import local
 
@@ -219,11 +218,19 @@ def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | Non
 
 
 def shard_parameters(model: Model, mesh: DeviceMesh, of_experts: DeviceMesh | None, offload: bool) -> None:
-    """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts."""
+    """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts.
+
+    The experts' gradients are already summed over the expert-parallel ranks. To average, they are therefore divided by
+    the number of copies of the model.
+    """
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     if of_experts is not None:
-        fully_shard_experts(model, of_experts, mesh.size(), offload_policy=policy)
+        for experts in model.structure.experts().values():
+            fully_shard(experts, mesh=of_experts, offload_policy=policy)
+            experts.set_gradient_divide_factor(float(mesh.size()))
+            if of_experts.size() > 1:  # gloo cannot average; on a single rank torch 2.14 would divide twice
+                experts.set_force_sum_reduction_for_comms(True)
     for block in model.blocks():
         if next(block.parameters(), None) is not None:  # blocks of other stages have no parameters
             fully_shard(block, mesh=mesh, offload_policy=policy)

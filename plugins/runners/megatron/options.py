@@ -6,15 +6,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from crosstrain import ConfigError, OptionError, PositiveInt, Text
-
-from ..expert_parallel import ExpertOptions
+from crosstrain import ConfigError, ContextOptions, OptionError, PositiveInt, Text
 
 
 @dataclass
-class Options(ExpertOptions):
+class Options(ContextOptions):
     """Options of `run.runner` for megatron."""
 
+    expert_parallel: PositiveInt = 1  # ranks that split the experts; ranks with the same experts sum their gradients
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
     pipeline_parallel: PositiveInt = 1  # ranks of a pipeline: each holds one or more stages of consecutive blocks
     data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of the model; auto: as many as the ranks allow

@@ -43,7 +43,6 @@ from crosstrain import (
 from crosstrain.modeling.context import Context
 
 from ..elementwise import check_elementwise
-from ..expert_parallel import ExpertParallel, check_compile, check_experts
 from .data_parallel import (
     DDPStrategy,
     FSDPStrategy,
@@ -52,6 +51,7 @@ from .data_parallel import (
     shard_parameters,
     sum_gradients,
 )
+from .expert_parallel import ExpertParallel, check_experts
 from .footprint import layouts
 from .options import Options
 from .pipeline import Pipeline, Stage
@@ -100,13 +100,15 @@ class MegatronRunner(Runner):
 
     @classmethod
     def check(cls, options: Options, run: RunOptions) -> None:
-        check_compile(options, run)
+        if run.compile != "none" and options.expert_parallel > 1:
+            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
         if run.compile == "model":
             raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
-        check_experts(options, model)
+        if options.expert_parallel > 1:
+            check_experts(model, options.expert_parallel)
         plan = resolve(model, options.plan)
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)

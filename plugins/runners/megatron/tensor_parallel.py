@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from crosstrain import ConfigError, Model
 
-from ..expert_parallel import local_forward
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
+from .expert_parallel import local_forward
 from .plan import user_of
 from .rng_tracker import RngTracker
 

@@ -8,37 +8,19 @@ experts' forward is the one in transformers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from crosstrain import ConfigError, ContextOptions, Model, PositiveInt, RunOptions, has_values
+from crosstrain import ConfigError, Model, has_values
 
 
-@dataclass
-class ExpertOptions(ContextOptions):
-    """Options of runners with expert parallelism."""
-
-    expert_parallel: PositiveInt = 1  # ranks that split the experts; ranks with the same experts shard them further
-
-
-def check_compile(options: ExpertOptions, run: RunOptions) -> None:
-    """Raise ConfigError if the run compiles experts that wait for other ranks."""
-    if run.compile != "none" and options.expert_parallel > 1:
-        raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
-
-
-def check_experts(options: ExpertOptions, model: Model) -> None:
-    """Raise ConfigError unless the model has experts whose number the ranks that split them divide."""
-    if (ranks := options.expert_parallel) == 1:
-        return
+def check_experts(model: Model, ranks: int) -> None:
+    """Raise ConfigError unless the model has experts and `ranks` divides their number."""
     counts = [experts.num_experts for experts in model.structure.experts().values()]
     if not counts:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -61,19 +43,6 @@ def local_forward(experts: nn.Module, *inputs: Tensor) -> Tensor:
         return type(experts).forward(experts, *inputs)
     finally:
         experts._parameters.update(kept)
-
-
-def fully_shard_experts(model: Model, mesh: DeviceMesh, copies: int, **options: Any) -> None:
-    """Shard this rank's experts over `mesh`, the ranks that hold the same experts. Call it before sharding the blocks.
-
-    The experts' gradients are already summed over the expert-parallel ranks. To average, they are therefore divided by
-    `copies`, the number of copies of the model.
-    """
-    for experts in model.structure.experts().values():
-        fully_shard(experts, mesh=mesh, **options)
-        experts.set_gradient_divide_factor(float(copies))
-        if mesh.shape[-1] > 1:  # gloo cannot average; on a single rank torch 2.14 would divide twice
-            experts.set_force_sum_reduction_for_comms(True)
 
 
 class _Exchange(torch.autograd.Function):
