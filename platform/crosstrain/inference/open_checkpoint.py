@@ -76,7 +76,7 @@ _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required options that evaluation ignores
 
 
-# Options that earlier versions stored in checkpoints: without effect on evaluation, or with these values without effect.
+# Options that earlier versions stored in checkpoints: without effect on evaluation, or unused with these values.
 _RETIRED = {"communication_data_type", "dump_state", "from_dense", "steps_per_print", "wall_clock_breakdown"}
 _UNUSED: dict[str, tuple[Any, ...]] = {"dora": (None, False), "expert_parallel": (1,)}
 

@@ -102,10 +102,6 @@ class TransformersModel(LanguageModel):
             more |= documents.arguments(attention, self.sees_all, position_ids.device)
             if context is not None:
                 more["position_ids"] = context.part(position_ids)
-        elif attention == "flex_attention" and self.sees_all and given is not None:
-            rows, length = given.shape[:2]  # transformers' own mask compiles for a minute on a CPU
-            whole = Documents(rows, length, [*range(0, rows * length + 1, length)])
-            more["attention_mask"] = whole.blocks(given.device)
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"], attention)
         more = {key: value for key, value in more.items() if value is not None}  # models may lack these parameters

@@ -34,9 +34,8 @@ class TransformersStructure(Structure):
             raise ConfigError(f"model: {family} takes no positions, so documents cannot be kept apart")
         if getattr(self.model.lm, "_is_stateful", False):
             raise ConfigError(f"model: {family} carries a state from document to document")
-        if self.model.attention in ("eager", "flex_attention") and not self.model.sees_all:
-            kind = self.model.attention
-            raise ConfigError(f"model.attention: {kind} cannot keep documents apart where windows slide")
+        if self.model.attention == "eager" and not self.model.sees_all:
+            raise ConfigError("model.attention: eager cannot keep documents apart where windows slide")
 
     def check_context(self, ranks: int) -> None:
         family, heads = self.model.config.model_type, getattr(self.model.config, "num_attention_heads", None) or ranks

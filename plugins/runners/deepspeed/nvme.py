@@ -44,19 +44,17 @@ def fitted(options: Any, model: Model, ranks: int) -> Any:
     return dataclasses.replace(options, offload_param=dataclasses.replace(offload, **sizes), **ahead)
 
 
-class SwapFolder:
-    """This process's own folder on a device, because DeepSpeed's file names are the same in every run."""
+def swap_folder(device: Path, output_dir: str) -> Path:
+    """Return this process's own folder on a device, because DeepSpeed's file names are the same in every run.
 
-    def __init__(self, device: Path, output_dir: str) -> None:
-        run = hashlib.sha256(os.path.abspath(output_dir).encode()).hexdigest()[:12]
-        prefix = f"crosstrain-{run}-{socket.gethostname()}-"
-        self.path = device / f"{prefix}{os.getpid()}"
-        for folder in device.glob(f"{prefix}*"):
-            if not Path("/proc", folder.name.removeprefix(prefix)).exists():  # left by a killed process
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+    Removes the folders of killed processes of the same run.
+    """
+    run = hashlib.sha256(os.path.abspath(output_dir).encode()).hexdigest()[:12]
+    prefix = f"crosstrain-{run}-{socket.gethostname()}-"
+    for folder in device.glob(f"{prefix}*"):
+        if not Path("/proc", folder.name.removeprefix(prefix)).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return device / f"{prefix}{os.getpid()}"
 
 
 class SwappedStage3(Stage3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from .runner import DeepSpeedRunner
 
 
-class Partition(HeldState):
+class Partition(HeldState, ABC):
     """A rank's part of the state, as flat tensors, for one of DeepSpeed's optimizers."""
 
     runner: DeepSpeedRunner
@@ -29,17 +30,17 @@ class Partition(HeldState):
     def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
         return flat_range_pieces(held, tuple(shape), self.start(parameter), tuple(self.full_shape(parameter)))
 
+    @abstractmethod
     def start(self, parameter: nn.Parameter) -> int:
         """Return the flat index of the first element of this rank's range in a parameter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def create_state(self) -> None:
         """Allocate the optimizer state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loaded(self) -> None:
         """Refresh everything that DeepSpeed derives from the ranges."""
-        raise NotImplementedError
 
     def begin_step(self) -> None:
         """Clear the last step's gradients if DeepSpeed does not."""

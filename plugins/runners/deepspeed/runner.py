@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -42,7 +43,7 @@ from crosstrain.config.batch import BatchPlan
 from ..elementwise import check_elementwise
 from ..used_parameters import UsedParameters
 from .footprint import half_weights, layout
-from .nvme import SwapFolder, SwappedStage3, fitted
+from .nvme import SwappedStage3, fitted, swap_folder
 from .options import Options
 from .partition import Partition, Stage3, Stage12
 
@@ -105,7 +106,7 @@ class DeepSpeedRunner(Runner):
         if self.engine is not None:
             self.engine.destroy()
         for device in self.options.nvme_paths:
-            SwapFolder(device, self.run.output_dir).remove()
+            shutil.rmtree(swap_folder(device, self.run.output_dir), ignore_errors=True)
         super().close()
 
     # ---- building
@@ -184,7 +185,7 @@ class DeepSpeedRunner(Runner):
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         """Return DeepSpeed's configuration, from the run's options and this runner's."""
         zero = self.options.stage > 0
-        section = self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path)
+        section = self.options.zero(lambda device: swap_folder(device, self.run.output_dir))
         if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as much
             section["use_multi_rank_bucket_allreduce"] = False
         return {

@@ -104,6 +104,12 @@ class DDPStrategy:
                 if candidate.finish is None:
                     candidate.finish = self._exchange(candidate.shares)
 
+    def before_backward(self, last: bool) -> None:
+        """Called before each backward; `last`: the last one of a step."""
+
+    def reshard(self) -> None:
+        """Free parameters that are still gathered after a forward without a backward."""
+
     def reduce_grads(self) -> None:
         """Wait for the reductions, and set the gradient of every share's `owned`."""
         if self.group.size == 1:
@@ -273,7 +279,6 @@ class FSDPStrategy(DDPStrategy):
         self._hand_over()
 
     def reshard(self) -> None:
-        """Free parameters that are still gathered after a forward without a backward."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -299,7 +299,7 @@ class MegatronRunner(Runner):
             stage.part = part
         rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data) // part) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
-        losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
+        losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self.data_parallel.before_backward)
         self.micro_losses = list(losses) if pipeline.has_last else []
         # Tensor-parallel and context-parallel ranks all hold the same loss.
         mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)
@@ -310,12 +310,8 @@ class MegatronRunner(Runner):
         return super().compute_loss(batch, replace(mode, head=self.head))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        self._before_backward(last)
+        self.data_parallel.before_backward(last)
         return nullcontext()
-
-    def _before_backward(self, last: bool) -> None:
-        if isinstance(self.data_parallel, FSDPStrategy):
-            self.data_parallel.before_backward(last)
 
     @property
     def gradient_scale(self) -> float:
@@ -351,8 +347,7 @@ class MegatronRunner(Runner):
         finally:
             if self.tensor is not None:
                 self.tensor.splits_sequence = splits
-            if isinstance(self.data_parallel, FSDPStrategy):
-                self.data_parallel.reshard()
+            self.data_parallel.reshard()
 
     def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         if self.pipeline is None:
