@@ -70,7 +70,7 @@ def speed(options: list[str], turns: int) -> str:
             env = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             return Contestant(platform, str(project), given, ranks=2, env=env)
 
-        seconds = race(((name, side(name)) for name in ("fsdp", "fsdp_ep2", "megatron_ep2")), Order(1), turns)
+        seconds = race(((name, side(name)) for name in ("fsdp", "megatron_ep2")), Order(1), turns)
     rows = [
         [
             name,

@@ -35,7 +35,7 @@ RUNNERS = {
     "megatron_tp2": (2, 4), "megatron_pp2": (2, 4), "megatron_tp2_sp": (2,), "megatron_tp2_zero1": (4,),
     "megatron_tp2_fsdp": (4,),
 }  # fmt: skip
-SHARED = {"ddp": 1, "megatron_ep2": 2, "megatron_ep4": 4, "fsdp_ep2": 2, "megatron_tp2_ep2": 4}
+SHARED = {"ddp": 1, "megatron_ep2": 2, "megatron_ep4": 4, "megatron_tp2_ep2": 4}
 MIXTURE = {
     "layers": 4, "hidden": 256, "length": 128, "vocabulary": 8192, "micro": 4, "accumulation": 2, "mode": "none",
     "amp": "fp32", "experts": 16,

@@ -45,6 +45,9 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
     from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
     from crosstrain_plugins.builtin.models.hugging_face.structure import TransformersStructure
     from crosstrain_plugins.builtin.models.hugging_face.weights import TransformersWeights
+    from crosstrain_plugins.builtin.optimizers.matrix_optimizer import MatrixOptimizer
+    from crosstrain_plugins.builtin.runners.elementwise import check_elementwise
+    from crosstrain_plugins.builtin.runners.used_parameters import UsedParameters
 
     from crosstrain.api.evaluate import evaluate
     from crosstrain.api.evaluation import Evaluation
@@ -78,16 +81,10 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
     from crosstrain.data.chat import Conversation, Message, PromptBuilder, SampleError
     from crosstrain.data.dataset import SPLITS, Dataset, Split, SplitOptions
     from crosstrain.distributed.group import Group
-    from crosstrain.engine.expert_parallel import (
-        ExpertParallel,
-        fully_shard_experts,
-        local_forward,
-    )
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
     from crosstrain.engine.held_state import HeldState
-    from crosstrain.engine.matrix_optimizer import MatrixOptimizer
-    from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm
-    from crosstrain.engine.options import ContextOptions, ExpertOptions
+    from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm
+    from crosstrain.engine.options import ContextOptions
     from crosstrain.engine.runner import (
         Capabilities,
         Runner,
@@ -95,7 +92,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
         seed_dropout,
         to_device,
     )
-    from crosstrain.engine.used_parameters import UsedParameters
     from crosstrain.inference.metric import Metric
     from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
     from crosstrain.modeling.adapter import Adapter, Around

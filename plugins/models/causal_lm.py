@@ -15,17 +15,13 @@ from crosstrain import (
     ConfigError,
     NonNegativeFloat,
     OptionError,
-    Source,
     Text,
     TransformersModel,
-    TransformersWeights,
     UserError,
     build_transformers,
     pretrained_folder,
     registry,
 )
-from crosstrain.checkpoint.load_weights import open_weights
-from crosstrain.modeling.pretrained import Place, names_at
 from crosstrain.modeling.routers import Routers, Scope
 from crosstrain.utils.errors import did_you_mean, sentence
 
@@ -33,7 +29,6 @@ from .hugging_face.attention import Attention
 from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
 from .hugging_face.internals import routers_of
 from .hugging_face.tables import keys_beside_fields
-from .hugging_face.weights import dense_place
 
 # PreTrainedConfig keys that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
@@ -53,9 +48,8 @@ class CausalLM(TransformersModel):
         make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         # transformers' attention implementation; None: sdpa if the model supports it, else eager
         attention: Attention | None = None
-        from_dense: Text | None = None  # name or folder of a dense model; all experts start from its MLP; None: unused
         # set of tokens over which the balance loss of a mixture of experts is computed; sequence: each document;
-        # batch: the whole step; micro_batch: a micro batch on one rank; none: no loss
+        # micro_batch: a micro batch on one rank; none: no loss
         router_loss: Scope = "sequence"
         router_loss_coef: NonNegativeFloat | None = None  # weight of router_loss; None: the model's own, else 0
         # weight of the mean squared log-sum-exp of router logits; None: the model's own, else 0
@@ -65,8 +59,6 @@ class CausalLM(TransformersModel):
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
                 raise OptionError("config", "give transformers' configuration with its model_type, or pretrained")
-            if self.pretrained and self.from_dense:
-                raise OptionError("from_dense", "the model begins with pretrained; leave out one of them")
             if "model_type" in self.config:
                 _check_keys(self.config["model_type"], self.config)
 
@@ -81,8 +73,6 @@ class CausalLM(TransformersModel):
         except Exception as error:  # transformers raises many kinds
             raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
         super().__init__(options, config, lm, source)
-        self.dense = pretrained_folder(options.from_dense) if options.from_dense else None
-        self.weights = _Weights(self)
         self.route(options)
 
     def route(self, options: Options) -> None:
@@ -97,21 +87,6 @@ class CausalLM(TransformersModel):
                 f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance; where its "
                 f"configuration has output_router_logits, true adds transformers' own loss"
             )
-
-
-class _Weights(TransformersWeights):
-    model: CausalLM
-
-    def sources(self) -> list[Source]:
-        """Return `pretrained` as the source, or else the dense model, with routers at their initial values."""
-        if self.model.dense is None:
-            return super().sources()
-        there = open_weights(self.model.dense).names("param")
-
-        def place(name: str, available: set[str]) -> Place:
-            return dense_place(name, available, self.model.num_experts)
-
-        return [Source(self.model.dense, place, lambda name: names_at(place(name, there)) <= there)]
 
 
 def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:

@@ -19,10 +19,11 @@ from crosstrain import (
     PlanContext,
     Runner,
     Sizes,
-    UsedParameters,
     registry,
 )
 from crosstrain.engine.footprint import data_parallel
+
+from .used_parameters import UsedParameters
 
 
 @registry.register_runner("ddp")

@@ -4,20 +4,17 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from crosstrain import (
     Capabilities,
     ConfigError,
-    ExpertOptions,
-    ExpertParallel,
+    ContextOptions,
     Layout,
     MakeOptimizer,
     Model,
@@ -26,18 +23,19 @@ from crosstrain import (
     Runner,
     RunOptions,
     Sizes,
-    fully_shard_experts,
     materialize,
     parameters_on_meta,
     registry,
 )
-from crosstrain.engine.footprint import fully_sharded, with_experts
-from crosstrain.engine.precision import DTYPES, computes_in_half, is_linear, linear_weights
+from crosstrain.engine.precision import DTYPES
+
+from .half_weights import computes_in_half, is_linear, linear_weights
+from .shard_footprint import fully_sharded
 
 
 def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
     """Return True if linear layers are gathered in bf16."""
-    return options.param_dtype == "amp" and options.expert_parallel == 1 and computes_in_half(run, model)
+    return options.param_dtype == "amp" and computes_in_half(run, model)
 
 
 def unrounded(block: nn.Module) -> list[nn.Module]:
@@ -51,7 +49,7 @@ class FSDPRunner(Runner):
     """torch's FSDP2: parameters, gradients and optimizer state are sharded over the ranks (ZeRO-3)."""
 
     @dataclass
-    class Options(ExpertOptions):
+    class Options(ContextOptions):
         """Options of `run.runner` for fsdp."""
 
         shard_size: PositiveInt | None = None  # ranks that share a copy of the model (hybrid sharding); None: all
@@ -71,16 +69,10 @@ class FSDPRunner(Runner):
             raise ConfigError(
                 f"run.runner.shard_size: {options.shard_size} does not divide the {world_size} ranks evenly"
             )
-        if (options.shard_size or world_size) % options.expert_parallel:
-            raise ConfigError(
-                f"run.runner.expert_parallel: {options.expert_parallel} does not divide the "
-                f"{options.shard_size or world_size} ranks of a copy evenly"
-            )
         return super().data_parallel_size(options, world_size)
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        super().check(options, run)
         if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype, run.amp.linear) != (
             "amp",
             "bf16",
@@ -90,32 +82,24 @@ class FSDPRunner(Runner):
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
-        ranks, experts, model = options.shard_size or at.world_size, options.expert_parallel, at.model
-        if half := gathers_half(options, at.run, model):
-            model = copy.deepcopy(model)
-            for p in linear_weights(model):
+        half = gathers_half(options, at.run, at.model)
+        gathered = at.model
+        if half:
+            gathered = copy.deepcopy(at.model)
+            for p in linear_weights(gathered):
                 p.data = p.data.bfloat16()
-
-        def layout(sizes: Sizes, ranks: int) -> Layout:
-            return fully_sharded(
-                sizes,
-                at,
-                ranks,
-                regather=options.reshard_after_forward,
-                offload=options.cpu_offload,
-                every=options.sync_each_micro_batch,
-                gathered=Sizes.of(model) if half else None,
-                half_sums=options.reduce_dtype == "bf16",
-            )
-
-        if experts == 1:
-            out = layout(Sizes.of(at.model), ranks)
-            out.model, out.computes = (model, "linear layers in bf16") if half else (None, "")
-            return [out]
-        model = copy.deepcopy(at.model)
-        ExpertParallel(cast(dist.ProcessGroup, dist.new_group(list(range(experts))))).shard(model)
-        out = with_experts(model, ranks, experts, layout)
-        out.model, out.computes = model, f"experts on {experts} ranks"
+        out = fully_sharded(
+            Sizes.of(at.model),
+            at,
+            options.shard_size or at.world_size,
+            regather=options.reshard_after_forward,
+            offload=options.cpu_offload,
+            every=options.sync_each_micro_batch,
+            gathered=Sizes.of(gathered),
+            half_sums=options.reduce_dtype == "bf16",
+        )
+        if half:
+            out.model, out.computes = gathered, "linear layers in bf16"
         return [out]
 
     def setup(self) -> None:
@@ -123,8 +107,6 @@ class FSDPRunner(Runner):
         shard = self.options.shard_size or self.world.size
         sizes = (shard,) if shard == self.world.size else (self.world.size // shard, shard)
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-        if (experts := self.options.expert_parallel) > 1:
-            self.expert_mesh = self.mesh._unflatten("shard", (shard // experts, experts), ("expert_data", "expert"))
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # `prepare` allocates only the shards
@@ -139,8 +121,6 @@ class FSDPRunner(Runner):
         }
         if scalars := [name for name, p in model.weights.parameters().items() if p.ndim == 0]:
             raise ConfigError(f"run.runner: fsdp cannot cut {scalars[0]}, a scalar, into shards; use another runner")
-        if self.options.expert_parallel > 1:
-            self._shard_experts(model, options)
         in_blocks = options | {"reshard_after_forward": self.options.reshard_after_forward}
         half = MixedPrecisionPolicy(torch.bfloat16, DTYPES[self.options.reduce_dtype], cast_forward_inputs=False)
         for block in model.blocks():
@@ -152,29 +132,6 @@ class FSDPRunner(Runner):
         fully_shard(model, reshard_after_forward=False, **options)
         materialize(model, torch.device("cpu") if self.options.cpu_offload else self.device)
         super().prepare(model, make_optimizer)
-
-    def _shard_experts(self, model: Model, options: dict[str, Any]) -> None:
-        """Keep this rank's experts of each layer; shard their features over the ranks that hold the same experts."""
-        mesh = self.expert_mesh["expert"]
-        names, same = ExpertParallel(mesh.get_group()).shard(model), self.expert_mesh["expert_data"].size()
-        for name in names:
-            owner, _, own = name.rpartition(".")
-            module, mine = model.get_submodule(owner), model.get_parameter(name)
-            if mine.shape[1] % same:
-                raise ConfigError(
-                    f"run.runner.expert_parallel: {model.weights.canonical_name(name)} has {mine.shape[1]} features, "
-                    f"which {same} ranks with the same experts cannot share evenly; use the megatron runner"
-                )
-            whole = DTensor.from_local(mine.detach(), mesh, [Shard(0)], run_check=False)
-            module._parameters[own] = nn.Parameter(whole, mine.requires_grad)
-        data = tuple(name for name in self.expert_mesh.mesh_dim_names or () if name != "expert")
-        fully_shard_experts(
-            model,
-            copies=self.world.size,
-            reshard_after_forward=self.options.reshard_after_forward,
-            shard_placement_fn=lambda _: Shard(1),
-            **options | {"mesh": self.expert_mesh[data]},
-        )
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:

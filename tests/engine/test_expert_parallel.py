@@ -67,7 +67,7 @@ def test_mixtures_train_alike(reference: Any, layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "gpt_oss"])  # other routers, biases, interleaved gates
-@pytest.mark.parametrize("layout", ["megatron_ep2@2", "fsdp_ep2@4"])
+@pytest.mark.parametrize("layout", ["megatron_ep2@2", "megatron_ep2_fsdp@4"])
 def test_other_families_train_alike(family: str, layout: str, tmp_path: Path, dataset: Path) -> None:
     workspace = project(Workspace(tmp_path, dataset), mixture(family))
     options = (*COMMON, *SETTINGS["sgd"])
@@ -79,7 +79,6 @@ def test_other_families_train_alike(family: str, layout: str, tmp_path: Path, da
     ("layout", "more"),
     [
         ("megatron_tp2_ep2@4", ("run.runner.sequence_parallel=true", "run.runner.data_parallel_style=fsdp")),
-        ("fsdp_ep2@4", ("run.runner.shard_size=2", "run.runner.sync_each_micro_batch=true")),
         ("megatron_ep2@2", ("run.gradient_checkpointing=full",)),
         ("megatron_ep2@2", ("run.gradient_checkpointing=selective",)),
         ("megatron_ep2_pp2@4", ("run.runner.pipeline_schedule=gpipe",)),
@@ -117,7 +116,7 @@ def test_a_run_goes_on_from_layout_to_layout(tmp_path: Path, dataset: Path) -> N
     with torch.no_grad():
         expected = theirs(prompts).logits[:, -1, :320]
     found: tuple[float, list[int]] | None = None
-    for layout in ("ddp@1", "megatron_ep2@2", "megatron_tp2_ep2@4", "fsdp_ep2@2", "megatron_ep2_pp2@4"):
+    for layout in ("ddp@1", "megatron_ep2@2", "megatron_tp2_ep2@4", "megatron_ep2_fsdp@2", "megatron_ep2_pp2@4"):
         runner, size = sized(layout)
         for loss, logits, tokens in run_ranks(size, evaluate, str(run.checkpoint(12)), (f"run.runner={runner}",)):
             assert torch.allclose(torch.tensor(logits), expected, rtol=0, atol=1e-5)  # of logits around 5
@@ -145,7 +144,7 @@ def _exchanged(path: str, options: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["megatron_ep2@2", "megatron_ep4@4", "fsdp_ep2@4"])
+@pytest.mark.parametrize("layout", ["megatron_ep2@2", "megatron_ep4@4", "megatron_ep2_fsdp@4"])
 def test_tokens_are_sent_as_planned(layout: str, tmp_path: Path, dataset: Path) -> None:
     workspace = project(Workspace(tmp_path, dataset), mixture("qwen3_moe"))
     runner, size = sized(layout)
@@ -182,10 +181,9 @@ def test_mixtures_on_split_sequences_are_planned(layout: str, workspace: Workspa
     ("model", "runner", "ranks", "sentence"),
     [
         (mixture("qwen3_moe"), "megatron_ep2", 3, "expert_parallel: 2 does not divide the 3 data-parallel copies"),
-        (mixture("qwen3_moe"), "fsdp_ep2", 3, "expert_parallel: 2 does not divide the 3 ranks of a copy evenly"),
         (mixture("qwen3_moe", num_experts=6), "megatron_ep4", 4, "6 experts cannot be shared evenly by 4 ranks; use "
          "one of 1, 2, 3, 6"),
-        ({"arch": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}, "fsdp_ep2", 2, "gpt2 has no experts"),
+        ({"arch": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}, "megatron_ep2_fsdp", 2, "gpt2 has no experts"),
         (mixture("qwen3_moe", moe_intermediate_size=25), "megatron_tp2", 2, "cannot be cut experts-wise for 2 ranks"),
     ],
 )  # fmt: skip

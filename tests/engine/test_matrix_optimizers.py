@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.optimizers.matrix_optimizer import Holdings, assign_owners
 
 from conftest import ROOT, Workspace
 from crosstrain import Box, Group, Shard, registry, whole_pieces
-from crosstrain.engine.matrix_optimizer import Holdings, assign_owners
 from fixtures_docs import blocks, is_plugin
 from fixtures_moe import mixture
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks
@@ -107,7 +107,7 @@ LAYOUTS = [
     "megatron_tp2@2", "megatron_pp2@2", "megatron_tp2_zero1@4", "megatron_tp2_fsdp@4", "megatron_tp2_pp2@4",
     "megatron_cp2@2", "{name: fsdp, context_parallel: 2}@2",
 ]  # fmt: skip
-EXPERTS = ["ddp@2", "megatron_ep2@2", "fsdp_ep2@2", "zero3@2", "megatron_tp2_ep2@4", "megatron_ep2_zero1@4"]
+EXPERTS = ["ddp@2", "megatron_ep2@2", "megatron_ep2_fsdp@2", "zero3@2", "megatron_tp2_ep2@4", "megatron_ep2_zero1@4"]
 
 
 @pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["fsdp@2"]))

@@ -64,7 +64,7 @@ MISTAKES = {
         "for 2 ranks, because the output features of each of its three parts are 1 x 32; the model allows 1"
     ),
     "run.runner={name: megatron, tensor_parallel: 4}": "are 2 x 16; the model allows 1, 2",
-    NO_PLAN: "run.runner.plan, such as {transformer.h.*.mlp.c_fc: column, transformer.h.*.mlp.c_proj: row}",
+    NO_PLAN: "gpt_neo has no plan that says how to cut its parameters; write one under run.runner.plan (docs/",
     "run.runner={name: megatron, pipeline_parallel: 4}": "pipeline_parallel: 4 stages are too many for 2 blocks",
     "run.runner={name: megatron, pipeline_parallel: 2, pipeline_layers: [2, 1]}": "[2, 1] are 3 blocks, and the model",
     "run.compile=model": "run.compile: ranks talk between blocks under the megatron runner; compile blocks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -93,7 +93,6 @@ def kernels() -> Iterator[None]:
     [
         *((name, "sdpa") for name in MODELS),
         *((name, "eager") for name in ("gpt2", "qwen", "llama")),
-        *((name, "flex_attention") for name in ("qwen", "llama")),
         *((name, kernel) for name in ("qwen", "llama", "windows", "some windows") for kernel in (FLASH_2, FLASH_3)),
     ],
 )
@@ -111,7 +110,7 @@ def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(
 
 
 @pytest.mark.parametrize("length", [1, 37, 64])
-@pytest.mark.parametrize("attention", ["flex_attention", FLASH_2, FLASH_3])
+@pytest.mark.parametrize("attention", [FLASH_2, FLASH_3])
 def test_whole_rows_have_the_loss_and_gradients_of_sdpa(attention: str, length: int, kernels: None) -> None:
     batch = {key: value[:, :length] for key, value in packed().items() if key != "position_ids"}
     loss, gradient = gradients(build("qwen", attention=attention), [batch])
@@ -132,14 +131,14 @@ def test_kernels_are_told_of_documents_and_dropout(kernels: None) -> None:
     assert calls == [told | {"dropout_p": 0.25}] * 3 + [told | {"dropout_p": 0.0}] * 3
 
 
-@pytest.mark.parametrize("attention", ["flex_attention", FLASH_3])
+@pytest.mark.parametrize("attention", [FLASH_3])
 def test_kernels_without_dropout_refuse_it(attention: str, kernels: None) -> None:
     model = build("qwen", attention=attention, attention_dropout=0.25)
     with pytest.raises(ConfigError, match=r"has no dropout, and the model's is 0\.25; set it to 0"):
         model(**packed())
 
 
-@pytest.mark.parametrize("attention", ["flex_attention", FLASH_2])
+@pytest.mark.parametrize("attention", [FLASH_2])
 def test_padded_batches_are_left_to_sdpa(attention: str, kernels: None) -> None:
     ids, seen = packed()["input_ids"], torch.ones(2, 64, dtype=torch.long)
     seen[0, :20] = 0  # padding on the left, as in a batch that generates
@@ -149,11 +148,11 @@ def test_padded_batches_are_left_to_sdpa(attention: str, kernels: None) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("attention", ["flex_attention", FLASH_2])
+@pytest.mark.parametrize("attention", [FLASH_2])
 def test_blocks_that_are_computed_again_have_the_same_gradients(attention: str, mode: Mode, kernels: None) -> None:
     expected, expected_gradient = gradients(build("qwen", attention=attention), [packed()])
     model = build("qwen", attention=attention)
-    activation_checkpointing.apply(model.blocks(), mode, nullcontext)
+    activation_checkpointing.apply(model.blocks(), mode)
     loss, gradient = gradients(model, [packed()])
     assert loss == expected
     for parameter, value in expected_gradient.items():
@@ -177,7 +176,7 @@ def test_a_kernel_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flex_attention", FLASH_2])
+@pytest.mark.parametrize("kernel", [FLASH_2])
 @pytest.mark.parametrize("runner", ["ddp@4/2", "fsdp@2/2", "zero3@2/1", "megatron_tp2@4/2", "megatron_pp2@2/1"])
 def test_kernels_train_as_sdpa_does_in_one_process(workspace: Workspace, kernel: str, runner: str) -> None:
     layout, _, sharing = runner.partition("/")
@@ -188,8 +187,7 @@ def test_kernels_train_as_sdpa_does_in_one_process(workspace: Workspace, kernel:
     )  # fmt: skip
     use(workspace, **(SIZES | {"vocab_size": 320}))
     one = follow(workspace, "ddp@1", *options)
-    name = "qwen" if kernel == "flex_attention" else "qwen_flash_on_cpu"
-    use(workspace, **(SIZES | {"vocab_size": 320, "arch": name, "attention": kernel}))
+    use(workspace, **(SIZES | {"vocab_size": 320, "arch": "qwen_flash_on_cpu", "attention": kernel}))
     sharing = f"run.runner.context_parallel={sharing}"
     assert_equal_training(one, follow(workspace, layout, *options, sharing, label="kernel"), TOLERANCE)
 

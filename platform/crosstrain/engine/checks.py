@@ -124,8 +124,8 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     if model.weights.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
-    if not runner.capabilities.exact and any(r.counts_first or r.bias_rate for r in model.structure.routers()):
-        raise ConfigError("model.router_loss: routers need all ranks' choices in each step; set router_loss=sequence")
+    if not runner.capabilities.exact and any(r.bias_rate for r in model.structure.routers()):
+        raise ConfigError("model.router_bias_rate: routers need all ranks' choices in each step; set it to 0")
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
             raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from crosstrain.checkpoint.boxes import RUNNER, Piece, Shard, dtensor_pieces, own_kind, whole_pieces
 from crosstrain.distributed.group import Group
-from crosstrain.engine.matrix_optimizer import UPDATE, MatrixOptimizer
-from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state
+from crosstrain.engine.optimizer import UPDATE, BoundOptimizer, MakeOptimizer, NamedParameters, create_state
 from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class HeldState:
             if name not in quantized:
                 out += self._shards_of(name, parameter)
         for matrix, state in (optimizer.state if optimizer else {}).items():
-            if isinstance(matrix, str):  # a `MatrixOptimizer` keeps this state on the owner only
+            if isinstance(matrix, str):  # a `BoundOptimizer` keeps this state on the owner only
                 out += [_whole(self._kind(kind), matrix, value) for kind, value in state.items()]
         out += [_whole("param", name, buffer) for name, buffer in model.weights.buffers().items()]
         return out
@@ -143,8 +142,8 @@ class HeldState:
             raise ConfigError(f"run.optimizer: {name} fails under this runner: {reason}") from error
 
     def bound(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer; a MatrixOptimizer is first bound to this rank's shards. Collective."""
-        if isinstance(optimizer, MatrixOptimizer):
+        """Return the optimizer; a BoundOptimizer is first bound to this rank's shards. Collective."""
+        if isinstance(optimizer, BoundOptimizer):
             optimizer.bind(self.shards, self.copies(), self.runner.device)
         return optimizer
 

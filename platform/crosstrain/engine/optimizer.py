@@ -1,22 +1,24 @@
 """Parameter groups, optimizer state and gradients, handled the same way for every registered optimizer."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from crosstrain.checkpoint.boxes import Shard
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
-from crosstrain.engine.matrix_optimizer import MatrixOptimizer
+from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import ConfigError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 ShapeOf = Callable[[nn.Parameter], torch.Size]
+UPDATE = "update"  # kind of optimizer state that a `BoundOptimizer` keeps only during a step
 _BLOCK = 4096  # number of squares that are summed in fp32 at a time
 
 
@@ -27,6 +29,17 @@ class MakeOptimizer(Protocol):
     """
 
     def __call__(self, parameters: NamedParameters, shape_of: ShapeOf = ...) -> torch.optim.Optimizer: ...
+
+
+@runtime_checkable
+class BoundOptimizer(Protocol):
+    """An optimizer that gathers whole matrices from the ranks' shards; `Weights.matrices` selects them."""
+
+    def bind(self, shards: Callable[[], list[Shard]], group: Group, device: torch.device) -> None:
+        """Read shards of weights and updates from `shards`, and compute on `device`.
+
+        The ranks of `group` together hold the whole matrices, and call `step` together.
+        """
 
 
 def parameter_groups(
@@ -60,7 +73,7 @@ def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimiz
     """Return a function that builds the configured optimizer from `model.named_parameters()` or this rank's shards."""
     make = registry.get("optimizer", config.run.optimizer.name)
     more: dict[str, Any] = {} if model is None else {"lr_scale": model.weights.lr_scale}
-    if model is not None and isinstance(make, type) and issubclass(make, MatrixOptimizer):
+    if model is not None and isinstance(make, type) and issubclass(make, BoundOptimizer):
         more["matrices"] = {name: model.weights.canonical_name(name) for name in model.weights.matrices()}
 
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
@@ -161,28 +174,3 @@ def _square(tensors: list[Tensor]) -> Tensor:
         total += torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1).double().square().sum()
         total += torch.linalg.vector_norm(flat[whole:]).double().square()
     return total
-
-
-def check_elementwise(make_optimizer: MakeOptimizer) -> None:
-    """Raise ConfigError unless the optimizer is elementwise, for runners that split parameters.
-
-    The check runs the optimizer: updating a matrix must give the same values as updating its two halves separately.
-    """
-    numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
-
-    def moved(cut: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
-        parameters = [nn.Parameter(part.clone()) for part in cut(numbers[0])]
-        optimizer = make_optimizer(((str(i), p) for i, p in enumerate(parameters)), lambda _: numbers[0].shape)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1
-        for gradient in numbers[1:]:
-            for p, part in zip(parameters, cut(gradient), strict=True):
-                p.grad = part.clone()
-            optimizer.step()
-        return torch.cat([p.detach().flatten() for p in parameters])
-
-    if not torch.allclose(moved(lambda t: [t]), moved(lambda t: t.flatten().split(8)), rtol=1e-5):
-        raise ConfigError(
-            "run.optimizer: it treats a parameter as a whole, and the runner cuts parameters into pieces; use an "
-            "optimizer such as adamw or muon, or a runner such as ddp"
-        )

@@ -17,18 +17,6 @@ class ContextOptions:
         return [[*range(world_size)]]
 
 
-@dataclass
-class ExpertOptions(ContextOptions):
-    """Options of runners with expert parallelism."""
-
-    expert_parallel: PositiveInt = 1  # ranks that split the experts; ranks with the same experts shard them further
-
-
 def context_size(options: Any) -> int:
     """Number of ranks that share each sequence under a runner's options."""
     return options.context_parallel if isinstance(options, ContextOptions) else 1
-
-
-def expert_size(options: Any) -> int:
-    """Number of ranks that share the experts under a runner's options."""
-    return options.expert_parallel if isinstance(options, ExpertOptions) else 1

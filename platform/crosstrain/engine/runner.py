@@ -16,11 +16,10 @@ from crosstrain.config.run_options import RunOptions
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.wait_for_ranks import wait_for_ranks
 from crosstrain.distributed.watchdog import watchdog
-from crosstrain.engine.expert_parallel import check_experts
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
 from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of
-from crosstrain.engine.options import context_size, expert_size
+from crosstrain.engine.options import context_size
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
@@ -100,14 +99,10 @@ class Runner:
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         """Raise ConfigError for settings that this runner cannot combine; called before workers start."""
-        if run.compile != "none" and expert_size(options) > 1:
-            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
         """Raise ConfigError if the runner cannot shard this model on the meta device; called before workers start."""
-        if (ranks := expert_size(options)) > 1:
-            check_experts(model, ranks)
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
@@ -292,16 +287,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {
         key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()
     }
-
-
-def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
-    """Count the routers' choices in a step, without dropout, if a router loss needs them in advance. Collective."""
-    for routers in runner.model.structure.routers():
-        if routers.counts_first:
-            with runner.evaluating():
-                for micro_batch in micro_batches:
-                    runner.evaluate(micro_batch.data, ForwardMode(counts_choices=True))
-            routers.end_count(runner.dp.process_group, runner.context.process_group)
 
 
 def recorded_means(sums: Sums, group: Group) -> dict[str, float]:

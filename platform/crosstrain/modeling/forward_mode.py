@@ -81,7 +81,6 @@ class ForwardMode:
     hits: Hits | None = None  # called with a boolean for each target: True if it is the argmax
     token_losses: TokenLosses | None = None  # computes token losses from logits, such as distillation; None: -log p
     traced_rows: int | None = None  # argument of `token_cross_entropy`, for tracing memory without values
-    counts_choices: bool = False  # True: routers count choices and add no loss
 
     def output(
         self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PRODUCTS

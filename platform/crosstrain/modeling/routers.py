@@ -5,8 +5,7 @@ e per token, and P_e is its mean probability over the same tokens. Perfect balan
 token, as in transformers.
 
 The product of two means is not a sum over tokens, so its value depends on the set of tokens. Over the targets of a
-document (DeepSeek-AI, 2024, section 2.1.3), it is the same under every batch layout. Over all targets of a step, it
-needs the choices to be counted before the first backward.
+document (DeepSeek-AI, 2024, section 2.1.3), it is the same under every batch layout.
 
 All losses are means over layers and over documents, weighted by targets. They therefore add up over micro batches and
 ranks like the targets' losses.
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from crosstrain.modeling.context import Context
 from crosstrain.utils.types import IGNORE_INDEX
 
-# Set of tokens for a balance loss: a document (sequence), the whole step (batch), or a micro batch on one rank.
-Scope = Literal["sequence", "batch", "micro_batch", "none"]
+# Set of tokens for a balance loss: a document (sequence), or a micro batch on one rank.
+Scope = Literal["sequence", "micro_batch", "none"]
 
 Choices = dict[int, tuple[Tensor, Tensor]]  # layer -> logits [tokens, E] and choices [tokens, k] of a micro batch
 
@@ -87,7 +86,6 @@ class Routers:
     observe: Callable[[Choices], None] | None = None  # called with the choices of each micro batch in training
     _seen: Choices | None = field(default=None, init=False)
     _choices: Tensor | None = field(default=None, init=False)  # choices since the start of the step [layers, E], fp64
-    _known: Tensor | None = field(default=None, init=False)  # choices of the whole step, counted in advance
 
     def __post_init__(self) -> None:
         for number, module in enumerate(self.modules):
@@ -96,11 +94,6 @@ class Routers:
     @property
     def has_loss(self) -> bool:
         return self.coefficient != 0 or self.z_coefficient != 0
-
-    @property
-    def counts_first(self) -> bool:
-        """True if the choices of a step must be counted in a separate pass before the first backward."""
-        return self.scope == "batch" and self.coefficient != 0
 
     def added(self, means: Mapping[str, float]) -> float:
         """Return the sum of the router losses times their coefficients; means: name -> recorded mean."""
@@ -116,16 +109,16 @@ class Routers:
         if self._seen is not None:
             self._seen[number] = output[0], output[2]
 
-    def loss(self, labels: Tensor, documents: Documents | None, counts: bool = False) -> Tensor:
+    def loss(self, labels: Tensor, documents: Documents | None) -> Tensor:
         """Return the router losses since `begin`, as a scalar to add to the sum of the targets' losses.
 
-        labels: [batch, length]. counts: only count the choices for the next step; the result is 0.
+        labels: [batch, length].
 
         If ranks share sequences (`parts` or the documents' context), every rank returns the loss of whole sequences,
         with the gradients of its own part.
         """
         seen, self._seen = self._seen or {}, None
-        weight, owner, owners = self._tokens(labels, documents, counts)
+        weight, owner, owners = self._tokens(labels, documents)
         here = sorted(seen)
         if not here:  # a pipeline stage without experts
             return weight.new_zeros(())
@@ -133,8 +126,6 @@ class Routers:
             parts = [_Layer.of(*seen[n], hasattr(self.modules[n], BIAS), weight, owner, owners) for n in here]
         choices, mass, z, entropy = (torch.stack(each) for each in zip(*parts, strict=True))
         made = self._count(here, choices.sum(1))
-        if counts:
-            return weight.new_zeros(())
         self.record_load("expert_load", made)
         if self.observe is not None:
             self.observe(seen)
@@ -144,9 +135,6 @@ class Routers:
         for group in sharing:
             dist.all_reduce(choices, group=group)
             dist.all_reduce(sizes, group=group)
-        if self.counts_first and self._known is not None:
-            choices, k = self._known[here, None].to(choices), seen[here[0]][1].shape[1]
-            sizes = choices[0].sum(-1) / k
         share = choices / sizes.clamp(min=1)[:, None]  # f
         balance = share.shape[-1] * (share * mass).sum((1, 2))  # per layer, summed over targets
         for name, sums in (("load_balancing_loss", balance), ("router_z_loss", z), ("router_entropy", entropy)):
@@ -158,7 +146,7 @@ class Routers:
             dist.all_reduce(whole, group=group)
         return loss + (whole - loss.detach())
 
-    def _tokens(self, labels: Tensor, documents: Documents | None, counts: bool) -> tuple[Tensor, Tensor, int]:
+    def _tokens(self, labels: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor, int]:
         """Return a target mask and document indices for the tokens routed on this rank, and the number of documents."""
         target = labels != IGNORE_INDEX
         if self.scope != "sequence":
@@ -168,7 +156,7 @@ class Routers:
         else:
             owner, owners = documents.numbers().to(labels.device) - 1, len(documents.starts) - 1
             owner = owner if documents.context is None else documents.context.part(owner)
-        if self.parts is not None and not counts:  # counting runs on whole sequences
+        if self.parts is not None:
             target, owner = self.parts.part(target), self.parts.part(owner)
         return target.float().flatten(), owner.flatten(), owners
 
@@ -179,21 +167,13 @@ class Routers:
         self._choices = every if self._choices is None else self._choices + every
         return every
 
-    def end_count(self, *ranks: dist.ProcessGroup | None) -> None:
-        """Sum the counted choices over groups of ranks with different samples or parts; the next step uses the sum."""
-        self._known = self._summed(*ranks)
-
     def end_step(self, ranks: dist.ProcessGroup | None, applied: bool) -> None:
         """Update the biases to balance the experts (Wang et al., 2024, algorithm 1), using the choices of all ranks."""
-        if not self.bias_rate or not any(BIAS in module._buffers for module in self.modules):
-            self._choices = None
-        elif (choices := self._summed(ranks)) is not None and applied:
+        choices, self._choices = self._choices, None
+        if choices is None or not self.bias_rate or not any(BIAS in module._buffers for module in self.modules):
+            return
+        if ranks is not None:
+            dist.all_reduce(choices, group=ranks)
+        if applied:
             for module, made in zip(self.modules, choices, strict=True):
                 module.get_buffer(BIAS).add_((made.mean() - made).sign() * self.bias_rate)
-
-    def _summed(self, *ranks: dist.ProcessGroup | None) -> Tensor | None:
-        choices, self._choices = self._choices, None
-        for group in ranks:
-            if choices is not None and group is not None:
-                dist.all_reduce(choices, group=group)
-        return choices

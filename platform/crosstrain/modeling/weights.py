@@ -93,7 +93,7 @@ class Weights:
         return 1.0
 
     def matrices(self) -> set[str]:
-        """Names, as in `named_parameters`, of the block parameters that a MatrixOptimizer updates.
+        """Names, as in `named_parameters`, of the block parameters that an optimizer of whole matrices updates.
 
         Embeddings and convolutions are excluded. Names of parameters that are not matrices have no effect.
         """

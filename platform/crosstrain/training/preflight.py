@@ -161,7 +161,7 @@ def _without_weights(component: Component, sized: Component) -> tuple[Component,
     def strip(value: Any, sized: Any) -> Any:
         if not is_dataclass(value) or isinstance(value, type):
             return value
-        for key in ("pretrained", "from_dense"):
+        for key in ("pretrained",):
             folder = getattr(value, key, None)
             if not isinstance(folder, str) or (path := Path(folder).expanduser()).exists():
                 continue

@@ -18,7 +18,7 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.runner import Runner, StepResult, count_choices
+from crosstrain.engine.runner import Runner, StepResult
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
@@ -108,7 +108,6 @@ class Trainer:
         runner.set_learning_rate(rate)
         self.hooks.call("before_step", batch)
         scale = runner.precision.scaler.scale
-        count_choices(runner, batch)
         loss = runner.forward_backward(batch, max(targets, 1) if meets else None)
         problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):

@@ -1,7 +1,7 @@
 """transformers' attention implementations, with document masking for packed sequences.
 
 transformers' attention functions get the document boundaries as keyword arguments of the model's forward: flash
-attention as `cu_seq_lens_q` and related arguments, flex attention as a block mask. `sdpa` takes no boundaries, so it is
+attention as `cu_seq_lens_q` and related arguments. `sdpa` takes no boundaries, so it is
 called once per document. All functions but `eager` are wrapped here and registered under names of our own. The wrappers
 record the modules that respect the boundaries, and do the all-to-alls of context parallelism. We do not rely on
 transformers' detection of restarting positions, because an attention mask or a cache silently disables it.
@@ -15,14 +15,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.nn.attention import flex_attention as torch_flex
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations import flex_attention as transformers_flex
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
@@ -35,7 +32,7 @@ from crosstrain.modeling.context import Context
 from . import dropped_attention
 
 Attention = Literal[
-    "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2",
+    "sdpa", "eager", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2",
     "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3",
 ]  # fmt: skip
 
@@ -47,7 +44,7 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
     """
     capped = bool(getattr(config, "attn_logit_softcapping", None))  # not supported by transformers' sdpa
     has = {
-        "sdpa": model._supports_sdpa and not capped, "eager": True, "flex_attention": model._supports_flex_attn,
+        "sdpa": model._supports_sdpa and not capped, "eager": True,
         "flash attention": model._supports_flash_attn,
     }  # fmt: skip
     if asked is None:
@@ -124,17 +121,6 @@ class Documents:
         numbers = self.numbers()
         return (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
 
-    def blocks(self, device: torch.device) -> Any:
-        """Return the same mask as a block mask for flex attention."""
-        numbers = self.numbers().to(device)
-
-        def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & (numbers[row, query] == numbers[row, key])
-
-        make: Any = torch_flex.create_block_mask
-        make = torch.compile(make) if device.type == "cuda" else make  # uncompiled, it allocates integers for each pair
-        return make(within, self.rows, None, self.length, self.length, device=device.type)
-
     def arguments(self, attention: str, uniform: bool, device: torch.device) -> dict[str, Any]:
         """Return arguments for a transformers model's forward. `uniform`: every block uses full causal attention."""
         if attention == "sdpa":
@@ -145,8 +131,6 @@ class Documents:
             return {"documents": self} | ({"attention_mask": unread} if uniform else {})
         if attention == "eager":
             return {"attention_mask": self.mask().to(device)}
-        if attention == "flex_attention":
-            return {"documents": self, "attention_mask": self.blocks(device)}
         starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         longest = max(place.stop - place.start for _, place in self)
         return {
@@ -233,25 +217,6 @@ def _each_apart(
     return torch.cat(outputs, 1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
 
 
-def _flex(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Call transformers' flex attention; on a CPU, use the uncompiled operator, which is slow.
-
-    torch rejects gradients on a CPU, because the compiled kernels have no backward. The uncompiled operator has one
-    (seen with torch 2.14).
-    """
-    if args[1].device.type != "cpu":
-        return transformers_flex.flex_attention_forward(*args, **kwargs)
-
-    def plain(*args: Any, training: bool = False, **kwargs: Any) -> Any:
-        return torch_flex.flex_attention(*args, **kwargs)
-
-    with (
-        patch.object(torch_flex, "_validate_device", lambda *_: None),
-        patch.object(transformers_flex, "compile_friendly_flex_attention", plain),
-    ):
-        return transformers_flex.flex_attention_forward(*args, **kwargs)
-
-
 @dataclass
 class _Seen:
     """A proxy for a module or its configuration that returns transformers' own name for the attention."""
@@ -271,7 +236,7 @@ def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tup
     """Call transformers' attention function `name`."""
     if name == "eager":  # each family defines its own function in its module
         return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
-    compute: Compute = {"sdpa": _each_apart, "flex_attention": _flex}.get(name) or ALL_ATTENTION_FUNCTIONS[name]
+    compute: Compute = _each_apart if name == "sdpa" else ALL_ATTENTION_FUNCTIONS[name]
     return compute(_Seen(module, name) if is_flash(name) else module, *args, **kwargs)
 
 
@@ -284,9 +249,7 @@ def register_attention(name: str, masked: str) -> str:
     own = f"crosstrain_{name}_or_{masked}".replace("/", "_")
     if name == "eager" or own in ALL_ATTENTION_FUNCTIONS:
         return name if name == "eager" else own
-    drops = name != "flex_attention"
-    if is_flash(name):
-        drops = "dropout_p" in inspect.signature(lazy_import_flash_attention(name)[0][1]).parameters
+    drops = not is_flash(name) or "dropout_p" in inspect.signature(lazy_import_flash_attention(name)[0][1]).parameters
 
     def mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         seen_by = masked if attention_mask is not None or q_length != kv_length or detect_fake_mode() else name

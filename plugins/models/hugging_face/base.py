@@ -102,14 +102,10 @@ class TransformersModel(LanguageModel):
             more |= documents.arguments(attention, self.sees_all, position_ids.device)
             if context is not None:
                 more["position_ids"] = context.part(position_ids)
-        elif attention == "flex_attention" and self.sees_all and given is not None:
-            rows, length = given.shape[:2]  # transformers' own mask compiles for a minute on a CPU
-            whole = Documents(rows, length, [*range(0, rows * length + 1, length)])
-            more["attention_mask"] = whole.blocks(given.device)
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"], attention)
         more = {key: value for key, value in more.items() if value is not None}  # models may lack these parameters
-        if (routers := self.routers) is not None and labels is not None and (self.training or mode.counts_choices):
+        if (routers := self.routers) is not None and labels is not None and self.training:
             routers.begin()
         else:
             routers = None
@@ -132,7 +128,7 @@ class TransformersModel(LanguageModel):
             result = context.total(result)
         if labels is None or routers is None:
             return result
-        return mode.head.add(result, routers.loss(labels, documents, mode.counts_choices))
+        return mode.head.add(result, routers.loss(labels, documents))
 
     def _mask(self, seen: Any, attention: str) -> Any:
         """Convert a mask [batch, 1, length, past + length] to the form required by the attention implementation."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from crosstrain import ConfigError, Ends, Structure
-from crosstrain.modeling.activation_checkpointing import Mode
 
 from . import internals
 
@@ -35,9 +34,8 @@ class TransformersStructure(Structure):
             raise ConfigError(f"model: {family} takes no positions, so documents cannot be kept apart")
         if getattr(self.model.lm, "_is_stateful", False):
             raise ConfigError(f"model: {family} carries a state from document to document")
-        if self.model.attention in ("eager", "flex_attention") and not self.model.sees_all:
-            kind = self.model.attention
-            raise ConfigError(f"model.attention: {kind} cannot keep documents apart where windows slide")
+        if self.model.attention == "eager" and not self.model.sees_all:
+            raise ConfigError("model.attention: eager cannot keep documents apart where windows slide")
 
     def check_context(self, ranks: int) -> None:
         family, heads = self.model.config.model_type, getattr(self.model.config, "num_attention_heads", None) or ranks
@@ -86,14 +84,6 @@ class TransformersStructure(Structure):
         if self.model.product is None:  # all ranks compute all logits
             return plan
         return plan | {name: "vocabulary" for name, module in self.model.lm.named_modules() if module in cut}
-
-    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
-        if mode == "offload" and any(routers.has_loss for routers in self.routers()):
-            raise ConfigError(
-                "run.gradient_checkpointing: offload hides the routers from their loss; use full, or model.router_loss="
-                "none"
-            )
-        return super().checkpointing(mode)
 
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
         """Yield each module's number of matrix elements and the fraction used per token; `experts`: only experts."""

@@ -33,13 +33,6 @@ def published_experts(name: str, available: set[str], experts: int) -> Place | N
     return None
 
 
-def dense_place(name: str, available: set[str], experts: int) -> Place:
-    """Find the source of an expert parameter in a dense model's folder; every expert starts as a copy of its MLP."""
-    stem, _, own = name.rpartition(".experts.")
-    copies = [tuple(f"{stem}.{part}.weight" for part in parts) for parts in _EXPERT_PARTS.get(own, ())]
-    return next((Stack((names,) * experts) for names in copies if available.issuperset(names)), name)
-
-
 class TransformersWeights(Weights):
     """Uses transformers' names and initial values, and pads the vocabulary."""
 

@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 
 from crosstrain import Layout, Model, PlanContext, RunOptions, Sizes
-from crosstrain.engine.footprint import all_reduced, data_parallel, scattered, share
-from crosstrain.engine.precision import computes_in_half, linear_weights
+from crosstrain.engine.footprint import all_reduced, data_parallel, scattered
+
+from ..half_weights import computes_in_half, linear_weights
+from ..shard_footprint import share
 
 _FP32 = 4
 _STAGE_0_BUCKET = 500_000_000  # elements per all-reduce of DeepSpeed's engine without ZeRO
@@ -84,7 +86,6 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
     ranks, rounds, mine = at.world_size, at.batch.accumulation, share(sizes.parameters, at.world_size)
     elements = share(sizes.trainable_elements, ranks)
     part, whole = elements * _width(options), sizes.trainable_elements * _width(options)
-    sums = sent.trainable if options.communication_data_type == "bf16" else whole
     # Parameters up to this total size stay gathered, because they are soon used again.
     live = min(sizes.parameters, int(options.stage3_max_live_parameters) * _FP32)
     offloads, where = options.offloads_optimizer, "device"
@@ -100,7 +101,7 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
         gathered=live,
         buffers=_buckets(options, whole, at, 1),
         # An upper bound: parameters that stay gathered after the forward are not gathered again for the backward.
-        sent=rounds * (2 * scattered(sent.parameters, ranks) + scattered(sums, ranks)),
+        sent=rounds * (2 * scattered(sent.parameters, ranks) + scattered(whole, ranks)),
         optimizer=where,  # type: ignore[arg-type]
     )
     if parameters == "cpu":

@@ -8,12 +8,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from torch import Tensor, nn
 
-from crosstrain import ConfigError, Model, log
+from crosstrain import ConfigError, Model, Runner, log
 
 from .partition import Stage3
 
@@ -45,26 +44,24 @@ def fitted(options: Any, model: Model, ranks: int) -> Any:
     return dataclasses.replace(options, offload_param=dataclasses.replace(offload, **sizes), **ahead)
 
 
-class SwapFolder:
-    """This process's own folder on a device, because DeepSpeed's file names are the same in every run."""
+def swap_folder(device: Path, output_dir: str) -> Path:
+    """Return this process's own folder on a device, because DeepSpeed's file names are the same in every run.
 
-    def __init__(self, device: Path, output_dir: str) -> None:
-        run = hashlib.sha256(os.path.abspath(output_dir).encode()).hexdigest()[:12]
-        prefix = f"crosstrain-{run}-{socket.gethostname()}-"
-        self.path = device / f"{prefix}{os.getpid()}"
-        for folder in device.glob(f"{prefix}*"):
-            if not Path("/proc", folder.name.removeprefix(prefix)).exists():  # left by a killed process
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+    Removes the folders of killed processes of the same run.
+    """
+    run = hashlib.sha256(os.path.abspath(output_dir).encode()).hexdigest()[:12]
+    prefix = f"crosstrain-{run}-{socket.gethostname()}-"
+    for folder in device.glob(f"{prefix}*"):
+        if not Path("/proc", folder.name.removeprefix(prefix)).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return device / f"{prefix}{os.getpid()}"
 
 
 class SwappedStage3(Stage3):
     """Stage 3 with NVMe: swapped tensors are staged in host memory while a checkpoint is saved or loaded."""
 
-    def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
-        super().__init__(zero, optimizer)
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
         self._flats: dict[int, tuple[Tensor, dict[str, Any]]] = {}
         self._partitions: dict[nn.Parameter, Tensor] = {}
 
@@ -89,7 +86,7 @@ class SwappedStage3(Stage3):
             self.zero._release_swap_buffers(group)
         return self._flats[group]
 
-    def own_partition(self, parameter: nn.Parameter) -> Tensor:
+    def own_partition(self, parameter: Any) -> Tensor:
         if parameter.ds_tensor.status is PartitionedParamStatus.AVAILABLE:
             return super().own_partition(parameter)
         if parameter not in self._partitions:

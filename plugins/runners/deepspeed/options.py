@@ -85,11 +85,6 @@ class _Base(ContextOptions):
     stage: Literal[0, 1, 2, 3] = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0: none
     # amp: weights that run.amp=bf16 rounds anyway are gathered in bf16; bf16: all parameters and gradients are bf16
     param_dtype: Literal["amp", "fp32", "bf16"] = "amp"
-    # dtype in which stage 3 sends the gradients of weights that it gathers in bf16 under run.amp; sums are fp32
-    communication_data_type: Literal["fp32", "bf16"] = "fp32"
-    wall_clock_breakdown: bool = False  # add DeepSpeed's own phases to the timers of every logged step
-    steps_per_print: PositiveInt | None = None  # steps between DeepSpeed's progress lines in the log; None: no lines
-    dump_state: bool = False  # log DeepSpeed's full configuration when the engine is created
     aio: AsyncIO = field(default_factory=AsyncIO)
 
     def __post_init__(self) -> None:
@@ -100,8 +95,6 @@ class _Base(ContextOptions):
             raise OptionError("allgather_bucket_size", f"expected an even number, got {self.allgather_bucket_size}")
         if self.param_dtype == "bf16" and (self.stage == 0 or self.nvme_paths):
             raise OptionError("param_dtype", "bf16 needs ZeRO stage 1, 2 or 3, without nvme")
-        if self.communication_data_type == "bf16" and (self.stage, self.param_dtype) != (3, "amp"):
-            raise OptionError("communication_data_type", "bf16 is for ZeRO stage 3 with param_dtype amp")
         for key in ("offload_optimizer", "offload_param"):
             offload = getattr(self, key)
             if offload is None or offload.device != "nvme":

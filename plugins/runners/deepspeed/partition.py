@@ -1,22 +1,46 @@
 """A rank's state under ZeRO: a contiguous range of each flattened parameter, located without communication."""
 
-from typing import Any, Protocol
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from crosstrain import create_state
+from crosstrain import HeldState, Piece, create_state, flat_range_pieces
+
+if TYPE_CHECKING:
+    from .runner import DeepSpeedRunner
 
 
-class Partition(Protocol):
-    """A rank's part of the state, as flat tensors; `start` is the flat index of the first element in the parameter."""
+class Partition(HeldState, ABC):
+    """A rank's part of the state, as flat tensors, for one of DeepSpeed's optimizers."""
 
-    def create_state(self) -> None: ...
-    def start(self, parameter: nn.Parameter) -> int: ...
-    def weight(self, parameter: nn.Parameter) -> Tensor: ...
-    def state(self, parameter: nn.Parameter) -> dict[str, Any]: ...
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
-    def loaded(self) -> None: ...
+    runner: DeepSpeedRunner
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's optimizer around the runner's; in evaluation, its hooks that gather parameters."""
+        return self.runner.engine.optimizer
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        return flat_range_pieces(held, tuple(shape), self.start(parameter), tuple(self.full_shape(parameter)))
+
+    @abstractmethod
+    def start(self, parameter: nn.Parameter) -> int:
+        """Return the flat index of the first element of this rank's range in a parameter."""
+
+    @abstractmethod
+    def create_state(self) -> None:
+        """Allocate the optimizer state."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """Refresh everything that DeepSpeed derives from the ranges."""
 
     def begin_step(self) -> None:
         """Clear the last step's gradients if DeepSpeed does not."""
@@ -39,9 +63,6 @@ class Stage12(Partition):
     DeepSpeed links each parameter to its fragment (`_hp_mapping`; None if the rank's range does not include it).
     """
 
-    def __init__(self, zero: Any) -> None:
-        self.zero = zero
-
     def create_state(self) -> None:
         create_state(self.zero.optimizer)
 
@@ -52,7 +73,7 @@ class Stage12(Partition):
     def weight(self, parameter: nn.Parameter) -> Tensor:
         if not parameter.requires_grad:
             return parameter.detach().flatten()  # frozen parameters are not partitioned
-        mapping = parameter._hp_mapping
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         return mapping.get_hp_fragment() if mapping else parameter.detach().flatten()[:0]
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -67,7 +88,7 @@ class Stage12(Partition):
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
-        gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()
+        gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()  # type: ignore[attr-defined]
         here = mapping.lp_fragment_address
         # With offloading, the gradient of a parameter that straddles two ranks' ranges may be the full one.
         return gradient if gradient.numel() == here.numel else gradient.narrow(0, here.start, here.numel)
@@ -84,33 +105,30 @@ class Stage3(Partition):
     partitions of their own.
     """
 
-    def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
-        self.zero, self.optimizer = zero, optimizer
-
     def create_state(self) -> None:
         for group in range(len(self.zero.fp32_partitioned_groups_flat)):
             self.create_group_state(group)
 
     def create_group_state(self, group: int) -> None:
         """Allocate one flat group's state as DeepSpeed's step does, with only this group in the optimizer."""
-        assert self.optimizer is not None
-        seen = self.optimizer.param_groups[self.zero.sub_group_to_group_id[group]]
+        optimizer = self.zero.optimizer
+        seen = optimizer.param_groups[self.zero.sub_group_to_group_id[group]]
         seen["params"] = [self.zero.fp32_partitioned_groups_flat[group]]
-        create_state(self.optimizer)
+        create_state(optimizer)
         seen["params"] = []
 
-    def start(self, parameter: nn.Parameter) -> int:
+    def start(self, parameter: Any) -> int:
         rank = torch.distributed.get_rank(parameter.ds_process_group)
         return min(rank * parameter.ds_tensor.ds_numel, parameter.ds_numel)
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        if self.optimizer is None or not parameter.requires_grad:
+        if self.runner.optimizer is None or not parameter.requires_grad:
             return self._unpadded(parameter, self.own_partition(parameter))
         group, start, length = self._place(parameter)
         return self._unpadded(parameter, self.flat(group)[0].detach().narrow(0, start, length))
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        if self.optimizer is None or not parameter.requires_grad:
+        if self.runner.optimizer is None or not parameter.requires_grad:
             return {}
         group, start, length = self._place(parameter)
         flat, state = self.flat(group)
@@ -125,44 +143,38 @@ class Stage3(Partition):
 
     def flat(self, group: int) -> tuple[Tensor, dict[str, Any]]:
         """Return a flat group and its optimizer state."""
-        assert self.optimizer is not None
         flat = self.zero.fp32_partitioned_groups_flat[group]
-        return flat, self.optimizer.state[flat]
+        return flat, self.zero.optimizer.state[flat]
 
-    def own_partition(self, parameter: nn.Parameter) -> Tensor:
+    def own_partition(self, parameter: Any) -> Tensor:
         """Return this rank's partition of a parameter that is not in the optimizer."""
         return parameter.ds_tensor.detach()
 
     def begin_step(self) -> None:
         """Zero the last step's gradients: DeepSpeed overwrites only those of parameters that a micro batch uses."""
-        if self.optimizer is not None:
-            self.zero.grad_partitions_flat_buffer.zero_()
+        self.zero.grad_partitions_flat_buffer.zero_()
 
     def refused(self) -> None:
         """Gather persistent parameters again, because DeepSpeed leaves them partitioned after a refused step."""
-        self._gather_persistent()
-
-    def loaded(self) -> None:
-        """Copy the optimizer's parameters to the model's partitions, and gather persistent parameters."""
-        zero = self.zero
-        if self.optimizer is None:
-            return
-        zero._partition_all_parameters()
-        for group in range(len(zero.fp32_partitioned_groups_flat)):
-            self.bring_up_to_date(group)
-        self._gather_persistent()
-
-    def bring_up_to_date(self, group: int) -> None:
-        self.zero._reassign_or_swap_out_partitioned_parameters(group)
-
-    def _gather_persistent(self) -> None:
         persistent = self.zero.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
+
+    def loaded(self) -> None:
+        """Copy the optimizer's parameters to the model's partitions, and gather persistent parameters."""
+        if self.runner.optimizer is None:
+            return
+        self.zero._partition_all_parameters()
+        for group in range(len(self.zero.fp32_partitioned_groups_flat)):
+            self.bring_up_to_date(group)
+        self.refused()
+
+    def bring_up_to_date(self, group: int) -> None:
+        self.zero._reassign_or_swap_out_partitioned_parameters(group)
 
     def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
         """Return (flat group, offset in it, length) of this rank's partition of a trainable parameter."""
         return self.zero.grad_position[self.zero.get_param_id(parameter)]
 
-    def _unpadded(self, parameter: nn.Parameter, partition: Tensor) -> Tensor:
+    def _unpadded(self, parameter: Any, partition: Tensor) -> Tensor:
         return partition.flatten()[: max(0, parameter.ds_numel - self.start(parameter))]

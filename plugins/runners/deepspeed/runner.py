@@ -4,8 +4,9 @@ import dataclasses
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -14,9 +15,8 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.utils import combine_grad_norm_groups
-from torch import Tensor, nn
+from torch import Tensor
 
 from crosstrain import (
     PLAIN,
@@ -30,24 +30,20 @@ from crosstrain import (
     MatrixOptimizer,
     MicroBatch,
     Model,
-    Piece,
     PlanContext,
     Runner,
     RunOptions,
     StepResult,
-    UsedParameters,
-    check_elementwise,
     create_state,
-    flat_range_pieces,
-    log,
     parameters_on_meta,
     registry,
 )
 from crosstrain.config.batch import BatchPlan
 
-from .exchange import reduce_scatter
+from ..elementwise import check_elementwise
+from ..used_parameters import UsedParameters
 from .footprint import half_weights, layout
-from .nvme import SwapFolder, SwappedStage3, fitted
+from .nvme import SwappedStage3, fitted, swap_folder
 from .options import Options
 from .partition import Partition, Stage3, Stage12
 
@@ -65,7 +61,7 @@ class DeepSpeedRunner(Runner):
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, takes_quantized=False, takes_float8=False)
     engine: Any = None  # None in evaluation below stage 3, where parameters are not sharded
-    partition: Partition | None = None  # None: nothing is sharded
+    partition: Partition | None = None  # this rank's part of the state; None: nothing is sharded
     _used: UsedParameters | None = None  # None: unused parameters are not detected
     half = False  # True: some parameters are bf16 or are gathered in bf16
 
@@ -86,8 +82,6 @@ class DeepSpeedRunner(Runner):
                 "run.runner: offloading to nvme needs libaio, which is not here: apt-get install libaio-dev, or choose "
                 "device: cpu"
             )
-        if options.stage == 3 and model.structure.reads_across:
-            raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
         if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
             raise ConfigError("run.runner.param_dtype: bf16 would round frozen parameters for good; use amp")
 
@@ -112,7 +106,7 @@ class DeepSpeedRunner(Runner):
         if self.engine is not None:
             self.engine.destroy()
         for device in self.options.nvme_paths:
-            SwapFolder(device, self.run.output_dir).remove()
+            shutil.rmtree(swap_folder(device, self.run.output_dir), ignore_errors=True)
         super().close()
 
     # ---- building
@@ -133,6 +127,10 @@ class DeepSpeedRunner(Runner):
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         self.model = self.module = model
         plan = None
+        if self.options.stage == 3:
+            self.partition = SwappedStage3(self) if self.options.nvme_paths else Stage3(self)
+        elif self.options.stage > 0 and make_optimizer is not None:
+            self.partition = Stage12(self)
         if make_optimizer is not None:
             if self.options.stage > 0:
                 check_elementwise(make_optimizer)
@@ -146,29 +144,19 @@ class DeepSpeedRunner(Runner):
             return
         self._autocast_inside(model)
         config = self._config(plan.micro_batch, plan.accumulation) if plan else self._config(1, 1)
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # still set if there was an earlier engine
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
         self.module = self.engine
         zero = self.engine.optimizer
         if self.options.stage > 0 and self.optimizer is not None and zero.optimizer is not self.optimizer:
             raise ConfigError("run.optimizer: DeepSpeed puts another one in its place; use adamw or sgd")
-        if self.options.stage == 3:
-            stage3 = SwappedStage3 if self.options.nvme_paths else Stage3
-            self.partition = stage3(zero, self.optimizer)
-        elif self.options.stage > 0:
-            self.partition = Stage12(zero)
-            if self.half:
-                # With amp, sum gradients in fp32 over micro batches and ranks. Check bf16 gradients for overflow too.
-                zero.use_grad_accum_attribute = self.options.param_dtype == "amp"
-                zero.check_grad_overflow |= zero.dtype == torch.bfloat16
+        if self.options.stage in (1, 2) and self.half:
+            # With amp, sum gradients in fp32 over micro batches and ranks. Check bf16 gradients for overflow too.
+            zero.use_grad_accum_attribute = self.options.param_dtype == "amp"
+            zero.check_grad_overflow |= zero.dtype == torch.bfloat16
         if self.optimizer is not None:
             self.partition.create_state() if self.partition else create_state(self.optimizer)
         if self.options.offloads_optimizer and self.optimizer is not None:
             self._used = UsedParameters(model)
-        if self.options.dump_state:
-            log.info("deepspeed: configuration of the engine")
-            for key, value in sorted(vars(self.engine._config).items()):
-                log.info("deepspeed: %s = %s", key, value)
 
     def _lower(self, model: Model) -> None:
         """Set the dtypes in which ZeRO gathers parameters; the optimizer's copies stay fp32."""
@@ -184,9 +172,6 @@ class DeepSpeedRunner(Runner):
                 parameter.ds_tensor.data = parameter.ds_tensor.data.bfloat16()
         self.half = bool(lowered)
 
-    def _sends_half(self) -> bool:
-        return self.half and self.options.communication_data_type == "bf16"
-
     def _autocast_inside(self, model: Model) -> None:
         """Enter autocast inside the forward, because the engine's forward exits any context around it."""
         forward = model.forward
@@ -200,20 +185,17 @@ class DeepSpeedRunner(Runner):
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         """Return DeepSpeed's configuration, from the run's options and this runner's."""
         zero = self.options.stage > 0
-        section = self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path)
+        section = self.options.zero(lambda device: swap_folder(device, self.run.output_dir))
         if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as much
             section["use_multi_rank_bucket_allreduce"] = False
         return {
             "bf16": {"enabled": self.half and self.options.param_dtype == "bf16"},
-            # `_lower` marks the weights to communicate in bf16.
-            "torch_autocast": {"enabled": self._sends_half(), "dtype": "bfloat16", "lower_precision_safe_modules": []},
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # stage 0: `optimizer_step` clips
             "zero_optimization": section,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "wall_clock_breakdown": self.options.wall_clock_breakdown,
             "steps_per_print": None,
             "aio": dataclasses.asdict(self.options.aio),
         }
@@ -237,10 +219,9 @@ class DeepSpeedRunner(Runner):
     def backward(self, loss: Tensor) -> None:
         if self.partition is not None:
             loss = loss / self.gradient_scale  # ZeRO multiplies the loss by it
-        ours = patch("deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", reduce_scatter)
         if self._used is not None:
             self._used.clear()
-        with self.timers("backward"), ours if self._sends_half() else nullcontext():
+        with self.timers("backward"):
             self.engine.backward(loss, scale_wrt_gas=False)
         if self._used is not None:
             self._used.check(
@@ -250,19 +231,11 @@ class DeepSpeedRunner(Runner):
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
         if self.partition is None:
-            result = super().optimizer_step(apply)
-        else:
-            result = self._zero_step(apply)
-            if not result.applied:
-                self.partition.refused()
-            self.precision.update_scale(apply, result.applied)
-        if self.options.wall_clock_breakdown:
-            for name, milliseconds in self.engine.get_wall_clock_timers().items():
-                self.timers.add(f"deepspeed {name}", milliseconds / 1000)
-        every, steps = self.options.steps_per_print, self.engine.global_steps
-        if every and steps % every == 0:
-            lr, momentum = self.engine.get_lr(), self.engine.get_mom()
-            log.info("deepspeed: step=%d, skipped=%d, lr=%s, mom=%s", steps, self.engine.skipped_steps, lr, momentum)
+            return super().optimizer_step(apply)
+        result = self._zero_step(apply)
+        if not result.applied:
+            self.partition.refused()
+        self.precision.update_scale(apply, result.applied)
         return result
 
     def update(self) -> None:
@@ -304,35 +277,8 @@ class DeepSpeedRunner(Runner):
 
     @cached_property
     def held(self) -> HeldState:
-        return _ZeroState(self)
+        return self.partition or HeldState(self)
 
     def loaded(self) -> None:
         if self.partition is not None:
             self.partition.loaded()
-
-
-class _ZeroState(HeldState):
-    """The flat ranges that a rank holds under ZeRO; full parameters if nothing is sharded."""
-
-    runner: DeepSpeedRunner
-
-    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        return getattr(parameter, "ds_shape", parameter.shape)
-
-    def weight(self, parameter: nn.Parameter) -> Tensor:
-        partition = self.runner.partition
-        return partition.weight(parameter) if partition else super().weight(parameter)
-
-    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        partition = self.runner.partition
-        return partition.state(parameter) if partition else super().state(parameter)
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        partition = self.runner.partition
-        return partition.gradient(parameter) if partition else super().gradient(parameter)
-
-    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        partition = self.runner.partition
-        if partition is None:
-            return super().pieces(parameter, held, shape)
-        return flat_range_pieces(held, tuple(shape), partition.start(parameter), tuple(self.full_shape(parameter)))

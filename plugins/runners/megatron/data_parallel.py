@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from crosstrain import Box, Group, Model, Piece, flat_range_pieces, fully_shard_experts
+from crosstrain import Box, Group, Model, Piece, flat_range_pieces
 
 from .shard_spec import ShardSpec
 from .tensor_parallel import local
 
 MIB = 1 << 20
-BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moments, in fp32
 
 
 @dataclass
@@ -104,6 +103,12 @@ class DDPStrategy:
                     return
                 if candidate.finish is None:
                     candidate.finish = self._exchange(candidate.shares)
+
+    def before_backward(self, last: bool) -> None:
+        """Called before each backward; `last`: the last one of a step."""
+
+    def reshard(self) -> None:
+        """Free parameters that are still gathered after a forward without a backward."""
 
     def reduce_grads(self) -> None:
         """Wait for the reductions, and set the gradient of every share's `owned`."""
@@ -218,20 +223,20 @@ def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | Non
         gradient.copy_(summed.view_as(gradient))
 
 
-def needs_host_memory(numel: int, free: int) -> bool:
-    """Return True if weights, gradients and Adam state of `numel` parameters take over 70% of a device's `free` bytes.
-
-    The rest is for activations and gathered blocks; their size is not known in advance.
-    """
-    return numel * BYTES_PER_PARAMETER > 0.7 * free
-
-
 def shard_parameters(model: Model, mesh: DeviceMesh, of_experts: DeviceMesh | None, offload: bool) -> None:
-    """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts."""
+    """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts.
+
+    The experts' gradients are already summed over the expert-parallel ranks. To average, they are therefore divided by
+    the number of copies of the model.
+    """
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     if of_experts is not None:
-        fully_shard_experts(model, of_experts, mesh.size(), offload_policy=policy)
+        for experts in model.structure.experts().values():
+            fully_shard(experts, mesh=of_experts, offload_policy=policy)
+            experts.set_gradient_divide_factor(float(mesh.size()))
+            if of_experts.size() > 1:  # gloo cannot average; on a single rank torch 2.14 would divide twice
+                experts.set_force_sum_reduction_for_comms(True)
     for block in model.blocks():
         if next(block.parameters(), None) is not None:  # blocks of other stages have no parameters
             fully_shard(block, mesh=mesh, offload_policy=policy)
@@ -274,12 +279,6 @@ class FSDPStrategy(DDPStrategy):
         self._hand_over()
 
     def reshard(self) -> None:
-        """Free parameters that are still gathered after a forward without a backward."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the free memory of a GPU in bytes."""
-    return torch.cuda.mem_get_info(device)[0]

@@ -13,20 +13,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain import ExpertParallel, Head, Layout, Model, PlanContext, Sizes
-from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share, with_experts
+from crosstrain import Head, Layout, Model, PlanContext, Sizes
+from crosstrain.engine.footprint import replicated, scattered
 from crosstrain.modeling.context import Context
 
+from ..shard_footprint import fully_sharded, share
 from .data_parallel import MIB
+from .expert_parallel import ExpertParallel
 from .options import Options
 from .pipeline_stages import StubHead, ends_of, replace_modules, spread, stubs, width_of
 from .plan import resolve
 from .rng_tracker import RngTracker
-from .schedules import rank_of, simulate, stages_of
+from .schedules import bubble, in_flight, rank_of, stages_of
 from .shard_model import shard_model
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
 from .vocabulary import ParallelHead
+
+# Fields of Layout that are sums over the parameters, so that layouts of two sets of parameters can be added.
+_SUMS = (
+    "parameters", "updated", "held", "gradients", "masters", "gathered", "buffers", "gradient_buffers", "step_buffers",
+    "sent",
+)  # fmt: skip
 
 
 def layouts(options: Options, at: PlanContext) -> list[Layout]:
@@ -92,7 +100,7 @@ def _layout(
         if closing and is_last:
             last = model.get_submodule(closing[-1])
         last.register_forward_hook(tensor.set_aside)
-    out = with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
+    out = _with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
     full = {name: math.prod(cut.full) for name, cut in cuts.items()}
     out.whole = sum(full.get(name, p.numel()) for name, p in at.model.named_parameters())
     out.head, out.model = head, model if tensor is not None or stages > 1 or experts > 1 else None
@@ -103,6 +111,24 @@ def _layout(
         out.kind = f"stage {' and '.join(str(stage + 1) for stage in mine)} of {stages}"
         _pass(out, options, at, rank, hidden)
     return out
+
+
+def _with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
+    """Layout of a rank when `expert_parallel` of the `copies` ranks share the experts.
+
+    model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on `ranks` ranks.
+    """
+    if expert_parallel == 1:
+        return describe(Sizes.of(model), copies)
+    experts = {p for module in model.structure.experts().values() for p in module.parameters()}
+    sizes = Sizes.of(model, set(model.parameters()) - experts), Sizes.of(model, experts)
+    rest, theirs = describe(sizes[0], copies), describe(sizes[1], copies // expert_parallel)
+    for name in _SUMS:
+        setattr(rest, name, getattr(rest, name) + getattr(theirs, name))
+    part = sizes[1].trainable / max(sizes[0].trainable + sizes[1].trainable, 1)
+    rest.retained_grad_fraction += part * (theirs.retained_grad_fraction - rest.retained_grad_fraction)
+    rest.host = {purpose: size + theirs.host[purpose] for purpose, size in rest.host.items()}
+    return rest
 
 
 def _receive(parts: int) -> Callable[..., tuple[Any, ...]]:
@@ -147,9 +173,9 @@ def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int
 
     torch keeps one receive buffer per micro batch.
     """
-    count, ranks, chunks = at.batch.accumulation, options.pipeline_parallel, options.pipeline_chunks
-    out.bubble, in_flight = simulate(options.pipeline_schedule, ranks, chunks, count)
-    out.in_flight = in_flight[rank]
+    count = at.batch.accumulation
+    out.bubble = bubble(options.pipeline_parallel, options.pipeline_chunks, count)
+    out.in_flight = in_flight(options, rank, count)
     neighbours = sum(
         0 <= other < options.stages and rank_of(other, options) != rank
         for stage in stages_of(rank, options)

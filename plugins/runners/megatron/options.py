@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from crosstrain import ConfigError, ExpertOptions, OptionError, PositiveInt, Text
+from crosstrain import ConfigError, ContextOptions, OptionError, PositiveInt, Text
 
 
 @dataclass
-class Options(ExpertOptions):
+class Options(ContextOptions):
     """Options of `run.runner` for megatron."""
 
+    expert_parallel: PositiveInt = 1  # ranks that split the experts; ranks with the same experts sum their gradients
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
     pipeline_parallel: PositiveInt = 1  # ranks of a pipeline: each holds one or more stages of consecutive blocks
     data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of the model; auto: as many as the ranks allow
@@ -20,12 +21,9 @@ class Options(ExpertOptions):
     data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce, or fsdp with offload
     bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # size of gradient buckets in MiB
     pipeline_chunks: PositiveInt = 1  # stages per rank; more stages reduce idle time but communicate more
-    # order of micro batches; gpipe: all forwards first; zero_bubble, zbv: weight gradients fill the idle time of 1f1b
-    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"  # order of micro batches; gpipe: all forwards first
     pipeline_layers: list[PositiveInt] | None = None  # blocks per stage; None: even, earlier stages get the remainder
-    # cpu: keep parameters and optimizer state in host memory; auto: only if parameters, gradients and optimizer state
-    # would take over 70% of a GPU's free memory
-    offload: Literal["none", "cpu", "auto"] = "none"
+    offload: Literal["none", "cpu"] = "none"  # cpu: keep parameters and optimizer state in host memory
     plan: dict[Text, Text] = field(default_factory=dict)  # parameter name pattern -> style; overrides the model's plan
 
     def __post_init__(self) -> None:
@@ -38,13 +36,8 @@ class Options(ExpertOptions):
             )
         if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
             raise OptionError("pipeline_chunks", "a pipeline's ranks have several stages, and there is no pipeline")
-        chunks = {"zero_bubble": 1, "zbv": 2}.get(self.pipeline_schedule, self.pipeline_chunks)
-        if self.pipeline_chunks != chunks:
-            raise OptionError("pipeline_schedule", f"{self.pipeline_schedule} takes pipeline_chunks {chunks}")
-        gathers = self.data_parallel_style == "fsdp" or self.offload != "none"
-        if gathers and (self.pipeline_chunks > 1 or self.splits_backward):
-            key = "pipeline_chunks" if self.pipeline_chunks > 1 else "pipeline_schedule"
-            raise OptionError(key, "fsdp and offload take one stage on each rank, under 1f1b or gpipe")
+        if self.pipeline_chunks > 1 and (self.data_parallel_style == "fsdp" or self.offload == "cpu"):
+            raise OptionError("pipeline_chunks", "fsdp and offload take one stage on each rank")
         if self.offload == "cpu" and self.data_parallel_style not in (None, "fsdp"):
             raise OptionError("offload", f"data_parallel_style {self.data_parallel_style} keeps parameters on devices")
 
@@ -52,11 +45,6 @@ class Options(ExpertOptions):
     def stages(self) -> int:
         """Number of stages of the whole pipeline."""
         return self.pipeline_parallel * self.pipeline_chunks
-
-    @property
-    def splits_backward(self) -> bool:
-        """True for schedules that compute weight gradients later than input gradients."""
-        return self.pipeline_schedule in ("zero_bubble", "zbv")
 
     def mesh_shape(self, world_size: int) -> tuple[int, int, int]:
         """Return the sizes of the mesh dimensions (pipeline, data, tensor)."""

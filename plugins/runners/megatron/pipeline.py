@@ -89,17 +89,7 @@ class Stage(nn.Module):
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, except that it calls `before_backward` before each backward.
-
-    The loss computes its gradients in its forward and returns them once, so the last stage never splits its backward.
-    """
-
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.is_last, **more)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.is_last:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+    """torch's stage, except that it calls `before_backward` before each backward."""
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         stage: Any = self.submod

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -80,7 +79,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(
             f"run.runner.tensor_parallel: {family} has no plan that says how to cut its parameters; write one under "
-            f"run.runner.plan{_example(model)} (docs/megatron.md, Plans, says how to find it)"
+            f"run.runner.plan (docs/megatron.md, Plans, says how to find it)"
         )
     cuts: dict[tuple[str, str], ShardSpec] = {}
     common, problem = 0, ""  # greatest common divisor of all sharded sizes
@@ -150,21 +149,6 @@ def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
     name = next(name for name, p in model.named_parameters() if p is parameter)
     weights, multiple = model.weights, model.weights.vocabulary_multiple * ranks
     return -(-weights.logical_shape(weights.canonical_name(name), parameter.shape)[0] // multiple) * multiple
-
-
-def _example(model: Model) -> str:
-    """Return an example plan for an error: the largest widening and the largest narrowing linear layer of a block."""
-    block, found = set(model.blocks()[0].modules()), dict[str, tuple[int, str]]()
-    for name, module in model.named_modules():
-        if module in block and isinstance(module, (nn.Linear, Conv1D)):
-            rows, columns = module.weight.shape[:: -1 if isinstance(module, Conv1D) else 1]
-            style = "column" if rows > columns else "row"
-            pattern = re.sub(r"\.\d+\.", ".*.", model.weights.canonical_name(name))
-            found[style] = max(found.get(style, (0, "")), (rows * columns, pattern), key=itemgetter(0))
-    sizes = [size for size, _ in found.values()]
-    if len(sizes) < 2 or sizes[0] != sizes[1]:  # not an MLP, so shapes do not reveal the roles
-        return ""
-    return f", such as {{{', '.join(f'{pattern}: {style}' for style, (_, pattern) in sorted(found.items()))}}}"
 
 
 def _stays_whole(model: Model, name: str, style: str) -> bool:

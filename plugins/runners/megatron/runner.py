@@ -18,7 +18,6 @@ from crosstrain import (
     Batch,
     Capabilities,
     ConfigError,
-    ExpertParallel,
     ForwardMode,
     Group,
     Head,
@@ -33,7 +32,6 @@ from crosstrain import (
     Runner,
     RunOptions,
     StepResult,
-    check_elementwise,
     global_norm,
     materialize,
     parameters_on_meta,
@@ -44,16 +42,16 @@ from crosstrain import (
 )
 from crosstrain.modeling.context import Context
 
+from ..elementwise import check_elementwise
 from .data_parallel import (
     DDPStrategy,
     FSDPStrategy,
     Share,
     ZeRO1Strategy,
-    free_memory,
-    needs_host_memory,
     shard_parameters,
     sum_gradients,
 )
+from .expert_parallel import ExpertParallel, check_experts
 from .footprint import layouts
 from .options import Options
 from .pipeline import Pipeline, Stage
@@ -102,18 +100,16 @@ class MegatronRunner(Runner):
 
     @classmethod
     def check(cls, options: Options, run: RunOptions) -> None:
-        super().check(options, run)
+        if run.compile != "none" and options.expert_parallel > 1:
+            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
         if run.compile == "model":
             raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
-        if run.compile != "none" and options.splits_backward:
-            raise ConfigError(f"run.compile: torch halves no compiled backward, as {options.pipeline_schedule} would")
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
-        super().check_model(options, model)
+        if options.expert_parallel > 1:
+            check_experts(model, options.expert_parallel)
         plan = resolve(model, options.plan)
-        if options.tensor_parallel > 1 and model.structure.reads_across:
-            raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
             if options.context_parallel > 1:
@@ -246,9 +242,6 @@ class MegatronRunner(Runner):
         """Choose the data-parallel strategies, the experts' last, and return the device of the parameters."""
         options, style = self.options, self.options.data_parallel_style
         offloads = options.offload == "cpu"
-        if options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
-            numel = sum(local(p).numel() for p in model.parameters()) // (self.copies.size if style == "fsdp" else 1)
-            offloads = needs_host_memory(numel, free_memory(self.device))
         experts = self.expert_mesh["expert_data"] if options.expert_parallel > 1 else None
         if style == "fsdp" or offloads:
             shard_parameters(model, self.mesh["data"], experts, offloads)
@@ -306,7 +299,7 @@ class MegatronRunner(Runner):
             stage.part = part
         rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data) // part) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
-        losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
+        losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self.data_parallel.before_backward)
         self.micro_losses = list(losses) if pipeline.has_last else []
         # Tensor-parallel and context-parallel ranks all hold the same loss.
         mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)
@@ -317,12 +310,8 @@ class MegatronRunner(Runner):
         return super().compute_loss(batch, replace(mode, head=self.head))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        self._before_backward(last)
+        self.data_parallel.before_backward(last)
         return nullcontext()
-
-    def _before_backward(self, last: bool) -> None:
-        if isinstance(self.data_parallel, FSDPStrategy):
-            self.data_parallel.before_backward(last)
 
     @property
     def gradient_scale(self) -> float:
@@ -358,8 +347,7 @@ class MegatronRunner(Runner):
         finally:
             if self.tensor is not None:
                 self.tensor.splits_sequence = splits
-            if isinstance(self.data_parallel, FSDPStrategy):
-                self.data_parallel.reshard()
+            self.data_parallel.reshard()
 
     def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         if self.pipeline is None:

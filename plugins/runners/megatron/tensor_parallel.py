@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import ConfigError, Model, local_forward
+from crosstrain import ConfigError, Model
 
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
+from .expert_parallel import local_forward
 from .plan import user_of
 from .rng_tracker import RngTracker
 

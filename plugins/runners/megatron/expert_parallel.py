@@ -14,13 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from crosstrain.modeling.base import Model
-from crosstrain.modeling.meta_init import has_values
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, Model, has_values
 
 
 def check_experts(model: Model, ranks: int) -> None:
@@ -47,19 +43,6 @@ def local_forward(experts: nn.Module, *inputs: Tensor) -> Tensor:
         return type(experts).forward(experts, *inputs)
     finally:
         experts._parameters.update(kept)
-
-
-def fully_shard_experts(model: Model, mesh: DeviceMesh, copies: int, **options: Any) -> None:
-    """Shard this rank's experts over `mesh`, the ranks that hold the same experts. Call it before sharding the blocks.
-
-    The experts' gradients are already summed over the expert-parallel ranks. To average, they are therefore divided by
-    `copies`, the number of copies of the model.
-    """
-    for experts in model.structure.experts().values():
-        fully_shard(experts, mesh=mesh, **options)
-        experts.set_gradient_divide_factor(float(copies))
-        if mesh.shape[-1] > 1:  # gloo cannot average; on a single rank torch 2.14 would divide twice
-            experts.set_force_sum_reduction_for_comms(True)
 
 
 class _Exchange(torch.autograd.Function):

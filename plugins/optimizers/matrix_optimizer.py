@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Shard
-from crosstrain.distributed.group import Group
-from crosstrain.utils.errors import ConfigError
+from crosstrain import Box, ConfigError, Group, Shard
+from crosstrain.engine.optimizer import UPDATE
 
-UPDATE = "update"  # kind of the results of `direction`, kept in the optimizer state during a step
 Holdings = dict[str, tuple[tuple[int, ...], list[Box]]]  # matrix name -> (shape, boxes held by one rank)
 
 

@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from crosstrain.modeling.base import Model
-from crosstrain.utils.errors import TrainingError
+from crosstrain import Model, TrainingError
 
 
 class UsedParameters(set[nn.Parameter]):
