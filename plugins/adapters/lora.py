@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters on linear layers, saved in peft's format."""
+"""LoRA and DoRA: low-rank adapters on linear layers, saved in peft's format."""
 
 import fnmatch
 import math
@@ -16,6 +16,7 @@ from crosstrain import (
     Adapter,
     Around,
     CheckpointError,
+    ConfigError,
     DropRate,
     Merge,
     Model,
@@ -31,16 +32,18 @@ from crosstrain import (
 )
 from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
 from crosstrain.utils.files import write_json
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # name of the adapter in peft's modules
+_MAGNITUDE = ".lora_magnitude_vector."
 _PREFIX = "base_model.model."  # prefix of parameter names in peft's files
 # Keys of peft's configuration that may differ from peft's defaults.
 _SUPPORTED = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout",
-    "peft_type", "peft_version", "r", "revision", "target_modules", "task_type",
+    "peft_type", "peft_version", "r", "revision", "target_modules", "task_type", "use_dora",
 }  # fmt: skip
 # Values of `init_lora_weights` that leave the base weights unchanged.
 _INITIAL = (True, False, None, "gaussian", "orthogonal")
@@ -52,10 +55,11 @@ class Lora(Adapter):
 
     @dataclass
     class Options:
-        """For rank, alpha and targets, None takes the value of the `pretrained` adapter, if there is one."""
+        """For rank, alpha, dora and targets, None takes the value of the `pretrained` adapter, if there is one."""
 
         rank: PositiveInt | None = None  # rows of A and columns of B; None: as pretrained, else 8
         alpha: PositiveFloat | None = None  # adapter outputs are scaled by alpha / rank; None: as pretrained, else 16
+        dora: bool | None = None  # DoRA: train weight norms too (Liu et al., 2024); None: as pretrained, else False
         dropout: DropRate = 0.0  # dropout rate of the adapters' input
         # names of linear layers, or suffixes of names, such as q_proj; None: as pretrained, else all in the blocks
         targets: Annotated[list[Text], MinLen(1)] | None = None
@@ -76,6 +80,7 @@ class Lora(Adapter):
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.options.dropout,  # type: ignore[arg-type]
+            use_dora=bool(self.settings.dora),
             init_lora_weights=False,
             target_modules=list(self.targets),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
@@ -104,9 +109,20 @@ class AdaptedWeights(Around):
             self.inner.initialize(name, value, rng)
         elif ".lora_B." in name:
             value.zero_()
+        elif _MAGNITUDE in name:
+            value.copy_(_norms(self._published(name.replace(_MAGNITUDE, ".")), self.adapter.config.fan_in_fan_out))
         else:
             bound = 1 / math.sqrt(value.shape[1])  # kaiming_uniform_ with a = sqrt(5)
             value.uniform_(-bound, bound, generator=rng)
+
+    def _published(self, name: str) -> Tensor:
+        """Return a full pretrained weight."""
+        for source, reader in PretrainedWeights.of(self.model).parts:
+            if source.covers(name):
+                place = source.place(name, reader.names("param"))
+                assert isinstance(place, str)
+                return reader.whole(place)
+        raise ConfigError("model.adapter.dora: it begins with the norms of pretrained weights, so the model needs some")
 
     def sources(self) -> list[Source]:
         """Return the model's weight sources, restricted to base weights, and that of the pretrained adapter."""
@@ -118,10 +134,14 @@ class AdaptedWeights(Around):
 class AdaptedStructure(Around):
     """Structure of a model with adapters."""
 
-    adapter: Lora
+    def __init__(self, inner: Any, adapter: Lora) -> None:
+        super().__init__(inner)
+        self.adapter, self.reads_across = adapter, bool(adapter.settings.dora)
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Shard B like the layer's output features, and A like its input features."""
+        if self.adapter.settings.dora:
+            return {}
         plan = self.inner.tensor_parallel_plan()
         modules = {name.rpartition(".")[0] for name in self.model.weights.parameters()}
         sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
@@ -151,7 +171,8 @@ class AdaptedExport(Around):
                     scale=self.adapter.alpha / self.adapter.rank,
                     transposed=self.adapter.config.fan_in_fan_out,
                 )
-                found[weight] = Merge((f"{stem}lora_A.weight", f"{stem}lora_B.weight"), combine)
+                parts = ("lora_A", "lora_B", "lora_magnitude_vector")[: 3 if self.adapter.settings.dora else 2]
+                found[weight] = Merge(tuple(f"{stem}{part}.weight" for part in parts), combine)
         return found
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
@@ -161,7 +182,7 @@ class AdaptedExport(Around):
         settings = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
         settings |= {"init_lora_weights": True}
         write_json(folder / _CONFIG, self.adapter.config.to_dict() | settings | {"target_modules": targets})
-        tensors = {_PREFIX + name: read(name) for name in sorted(names) if is_adapter(name)}
+        tensors = {_saved_name(name): read(name) for name in sorted(names) if is_adapter(name)}
         write_safetensors(folder / _WEIGHTS, tensors)
 
 
@@ -171,7 +192,17 @@ def _covers_base(source: Source, name: str) -> bool:
 
 def _peft_name(name: str, available: set[str]) -> str:
     """Return a parameter's name in a checkpoint, possibly that of a larger model, or in peft's files."""
-    return next((key for key in available if f".{key}".endswith(f".{name}")), _PREFIX + name)
+    return next((key for key in available if f".{key}".endswith(f".{name}")), _saved_name(name))
+
+
+def _saved_name(name: str) -> str:
+    """Return a parameter's name in peft's files."""
+    return _PREFIX + name.replace(f"{_MAGNITUDE}weight", _MAGNITUDE[:-1])
+
+
+def _norms(weight: Tensor, transposed: bool) -> Tensor:
+    """Return the norm of the weights of each output feature, [out]."""
+    return torch.linalg.norm(weight.T if transposed else weight, dim=1)
 
 
 def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
@@ -227,7 +258,8 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
     others = [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]
     if others:
         raise CheckpointError(f"{folder / _CONFIG}: {others[0]} is set, and such adapters cannot be trained here")
-    theirs = {"rank": rank, "alpha": float(alpha), "targets": targets}
+    dora = bool(config.get("use_dora"))
+    theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": dora}
     for key, value in theirs.items():
         given = getattr(options, key)
         if given is not None and given != value:
@@ -237,13 +269,19 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
 
 def is_adapter(name: str) -> bool:
     """Return True for the name of an adapter's parameter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return ".lora_A." in name or ".lora_B." in name or _MAGNITUDE in name
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float, transposed: bool) -> Tensor:
+def merged(
+    weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None = None, *, scale: float, transposed: bool
+) -> Tensor:
     """Merge an adapter into a linear layer's weight [out, in], or [in, out] if `transposed`.
 
-    a: [rank, in]; b: [out, rank].
+    a: [rank, in]; b: [out, rank]; magnitude: DoRA's norms [out].
     """
     change = (b @ a) * scale
-    return weight + (change.T if transposed else change)
+    weight = weight + (change.T if transposed else change)
+    if magnitude is None:
+        return weight
+    factors = magnitude / _norms(weight, transposed)
+    return weight * (factors if transposed else factors[:, None])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import Around, Box, Model, dtensor_pieces, registry, whole_pieces
+from crosstrain import Around, Box, Model, OptionError, dtensor_pieces, registry, whole_pieces
 
 from .lora import Lora
 
@@ -29,7 +29,12 @@ class QLora(Lora):
 
     @dataclass
     class Options(Lora.Options):
-        """Options of lora."""
+        """Options of lora; dora is not supported."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        if self.settings.dora:
+            raise OptionError("dora", "needs whole weights, and qlora keeps them in four bits; use lora")
 
     def add(self, model: Model) -> None:
         super().add(model)

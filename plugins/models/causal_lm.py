@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
@@ -41,6 +41,9 @@ class CausalLM(TransformersModel):
     @dataclass
     class Options:
         """`config` or `pretrained` selects the model."""
+
+        elsewhere: ClassVar = {"from_dense": "none: give `pretrained` a folder of a model with experts"}
+        former: ClassVar = {"from_dense": None}
 
         pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
         # transformers' configuration with its model_type; with `pretrained`, only the keys to change

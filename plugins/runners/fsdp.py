@@ -52,6 +52,9 @@ class FSDPRunner(Runner):
     class Options(ContextOptions):
         """Options of `run.runner` for fsdp."""
 
+        elsewhere: ClassVar = {"expert_parallel": "the runner `megatron` has it, with data_parallel_style: fsdp"}
+        former: ClassVar = {"expert_parallel": 1}
+
         shard_size: PositiveInt | None = None  # ranks that share a copy of the model (hybrid sharding); None: all
         reshard_after_forward: bool = True  # False: keep blocks gathered until their backward (ZeRO-2)
         cpu_offload: bool = False  # keep shards and optimizer state in host memory

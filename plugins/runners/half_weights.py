@@ -20,4 +20,4 @@ def is_linear(module: nn.Module) -> bool:
 def computes_in_half(run: RunOptions, model: Model) -> bool:
     """True if only bf16 matmuls read the weights of linear layers, so the weights may be rounded in advance."""
     in_bf16 = (run.amp.dtype, run.amp.linear, run.compile) == ("bf16", None, "none")
-    return in_bf16 and not model.weights.quantized()
+    return in_bf16 and not (model.structure.reads_across or model.weights.quantized())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_activations_of_two_micro_batches_are_measured_under_selective_checkpoin
     for mode in ("none", "selective"):
         torch.manual_seed(0)
         model = kind(kind.Options(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, dropout=0.0))
-        activation_checkpointing.apply(model.blocks(), mode)
+        activation_checkpointing.apply(model.blocks(), mode, nullcontext)
         seen = Activations(model, Group())
         for _ in range(2):
             tokens = torch.arange(8).view(1, 8)

@@ -238,6 +238,40 @@ def test_a_run_resumes_and_answers_as_it_is(trained: Workspace) -> None:
     assert answer.code == 0, answer.err
 
 
+# ---- DoRA
+
+
+@pytest.mark.parametrize("runner", mostly_slow(["ddp@2", "fsdp@2", "zero2@2", "megatron_pp2@2"], []))
+def test_dora_trains_alike_and_is_opened_and_merged(
+    reference: Callable[[str, str], Case], runner: str, tmp_path: Path
+) -> None:
+    workspace, options, _ = reference("gpt2", "adamw")
+    options = [*options, "model.adapter.dora=true"]
+    one = follow(workspace, "ddp@1", *options, label=f"dora_{runner}")
+    other = follow(workspace, runner, *options, label="dora")
+    assert_equal_training(one, other, TOLERANCE)
+    mine, theirs = adapter_tensors(one.checkpoint(20)), adapter_tensors(other.checkpoint(20))
+    assert any(name.endswith("lora_magnitude_vector") for name in mine)
+    assert max((theirs[name] - mine[name]).abs().max().item() for name in mine) < WEIGHTS
+    plain = AutoModelForCausalLM.from_pretrained(workspace.path / "base" / "checkpoints" / "step_000002")
+    opened = PeftModel.from_pretrained(plain, other.checkpoint(20))
+    command = [sys.executable, "-m", "crosstrain", "export", "--checkpoint", str(other.folder), "--output", "hf"]
+    subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")}, check=True, capture_output=True
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.allclose(logits(merged, IDS), logits(opened, IDS), atol=2e-6)
+
+
+@pytest.mark.slow
+def test_dora_is_refused_where_it_cannot_be(trained: Workspace) -> None:
+    for runner, said in (("zero3", "run.runner.stage: "), ("megatron_tp2", "run.runner.tensor_parallel: ")):
+        options = ("model.adapter={name: lora, dora: true}", f"run.runner={runner}")
+        refused = trained.train(f"refused_{runner}", *options, nproc=2, fails=True)
+        assert refused.code == 1
+        assert f"error: {said}parts of the model (dora) need" in refused.err
+
+
 # ---- QLoRA
 
 
@@ -283,6 +317,8 @@ def test_qlora_is_refused_where_it_cannot_be(quantised: tuple[Workspace, list[st
         refused = workspace.train(f"refused_{runner}", *options, f"run.runner={runner}", nproc=2, fails=True)
         assert refused.code == 1
         assert "model.adapter: qlora keeps weights in few bits, which" in refused.err
+    with pytest.raises(UserError, match=r"model\.adapter\.dora: needs whole weights"):
+        build(workspace, "model.adapter={name: qlora, dora: true}")
     sizes = "{arch: gpt2, n_embd: 32, n_head: 2, n_layer: 2, vocab_size: 320, n_positions: 32, pretrained: null}"
     refused = workspace.train("initial", *options, f"model={sizes}", fails=True)
     assert refused.code == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -152,7 +152,7 @@ def test_padded_batches_are_left_to_sdpa(attention: str, kernels: None) -> None:
 def test_blocks_that_are_computed_again_have_the_same_gradients(attention: str, mode: Mode, kernels: None) -> None:
     expected, expected_gradient = gradients(build("qwen", attention=attention), [packed()])
     model = build("qwen", attention=attention)
-    activation_checkpointing.apply(model.blocks(), mode)
+    activation_checkpointing.apply(model.blocks(), mode, nullcontext)
     loss, gradient = gradients(model, [packed()])
     assert loss == expected
     for parameter, value in expected_gradient.items():

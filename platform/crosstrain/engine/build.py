@@ -141,7 +141,7 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
         if config.run.amp.linear == "float8":
             convert(model, runner.device)
         for blocks, mode in model.structure.checkpointing(config.run.gradient_checkpointing):
-            activation_checkpointing.apply(blocks, mode)
+            activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
     runner.objective = make_objective(config, model)
     return model
 

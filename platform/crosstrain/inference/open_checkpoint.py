@@ -60,7 +60,7 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
         text = json.dumps(saved)
         if text.count(",") + len(text) // 100 > LARGEST_TREE:
             raise CheckpointError(f"{checkpoint}: its configuration holds more than {LARGEST_TREE:,} values")
-        saved = json.loads(text, object_hook=_without_retired)
+        saved = json.loads(text)
         return Config.from_plain(_for_evaluation(saved, checkpoint, own, options), options, trust=trust)
     except ConfigError:
         _note_plugins(saved, checkpoint)
@@ -74,16 +74,6 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
 _FROM_ANYBODY = {"device", "amp"}
 _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics", "objective"}
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required options that evaluation ignores
-
-
-# Options that earlier versions stored in checkpoints: without effect on evaluation, or unused with these values.
-_RETIRED = {"communication_data_type", "dump_state", "from_dense", "steps_per_print", "wall_clock_breakdown"}
-_UNUSED: dict[str, tuple[Any, ...]] = {"dora": (None, False), "expert_parallel": (1,)}
-
-
-def _without_retired(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a stored configuration without options that no longer exist."""
-    return {key: value for key, value in part.items() if key not in _RETIRED and value not in _UNUSED.get(key, ())}
 
 
 def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options: Overrides) -> dict[str, Any]:

@@ -5,13 +5,15 @@ checkpoints do not change. Dropout draws the same random numbers in the recomput
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from crosstrain.utils.optional_deps import require
 
 Mode = Literal["none", "full", "selective", "offload"]
 
@@ -28,12 +30,12 @@ _KEPT = {
 }
 
 
-def apply(blocks: list[nn.Module], mode: Mode) -> None:
+def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
     """Replace the forward of every block so that it keeps fewer activations for the backward.
 
     - full: keep only the block's input; recompute everything else.
     - selective: also keep the outputs of matmuls and attention; recompute the rest.
-    - offload: keep the input in host memory and recompute everything else.
+    - offload: keep the input in host memory and recompute everything else (fairscale's checkpoint wrapper).
     """
     for block in blocks:
         if mode == "full":
@@ -42,7 +44,7 @@ def apply(blocks: list[nn.Module], mode: Mode) -> None:
             contexts = partial(create_selective_checkpoint_contexts, _policy)
             block.forward = partial(_checkpointed, block.forward, contexts)
         elif mode == "offload":
-            block.forward = partial(_offloaded, block.forward)
+            _offload(block, autocast)
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -55,8 +57,20 @@ def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@torch.compiler.disable  # the compiler cannot trace the inputs' way to host memory
-def _offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # The checkpoint saves its inputs here; what the second forward saves stays on the device.
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return _checkpointed(forward, noop_context_fn, *args, **kwargs)
+def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
+    wrapper.checkpoint_utils.patch_batchnorm(block)
+    # fairscale wraps a module's forward, so the block's forward becomes a module without parameters.
+    block.forward = wrapper.checkpoint_wrapper(_Inside(block.forward, autocast), offload_to_cpu=True).__call__
+
+
+class _Inside(nn.Module):
+    """A block's forward under autocast; needed because fairscale restores autocast only for CUDA when it recomputes."""
+
+    def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.inner, self.autocast = forward, autocast
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.autocast():
+            return self.inner(*args, **kwargs)

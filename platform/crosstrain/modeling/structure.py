@@ -26,6 +26,8 @@ class Ends:
 class Structure:
     """Describes the modules of a model. The defaults are enough for data parallelism, FSDP and ZeRO."""
 
+    reads_across = False  # True: modules read the weights of other modules in their block, so these must not be sharded
+
     def __init__(self, model: Model) -> None:
         self.model = model
 

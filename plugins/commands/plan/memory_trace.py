@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -155,7 +155,7 @@ def _measure(
     skipped = set(map(id, absent))
     for blocks, how in model.structure.checkpointing(mode):
         here = [block for block in blocks if id(block) not in skipped]
-        activation_checkpointing.apply(here, "full" if how == "offload" else how)
+        activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:
             # A block without parameters is a placeholder for a block on another pipeline stage.
             if how in ("full", "offload") and next(block.parameters(), None) is not None:

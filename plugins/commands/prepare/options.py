@@ -1,7 +1,7 @@
 """Options of corpus preparation."""
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval
 
@@ -32,6 +32,9 @@ class DedupOptions:
 @dataclass
 class PrepareOptions:
     """Options of `crosstrain prepare`: the input, its filters and the tokenizer."""
+
+    elsewhere: ClassVar = {"min_tokens": "`clean: [{name: document_length, min_tokens: N}]` drops short documents"}
+    former: ClassVar = {"min_tokens": 0}
 
     # "stdlib", files and folders, or readers with their options
     input: Text | list[Text | Annotated[Component, "reader"]]

@@ -244,6 +244,10 @@ class _Structure(Structure):
         plan = self.model.language_model.structure.tensor_parallel_plan()
         return {_PREFIXES["language_model"] + key: style for key, style in plan.items()}
 
+    @property
+    def reads_across(self) -> bool:  # type: ignore[override]
+        return self.model.language_model.structure.reads_across
+
 
 class _Weights(Weights):
     model: Blip2Qwen

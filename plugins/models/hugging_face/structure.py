@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from crosstrain import ConfigError, Ends, Structure
+from crosstrain.modeling.activation_checkpointing import Mode
 
 from . import internals
 
@@ -84,6 +85,14 @@ class TransformersStructure(Structure):
         if self.model.product is None:  # all ranks compute all logits
             return plan
         return plan | {name: "vocabulary" for name, module in self.model.lm.named_modules() if module in cut}
+
+    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
+        if mode == "offload" and any(routers.has_loss for routers in self.routers()):
+            raise ConfigError(
+                "run.gradient_checkpointing: offload hides the routers from their loss; use full, or model.router_loss="
+                "none"
+            )
+        return super().checkpointing(mode)
 
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
         """Yield each module's number of matrix elements and the fraction used per token; `experts`: only experts."""

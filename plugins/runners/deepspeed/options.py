@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
@@ -82,6 +82,14 @@ class AsyncIO:
 
 @dataclass
 class _Base(ContextOptions):
+    elsewhere: ClassVar = {"communication_data_type": "none: param_dtype: bf16 keeps and sends gradients in bf16"}
+    former: ClassVar = {
+        "communication_data_type": "fp32",
+        "dump_state": False,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+
     stage: Literal[0, 1, 2, 3] = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0: none
     # amp: weights that run.amp=bf16 rounds anyway are gathered in bf16; bf16: all parameters and gradients are bf16
     param_dtype: Literal["amp", "fp32", "bf16"] = "amp"

@@ -82,6 +82,8 @@ class DeepSpeedRunner(Runner):
                 "run.runner: offloading to nvme needs libaio, which is not here: apt-get install libaio-dev, or choose "
                 "device: cpu"
             )
+        if options.stage == 3 and model.structure.reads_across:
+            raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
         if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
             raise ConfigError("run.runner.param_dtype: bf16 would round frozen parameters for good; use amp")
 
