@@ -84,8 +84,8 @@ class WikipediaReader(FileReader):
             if page.find("redirect") is not None or page.findtext("ns", "0") not in namespaces:
                 continue
             title = page.findtext("title", "")
-            revisions = sorted(page.findall("revision"), key=lambda found: found.findtext("timestamp", ""))
-            newest = revisions[-1] if revisions else page
+            revisions = reversed(page.findall("revision"))  # of equally new ones, the last
+            newest = max(revisions, key=lambda found: found.findtext("timestamp", ""), default=page)
             model, form = newest.findtext("model", "wikitext"), newest.findtext("format", "text/x-wiki")
             if (model, form) != ("wikitext", "text/x-wiki"):
                 yield Document("", f"{chunk.file}: {title}", (f"page of the model {model}, format {form}",))
