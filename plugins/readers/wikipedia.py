@@ -66,9 +66,11 @@ class WikipediaReader(FileReader):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        # The parser takes hours on some pages of 100 KB.
-        advice = "remove the page, or drop such pages with unusable: drop"
-        self.shown = LimitedProcess(_shown_text, "cannot be read: its markup", advice=advice)
+        self.shown = LimitedProcess(  # the parser takes hours on some pages of 100 KB
+            _shown_text,
+            "cannot be read: its markup",
+            advice="remove the page, or drop such pages with unusable: drop",
+        )
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
         return split_file(file, _END)

@@ -49,10 +49,9 @@ class ChatSource:
     preferences: bool = False  # rows have good and bad answers; the two answers of a pair are adjacent
 
 
-_Tokens = tuple[list[int], bool]  # tokens of a conversation, targets as ~id, and whether its answer is good
-_Result = tuple[
-    list[_Tokens] | str, set[str]
-]  # (conversations of a row, or the reason why the row is unusable; unread keys of the row)
+# (conversations of a row, or the reason why the row is unusable; unread keys of the row). A conversation is its tokens,
+# targets as ~id, and whether its answer is good.
+_Result = tuple[list[tuple[list[int], bool]] | str, set[str]]
 
 
 @dataclass

@@ -102,15 +102,14 @@ class FileReader(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
     contents: ClassVar[tuple[str, ...] | None] = None  # kinds from `io.kind_of` that it reads; None: any kind
 
-    fetch_counts: dict[str, int]  # name -> count; `fetch` adds these to the report
-    fetched: dict[str, Path]  # URL -> downloaded file
     known_files: Sequence[Path] | None = None  # the files, if a search has already found them
     drops: RowAudit | None = None  # counts unusable records; None: the first one is an error
     chosen_by_ending = False  # True: chosen by file suffix, so files are checked for `contents`
 
     def __init__(self, options: Any) -> None:
         self.options = options
-        self.fetch_counts, self.fetched = {}, {}
+        self.fetch_counts: dict[str, int] = {}  # name -> count; `fetch` adds these to the report
+        self.fetched: dict[str, Path] = {}  # URL -> downloaded file
 
     @property
     def _paths(self) -> list[str]:
