@@ -57,7 +57,6 @@ def read_corpus(folder: Path) -> list[str]:
 def our_near(folder: Path) -> Result:
     """From texts in memory to marks, through the files that are in between."""
     from crosstrain_plugins.builtin.commands.prepare.dedup import find_duplicates
-    from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool
 
     texts = read_corpus(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -65,11 +64,10 @@ def our_near(folder: Path) -> Result:
         shards = [CorpusShard(Path(name), str(k)) for k in range(0, len(texts), size)]
         for k, shard in enumerate(shards):
             _write(shard, texts[k * size : (k + 1) * size])
-        with WorkerPool(cores()) as pool:
-            options = DedupOptions(exact=True, near=NearOptions(shingle=WORDS))
-            gone = find_duplicates(options, shards, pool, lambda count: None)
+        options = DedupOptions(exact=True, near=NearOptions(shingle=WORDS))
+        gone, _ = find_duplicates(options, shards, cores(), lambda count: None)
         seconds = time.perf_counter() - started
-        return {"documents_per_second": len(texts) / seconds, "dropped": float(sum(map(len, gone.dropped)))}
+        return {"documents_per_second": len(texts) / seconds, "dropped": float(sum(map(len, gone)))}
 
 
 def _write(shard: CorpusShard, texts: list[str]) -> None:

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -33,14 +33,17 @@ from .packing import pack
 class ConversationOptions(SplitOptions):
     """Files of conversations, their splits, and the length of a sample."""
 
+    elsewhere: ClassVar = {"unusable": "`max_dropped: 0` refuses data with an unusable row"}
+    former: ClassVar = {"unusable": "drop"}
+
     # files of JSON lines, JSON lists or Parquet, folders of such files, or a folder written by `datasets.save_to_disk`
     path: FilePath | list[FilePath]
     tokenizer: FilePath  # the model's tokenizer: a Hugging Face name or a folder
     seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # maximum number of tokens in a conversation
     # name of a template in configs/chat_templates, Jinja source, or a Jinja file; None: the tokenizer's own template
     chat_template: Text | None = None
-    unusable: Literal["drop", "error"] = "drop"  # how to treat rows that are malformed, too long or without a target
-    max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1  # maximum fraction of dropped rows; more is an error
+    # maximum fraction of rows that may be dropped because they are malformed, too long or without a target
+    max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1
     # unused row keys that should not be reported: columns, or paths such as messages.name
     ignore_columns: list[str] = field(default_factory=list)
 
@@ -153,7 +156,7 @@ class Chat(ConversationDataset):
 
     @classmethod
     def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        return ChatSource(paths, tokenizer, options.train_on, options.seq_length, options.unusable == "drop")
+        return ChatSource(paths, tokenizer, options.train_on, options.seq_length)
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:

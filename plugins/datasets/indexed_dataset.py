@@ -36,7 +36,6 @@ DTYPES: dict[int, np.dtype] = {
 _HEADER = struct.Struct("<9sQBQQ")
 _SPOT_CHECKS = 16
 _COPY = 1 << 22  # bytes copied at once
-_DOCUMENTS = 1 << 16  # documents copied at once
 _CHUNK = 1 << 20  # index entries processed at once
 # Half-width of the search window, in documents, around the interpolated position; enough for random document lengths.
 _NEAR = 1 << 12
@@ -206,7 +205,11 @@ class TokenWriter:
         """Append documents, each a list of token IDs. Raises DataError if an ID does not fit the dtype."""
         sizes = np.array([len(document) for document in documents], dtype="<i4")
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
-        self._write(tokens)
+        limits = np.iinfo(self.dtype)
+        if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+            raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
+        self._bin.write(tokens.astype(self.dtype).tobytes())
+        self.num_tokens += len(tokens)
         self._sizes.append(sizes)
         self.num_documents += len(sizes)
 
@@ -220,23 +223,6 @@ class TokenWriter:
         self._sizes.append(sizes.astype("<i4"))
         self.num_documents += len(sizes)
         self.num_tokens += tokens
-
-    def copy(self, source: TokenFile, start: int, stop: int) -> None:
-        """Append documents [start, stop) of `source`. Raises DataError if an ID does not fit the dtype."""
-        for first in range(start, stop, _DOCUMENTS):
-            last = min(first + _DOCUMENTS, stop)
-            begins = np.array([source.document_start(document) for document in range(first, last + 1)])
-            for begin in range(int(begins[0]), int(begins[-1]), _CHUNK):
-                self._write(source.tokens(begin, min(begin + _CHUNK, int(begins[-1]))))
-            self._sizes.append(np.diff(begins).astype("<i4"))
-            self.num_documents += last - first
-
-    def _write(self, tokens: np.ndarray) -> None:
-        limits = np.iinfo(self.dtype)
-        if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
-            raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
-        self._bin.write(tokens.astype(self.dtype).tobytes())
-        self.num_tokens += len(tokens)
 
     def __enter__(self) -> Self:
         return self

@@ -31,7 +31,7 @@ class Preference(ConversationDataset):
 
     @classmethod
     def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        return ChatSource(paths, tokenizer, "last", options.seq_length, options.unusable == "drop", preferences=True)
+        return ChatSource(paths, tokenizer, "last", options.seq_length, preferences=True)
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:

@@ -58,8 +58,10 @@ def _drawing_from(rng: np.random.Generator) -> Iterator[None]:
 
 def _random_augment() -> RandAugment:
     """Return BLIP's RandomAugment(2, 5): two of ten operations, each applied with probability 0.5."""
-    names = ("AutoContrast", "Equalize", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-    names += ("Brightness", "Sharpness", "Brightness")  # no change at this magnitude, like BLIP's Identity
+    names = (
+        *("AutoContrast", "Equalize", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"),
+        *("Brightness", "Sharpness", "Brightness"),  # no change at this magnitude, like BLIP's Identity
+    )
     hparams = {"translate_const": 10, "img_mean": (128, 128, 128), "interpolation": Image.Resampling.BILINEAR}
     return RandAugment([AugmentOp(name, prob=0.5, magnitude=5, hparams=hparams) for name in names], num_layers=2)
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from threading import Event, Lock
 from typing import Annotated, Any
@@ -87,12 +87,9 @@ class UrlListReader(FileReader):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.fetch_counts.items()) or "they are empty"
             raise DataError(f"{self.options.path} gave no page: {reasons}")
 
-    def _lists(self) -> list[Path]:
-        paths = map(io.existing, self._paths)
-        return [file for path in paths for file in (io.files_below(path) if path.is_dir() else [path])]
-
     def _urls(self, refused: Counter[str]) -> Iterator[str]:
-        for file in self._lists():
+        paths = map(io.existing, self._paths)
+        for file in chain.from_iterable(io.files_below(path) if path.is_dir() else [path] for path in paths):
             with io.opened(file) as stream:
                 for line in io.pieces(stream, b"\n"):
                     url = urldefrag(line.strip().decode("utf-8", "replace")).url
@@ -162,21 +159,19 @@ class _Crawl:
 
     def _visit(self, urls: list[str]) -> None:
         robots = self._robots(urljoin(urls[0], "/robots.txt"))
-        asked = robots.crawl_delay(AGENT) if robots else None
-        delay = max(self.options.delay, float(asked or 0))
+        delay = max(self.options.delay, float(robots.crawl_delay(AGENT) or 0))
         for url in urls:
-            if robots is None or not robots.can_fetch(AGENT, url):
+            if not robots.can_fetch(AGENT, url):
                 self.settle({"url": url, "state": "robots.txt does not allow it"})
             elif not self.stop.wait(delay):
                 self.settle({"url": url, **self._page(url)})
 
-    def _robots(self, url: str) -> RobotFileParser | None:
-        """Fetch a host's robots.txt (RFC 9309); None if the request fails. All is allowed if the host has none."""
-        answer = self.answer(url)
-        if answer is None or answer.status >= 500:
-            return None
-        robots = RobotFileParser(url)
-        robots.parse(answer.data.decode("utf-8", "replace").splitlines() if answer.status == 200 else [])
+    def _robots(self, url: str) -> RobotFileParser:
+        """Fetch a host's robots.txt (RFC 9309). Nothing is allowed if this fails; all is, if the host has none."""
+        answer, robots = self.answer(url), RobotFileParser(url)
+        status = 500 if answer is None else answer.status
+        robots.parse(answer.data.decode("utf-8", "replace").splitlines() if status == 200 else [])
+        robots.disallow_all = status >= 500
         return robots
 
     def _page(self, url: str) -> dict[str, str]:

@@ -66,9 +66,11 @@ class WikipediaReader(FileReader):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        # The parser takes hours on some pages of 100 KB.
-        advice = "remove the page, or drop such pages with unusable: drop"
-        self.shown = LimitedProcess(_shown_text, "cannot be read: its markup", advice=advice)
+        self.shown = LimitedProcess(  # the parser takes hours on some pages of 100 KB
+            _shown_text,
+            "cannot be read: its markup",
+            advice="remove the page, or drop such pages with unusable: drop",
+        )
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
         return split_file(file, _END)
@@ -84,8 +86,8 @@ class WikipediaReader(FileReader):
             if page.find("redirect") is not None or page.findtext("ns", "0") not in namespaces:
                 continue
             title = page.findtext("title", "")
-            revisions = sorted(page.findall("revision"), key=lambda found: found.findtext("timestamp", ""))
-            newest = revisions[-1] if revisions else page
+            revisions = reversed(page.findall("revision"))  # of equally new ones, the last
+            newest = max(revisions, key=lambda found: found.findtext("timestamp", ""), default=page)
             model, form = newest.findtext("model", "wikitext"), newest.findtext("format", "text/x-wiki")
             if (model, form) != ("wikitext", "text/x-wiki"):
                 yield Document("", f"{chunk.file}: {title}", (f"page of the model {model}, format {form}",))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from crosstrain_plugins.builtin.commands.prepare import dedup
-from crosstrain_plugins.builtin.commands.prepare.dedup import Duplicates, find_duplicates, jaccard, shingles
+from crosstrain_plugins.builtin.commands.prepare.dedup import find_duplicates, jaccard, shingles
 from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions
-from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool
 from crosstrain_plugins.builtin.commands.prepare.shards import CorpusShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,11 +28,10 @@ def write_shards(folder: Path, texts: list[str]) -> list[CorpusShard]:
     ]
 
 
-def search(folder: Path, texts: list[str], options: DedupOptions) -> tuple[list[int], Duplicates]:
+def search(folder: Path, texts: list[str], options: DedupOptions) -> tuple[list[int], dict[str, Any]]:
     """Numbers of the documents that go."""
-    with WorkerPool(1) as pool:
-        found = find_duplicates(options, write_shards(folder / "texts", texts), pool, lambda count: None)
-    return [number * SHARD + place for number, places in enumerate(found.dropped) for place in places], found
+    dropped, report = find_duplicates(options, write_shards(folder / "texts", texts), 1, lambda count: None)
+    return [number * SHARD + place for number, places in enumerate(dropped) for place in places], report
 
 
 def true_sets(texts: list[str], length: int = 5) -> list[set[tuple[str, ...]]]:
@@ -53,9 +52,9 @@ def test_equal_documents_leave_the_first(tmp_path: Path) -> None:
     texts = ["a b c", "d", "a b c", "d ", "d", *(str(i) for i in range(300)), "a b c"]
     gone, found = search(tmp_path, texts, DedupOptions())
     assert gone == [2, 4, 305]
-    assert found.report["exact"]["documents"] == 3
-    assert found.report["exact"]["examples"][0]["why"] == "equal to t:0: a b c"
-    assert {example["source"] for example in found.report["exact"]["examples"]} == {"t:2", "t:4", "t:305"}
+    assert found["exact"]["documents"] == 3
+    assert found["exact"]["examples"][0]["why"] == "equal to t:0: a b c"
+    assert {example["source"] for example in found["exact"]["examples"]} == {"t:2", "t:4", "t:305"}
 
 
 def planted(count: int, seed: int = 0) -> tuple[list[str], list[tuple[int, int, float]]]:
@@ -82,7 +81,7 @@ def test_planted_near_duplicates_are_found_and_nothing_else(tmp_path: Path) -> N
     gone, found = search(tmp_path, texts, DedupOptions(near=NearOptions()))
     assert not set(gone) - wanted
     assert len(wanted & set(gone)) >= 0.97 * len(wanted)  # expected: above 0.99 (`banding`); three may be unlucky
-    assert found.report["near"]["documents"] == len(gone)
+    assert found["near"]["documents"] == len(gone)
 
 
 def test_of_a_chain_the_ones_unlike_what_stays_stay(tmp_path: Path) -> None:

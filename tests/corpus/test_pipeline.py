@@ -17,7 +17,6 @@ import pytest
 import yaml
 from crosstrain_plugins.builtin.commands.prepare import reader
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
-from crosstrain_plugins.builtin.commands.prepare.pool import CorpusStage
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.commands.prepare.stages import FilterStage
 from crosstrain_plugins.builtin.datasets.prepared import Summary
@@ -247,11 +246,10 @@ def test_a_replaced_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
     program = (
         "import os, sys, time\nfrom test_pipeline import Sleep\n"
-        "from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool\n"
+        "from crosstrain_plugins.builtin.commands.prepare.pool import run_stage\n"
         "if __name__ == '__main__':\n"
-        "    with WorkerPool(2) as pool:\n"
-        "        for pid in pool.run(Sleep(), [0, 0, 0, 0, 60, 60]):\n"
-        "            print(pid, flush=True)\n"
+        "    for pid in run_stage(Sleep(), [0, 0, 0, 0, 60, 60], 2):\n"
+        "        print(pid, flush=True)\n"
     )
     (tmp_path / "lead.py").write_text(program)
     path = f"{ROOT / 'platform'}:{ROOT / 'tests'}:{Path(__file__).parent}"
@@ -271,7 +269,7 @@ def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-class Sleep(CorpusStage[int, int]):
+class Sleep:
     """Waits, and says who did."""
 
     def __call__(self, item: int) -> int:

@@ -124,8 +124,8 @@ def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Pa
         assert reason in named
     assert data.notice.startswith(f"{len(reasons)} of {len(reasons) + 2} rows are dropped, 2 such as {path}:")
     assert data.notice.endswith(f"; see {data.folder / 'report.json'}")
-    with pytest.raises(DataError, match=r"d\.jsonl:2: it is not JSON"):
-        chat(path, chatml, unusable="error")
+    with pytest.raises(DataError, match=r"d\.jsonl:2: it is not JSON.* more than max_dropped=0;"):
+        chat(path, chatml, max_dropped=0)
 
 
 @pytest.mark.usefixtures("home")

@@ -430,7 +430,8 @@ def test_no_rendering_differs_between_lines_parquet_and_a_dataset_on_disk(
         return  # such as objects that are empty in all rows, which Parquet cannot hold
     saved.save_to_disk(str(folder / "saved"))
     saved.to_json(str(folder / "again.jsonl"))
-    template = ChatTemplate(tools_template, template_library()["qwen3"])
+    template = ChatTemplate(tools_template)
+    template.tokenizer.chat_template = template_library()["qwen3"]
     found = []
     for name in ("d.jsonl", "d.parquet", "saved", "again.jsonl"):
         for row, _ in read(folder / name):

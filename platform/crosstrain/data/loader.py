@@ -26,48 +26,40 @@ from crosstrain.modeling.base import count_targets
 from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
-from crosstrain.utils.types import Batch, MicroBatch, Sample, Step
+from crosstrain.utils.types import Batch, MicroBatch, Step
 
 _AHEAD = 8  # number of micro batches to announce ahead of the one being read
 
 
-CountTargets = Callable[[Batch], int]  # number of target tokens of a batch: `Model.num_targets`
-
-
 class _ByNumber(torch.utils.data.Dataset):
-    """A map-style view of a dataset for torch's DataLoader, by sample number."""
+    """A view of a dataset for torch's DataLoader, which reads batches by sample numbers."""
 
     def __init__(self, dataset: Dataset, seed: int, index_of: Callable[[int], int]) -> None:
         self.dataset, self.seed, self.index_of = dataset, seed, index_of
 
-    def __getitem__(self, number: int) -> Sample | UserError:
+    def __getitems__(self, numbers: Sequence[int]) -> Batch | UserError:
+        """Return a batch, or an error, because an exception in a worker would arrive as a traceback."""
+        indices = [self.index_of(number) for number in numbers]
+        self.dataset.announce(indices)
         try:
-            return self.dataset.get(self.index_of(number), sample_rng(self.seed, number))
-        except UserError as error:  # returned, because an exception in a worker would arrive as a traceback
+            rngs = (sample_rng(self.seed, number) for number in numbers)
+            return self.dataset.collate(
+                [self.dataset.get(index, rng) for index, rng in zip(indices, rngs, strict=True)]
+            )
+        except UserError as error:
             return error
-
-    def __getitems__(self, numbers: list[int]) -> list[Sample | UserError]:
-        if self.dataset.far:
-            self.dataset.announce([self.index_of(number) for number in numbers])
-        return [self[number] for number in numbers]
-
-    def collate(self, samples: list[Sample | UserError]) -> Batch | UserError:
-        whole = [sample for sample in samples if not isinstance(sample, UserError)]
-        errors = [sample for sample in samples if isinstance(sample, UserError)]
-        return errors[0] if errors else self.dataset.collate(whole)
 
 
 def _batches(
     dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int
 ) -> Iterator[Batch]:
-    samples = _ByNumber(dataset, seed, index_of)
     if dataset.far and not num_workers:  # workers already read ahead
         numbers = _announced(dataset, index_of, numbers)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # the user may ask for more workers than cores
     loader = DataLoader(
-        samples,
+        _ByNumber(dataset, seed, index_of),
         batch_sampler=numbers,
-        collate_fn=samples.collate,
+        collate_fn=lambda batch: batch,
         num_workers=num_workers,
         # Always fork: a spawned process could not import the datasets of plugins.
         multiprocessing_context=CheckedForkContext() if num_workers else None,
@@ -172,7 +164,7 @@ def evaluation_batches(
     dp_size: int,
     max_samples: int | None = None,
     num_workers: int = 0,
-    num_targets: CountTargets = lambda _: 0,
+    num_targets: Callable[[Batch], int] = lambda _: 0,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[MicroBatch, bool]]:
     """Yield the first `max_samples` samples in evaluation order, each once, as (micro batch, counts).

@@ -6,12 +6,12 @@ answers.bin             one byte per conversation: 1 if the answer is good, plus
 report.json             counts of kept and dropped rows, with reasons, and unread keys
 """
 
-import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from .chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
 from .conversation_files import Row, rows
 from .conversations import Conversation, conversations
 from .download import download
-from .pool import CorpusStage, WorkerPool, cores
+from .pool import cores, run_stage
 from .prepare import new_folder, output_lock
+from .shards import file_state, key_of
 
 _FORMAT = 4  # version of the folder's files; changing it rebuilds all folders
 _AT_ONCE = 256  # rows per work item
@@ -45,25 +46,24 @@ class ChatSource:
     tokenizer: Path  # a folder with a chat template
     train_on: TrainOn
     max_tokens: int  # maximum length of a usable conversation
-    drop_unusable: bool  # drop rows that cannot be used; False: the first one is an error
     preferences: bool = False  # rows have good and bad answers; the two answers of a pair are adjacent
 
 
-_Tokens = tuple[list[int], bool]  # tokens of a conversation, targets as ~id, and whether its answer is good
-_Result = tuple[
-    list[_Tokens] | str, set[str]
-]  # (conversations of a row, or the reason why the row is unusable; unread keys of the row)
+# (conversations of a row, or the reason why the row is unusable; unread keys of the row). A conversation is its tokens,
+# targets as ~id, and whether its answer is good.
+_Result = tuple[list[tuple[list[int], bool]] | str, set[str]]
 
 
 @dataclass
-class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Result]]]):
+class _Encode:
     """Render and tokenize rows; return the place of each row with its result."""
 
     source: ChatSource
 
-    def open(self) -> None:
-        self.template = ChatTemplate(self.source.tokenizer)
-        self.process = LimitedProcess(self._read, "")
+    @cached_property
+    def process(self) -> LimitedProcess:
+        self.template = ChatTemplate(self.source.tokenizer)  # before the process is forked
+        return LimitedProcess(self._read, "")
 
     def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, _Result]]:
         found = []
@@ -107,14 +107,10 @@ def check_inputs(paths: Iterable[str]) -> None:
 def prepare_chat(source: ChatSource) -> Path:
     """Return the prepared folder of a source; create it if it is not in the cache.
 
-    Raises DataError if no conversation can be used, or for the first unusable one unless unusable ones are dropped.
+    Raises DataError if no conversation can be used.
     """
-    state = [
-        _FORMAT, source.tokenizer.name, source.train_on, source.max_tokens, source.drop_unusable, source.preferences,
-        *map(_state, source.paths),
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
-    folder = cache_folder("chat") / digest
+    rules = [source.tokenizer.name, source.train_on, source.max_tokens, source.preferences]
+    folder = cache_folder("chat") / key_of(_FORMAT, rules, *map(_state, source.paths))[:16]
     with output_lock(folder, wait=True):
         if not (folder / "report.json").exists():
             with new_folder(folder) as made:
@@ -127,9 +123,9 @@ def _write(folder: Path, source: ChatSource) -> None:
     copies = folder / "copies"
     size = sum(entry[1] for path in source.paths for entry in _state(path))
     workers = cores() if size > _WORTH_WORKERS else 1
-    with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(workers) as pool:
+    with TokenWriter(folder / "tokens", "int32") as writer:
         given = rows((_near(path, copies) for path in source.paths), source.preferences)
-        for results in pool.run(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ())):
+        for results in run_stage(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ()), workers):
             for where, (found, unread) in results:
                 place = where.removeprefix(f"{copies}/")
                 if not isinstance(found, str):
@@ -138,10 +134,8 @@ def _write(folder: Path, source: ChatSource) -> None:
                         writer.add([tokens])
                         answers.append(good + 2 * (len(found) == 1))
                         places.append(place)
-                elif source.drop_unusable:
-                    audit.drop(place, found)
                 else:
-                    raise DataError(f"{place}: {found}")
+                    audit.drop(place, found)
     shutil.rmtree(copies, ignore_errors=True)
     audit.check(" and ".join(source.paths), 1.0)
     if not places:
@@ -169,7 +163,7 @@ def _state(path: str) -> list[list[Any]]:
             raise DataError(f"the input {path} does not exist") from None
     root = Path(path).expanduser()
     files = sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]
-    return [[str(file), *(lambda s: (s.st_size, s.st_mtime_ns))(file.stat())] for file in files if file.exists()]
+    return [file_state(file) for file in files if file.exists()]
 
 
 def _objects(url: str) -> list[str]:

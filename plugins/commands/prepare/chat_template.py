@@ -56,17 +56,12 @@ class ChatTemplate:
     prompt must be a prefix of the rendered conversation.
     """
 
-    def __init__(self, folder: Path, template: str | None = None) -> None:
-        """folder: the tokenizer's folder. template: Jinja text that replaces the tokenizer's template.
-
-        Raises DataError if there is no template.
-        """
+    def __init__(self, folder: Path) -> None:
+        """folder: the tokenizer's folder. Raises DataError if it has no template."""
         from transformers import PreTrainedTokenizerFast
 
         arguments = stored_tokenizer(folder)
         self.tokenizer = PreTrainedTokenizerFast(**arguments)
-        if template is not None:
-            self.tokenizer.chat_template = template
         if not self.tokenizer.chat_template:
             raise DataError("the tokenizer has no chat template: give one, as chat_template")
         self.backend: Tokenizer = Tokenizer.from_str(arguments["tokenizer_object"].to_str())
@@ -218,7 +213,8 @@ class ChatTemplate:
     def _tokens(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """Return the tokens, and whether each is in a span. As after a prompt, no token crosses a span's border."""
         bounds = [0, *itertools.chain(*spans), len(text)]
-        parts = self._encode([text[a:b] for a, b in itertools.pairwise(bounds)])
+        texts = [text[start:stop] for start, stop in itertools.pairwise(bounds)]
+        parts = [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
             return ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part]
@@ -231,9 +227,6 @@ class ChatTemplate:
         )
         learned = [any(start <= a and b <= stop for start, stop in spans) for a, b in whole.offsets]
         return whole.ids, learned
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
 
 
 def _calls(messages: Sequence[Message]) -> list[tuple[str, Any]]:

@@ -82,8 +82,6 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
     layers += [plain_layer("prepare", given), read_options(arguments.options)]
     origins = Origins(layers)
     tree = reduce(merge, (layer.tree for layer in layers))
-    if arguments.cfg_path is None and "input" not in tree:
-        raise UserError("prepare: --input or --cfg-path is required")
     return Checker(origins.where).dataclass(Recipe, resolve(tree, origins), ())
 
 

@@ -229,9 +229,7 @@ class _RowReader:
 
         is_json: a string is JSON. inside: the keys are data, as in the arguments of a call, and not part of a layout.
         """
-        if isinstance(value, str) and not is_json:
-            return value
-        if isinstance(value, str):
+        if is_json and isinstance(value, str):
             try:
                 value = json.loads(value.strip() or "{}")
             except ValueError:

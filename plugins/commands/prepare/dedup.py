@@ -5,17 +5,16 @@ Broder 1997. Bands: Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import repeat
 from typing import Any
 
 from crosstrain import require
 
 from .options import DedupOptions, NearOptions
-from .pool import CorpusStage, WorkerPool
+from .pool import run_stage
 from .shards import CorpusShard
-from .stats import EXAMPLES, SNIPPET
+from .stats import EXAMPLES, Counts
 
 _SEED = 42
 _FOUND = 0.99  # probability of finding a pair at the threshold; it is higher for more similar pairs
@@ -25,30 +24,23 @@ _CACHED = 4096  # sets of shingles kept for later comparisons
 Place = tuple[int, int]  # of a document: number of its shard, place in the shard
 
 
-@dataclass(frozen=True)
-class Duplicates:
-    """The places of the documents to drop in each shard, and a report with counts and examples per kind."""
-
-    dropped: list[list[int]]
-    report: dict[str, Any]
-
-
 def find_duplicates(
-    options: DedupOptions, shards: list[CorpusShard], pool: WorkerPool, advance: Callable[[int], Any]
-) -> Duplicates:
+    options: DedupOptions, shards: list[CorpusShard], workers: int, advance: Callable[[int], Any]
+) -> tuple[list[list[int]], dict[str, Any]]:
     """Compare all documents of all shards; the first of equal or similar documents stays.
 
+    Return the places of the documents to drop in each shard, and a report with counts and examples per kind.
     Memory holds about 250 bytes per document for equal ones, and 2 KB more for similar ones.
     """
     search = _Search(options.near or NearOptions(), shards)
-    signatures = repeat([]) if options.near is None else pool.run(SignatureStage(options.near), shards)
+    signatures = repeat([]) if options.near is None else run_stage(partial(_signatures, options.near), shards, workers)
     for number, (shard, signed) in enumerate(zip(shards, signatures, strict=False)):
         hashes = shard.report()["hashes"]
         for place, digest in enumerate(hashes):
             if not (options.exact and search.is_equal((number, place), digest)) and signed:
                 search.compare((number, place), signed[place])
         advance(len(hashes))
-    return search.result()
+    return search.dropped, search.counts.plain["dropped"]
 
 
 class _Search:
@@ -56,7 +48,8 @@ class _Search:
         self.near, self.shards = near, shards
         self.first: dict[str, Place] = {}  # hash -> the first document with it
         self.kept: list[Place] = []  # documents in the index
-        self.found: dict[str, list[tuple[Place, Place, str]]] = {}  # kind -> (document to drop, one like it, how)
+        self.dropped: list[list[int]] = [[] for _ in shards]  # places in each shard
+        self.counts = Counts()
         self.shingles = lru_cache(_CACHED)(lambda document: shingles(self._read(document)[0], near))
 
     @cached_property
@@ -70,7 +63,7 @@ class _Search:
         """Drop a document whose 128-bit hash an earlier one has; no collision of these hashes is known."""
         first = self.first.setdefault(digest, document)
         if first != document:
-            self.found.setdefault("exact", []).append((document, first, "equal to"))
+            self._drop("exact", document, first, "equal to")
         return first != document
 
     def compare(self, document: Place, signature: Any) -> None:
@@ -78,47 +71,34 @@ class _Search:
         for key in sorted(self.index.query(signature))[:_MOST_PAIRS]:
             similarity = jaccard(self.shingles(self.kept[key]), self.shingles(document))
             if similarity >= self.near.threshold:
-                found = document, self.kept[key], f"similarity {similarity:.3f} to"
-                self.found.setdefault("near", []).append(found)
+                self._drop("near", document, self.kept[key], f"similarity {similarity:.3f} to")
                 return
         self.index.insert(len(self.kept), signature)
         self.kept.append(document)
 
-    def result(self) -> Duplicates:
-        dropped: list[list[int]] = [[] for _ in self.shards]
-        report = {}
-        for kind, found in self.found.items():
-            for (number, place), _, _ in found:
-                dropped[number].append(place)
-            size = sum(len(self._read(document)[0].encode()) for document, _, _ in found)
-            examples = [self._example(*pair) for pair in found[:EXAMPLES]]
-            report[kind] = {"documents": len(found), "bytes": size, "examples": examples}
-        return Duplicates([sorted(places) for places in dropped], report)
-
-    def _example(self, document: Place, like: Place, how: str) -> dict[str, str]:
+    def _drop(self, kind: str, document: Place, like: Place, how: str) -> None:
         text, source = self._read(document)
-        kept, other = self._read(like)
-        return {"source": source, "why": f"{how} {other}: {' '.join(kept[:80].split())}", "text": text[:SNIPPET]}
+        if self.counts.plain["dropped"].get(kind, {"documents": 0})["documents"] < EXAMPLES:  # few reads out of order
+            kept, other = self._read(like)
+            how = f"{how} {other}: {' '.join(kept[:80].split())}"
+        self.counts.drop(kind, len(text.encode()), source, how, text)
+        self.dropped[document[0]].append(document[1])
 
     def _read(self, document: Place) -> tuple[str, str]:
         number, place = document
         return self.shards[number].document(place)
 
 
-@dataclass
-class SignatureStage(CorpusStage[CorpusShard, list[Any]]):
+def _signatures(options: NearOptions, shard: CorpusShard) -> list[Any]:
     """Return the MinHash signature of each document of a shard."""
-
-    options: NearOptions
-
-    def __call__(self, shard: CorpusShard) -> list[Any]:
-        return [self._signature(text) for text, _ in shard.documents()]
-
-    def _signature(self, text: str) -> Any:
-        bands, rows = banding(self.options)
-        signature = require("rensa", "finding near-duplicates").RMinHash(num_perm=bands * rows, seed=_SEED)
-        signature.update(shingles(text, self.options))
-        return signature
+    minhash = require("rensa", "finding near-duplicates").RMinHash
+    bands, rows = banding(options)
+    found = []
+    for text, _ in shard.documents():
+        signature = minhash(num_perm=bands * rows, seed=_SEED)
+        signature.update(shingles(text, options))
+        found.append(signature)
+    return found
 
 
 def banding(options: NearOptions) -> tuple[int, int]:

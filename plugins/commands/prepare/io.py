@@ -22,11 +22,10 @@ from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular, unique_keys
 from crosstrain.utils.paths import near
 
-from .resource_limits import OutOfTime, at_most
+from .resource_limits import bounded
 
 _MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: per byte of the file, and its minimum
 MOST = 1 << 28  # limit in bytes on a line, a separated document, and a compressed file that is read as a whole
-_MEMORY, _SECONDS = 3 << 28, 15  # limits on one step of reading: some rows of a table, or a JSON document
 _HELD = 128  # rows of a table held in memory at once
 _VALUE = 16  # bytes of overhead counted for each value of a table
 _WINDOW = 31  # log2 of zstd's window in bytes: the format's maximum, as in `zstd --long=31`
@@ -111,7 +110,7 @@ _OPENERS: dict[str, Any] = {
 
 def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Return whether a file's name ends with one of `suffixes`, ignoring suffixes of compression and parts."""
-    return bool(suffixes) and _PART.sub("", path.name.lower()).endswith(suffixes)
+    return _PART.sub("", path.name.lower()).endswith(suffixes)
 
 
 @contextmanager
@@ -131,8 +130,6 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             options = {"options": {zstd.DecompressionParameter.window_log_max: _WINDOW}}
         with opener(path, "rb", **options) as stream:
             yield cast("IO[bytes]", _Decompressed(stream, path)) if packing in _OPENERS else stream
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
     except EOFError:
         raise DataError(f"{path} is truncated: it ends in the middle of the compressed data; fetch it again") from None
     except damage as error:
@@ -162,47 +159,23 @@ class _Decompressed:
 def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[bytes]:
     """Yield the content in pieces that end with a separator and have at least `least` bytes, except perhaps the last.
 
-    Only a little is read ahead. Raises ValueError if there is no separator for more than `MOST` bytes.
+    Separators are found from the beginning, as by `bytes.split`. Only a little is read ahead. Raises ValueError if
+    there is no separator for more than `MOST` bytes.
     """
-    held, start = bytearray(), least
+    held, start = bytearray(), 0  # start: where the next separator may begin
     while block := stream.read(max(least, 1 << 20)):
         held += block
-        while (stop := _boundary(held, separator, start)) >= 0:
-            yield bytes(memoryview(held)[:stop])
-            del held[:stop]
-            start = least
-        start = max(least, len(held) + 1)  # everything before this has already been searched
+        while (found := held.find(separator, start)) >= 0:
+            start = found + len(separator)
+            if start >= least:
+                yield bytes(memoryview(held)[:start])
+                del held[:start]
+                start = 0
+        start = max(start, len(held) - len(separator) + 1)
         if len(held) > MOST:
             raise ValueError(f"it has no {separator!r} for more than {MOST >> 20} MiB; separate its documents")
     if held:
         yield bytes(held)
-
-
-def _boundary(data: bytearray, separator: bytes, least: int) -> int:
-    """Return the end of the first separator that ends at `least` or later; -1 if there is none.
-
-    A separator that overlaps an earlier match is skipped, because splitting from the beginning may not find it.
-    """
-    length = len(separator)
-    found = data.find(separator, max(0, least - length))
-    while found >= 0 and data.find(separator, max(0, found - length + 1)) != found:
-        found = data.find(separator, found + 1)
-    return found + length if found >= 0 else -1
-
-
-@contextmanager
-def bounded(path: Path, more: int = 0) -> Iterator[None]:
-    """Limit the memory and CPU time of one step of reading. `more`: bytes to add to the usual memory limit.
-
-    Raises DataError if a limit is reached.
-    """
-    try:
-        with at_most(_MEMORY + more, _SECONDS):
-            yield
-    except (MemoryError, OutOfTime):
-        raise DataError(
-            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for some rows, as no text does"
-        ) from None
 
 
 def _allowed(size: int) -> int:

@@ -7,6 +7,7 @@ options, so a later run finds finished work by name even if the earlier run was 
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -24,15 +25,14 @@ from crosstrain.utils.files import write_json
 
 from ...datasets.indexed_dataset import TokenWriter, best_dtype
 from ...datasets.prepared import FORMAT_VERSION, Summary, hash_of
-from .dedup import Duplicates, find_duplicates
+from .dedup import find_duplicates
 from .filter import make_filters
 from .options import PrepareOptions
-from .pool import WorkerPool, cores
-from .reader import Chunk
+from .pool import cores, run_stage
 from .shards import CorpusShard, key_of
 from .sources import sources
 from .stages import FilterStage, TokenizeStage
-from .stats import BINS, Counts, bins, histogram
+from .stats import Counts, bins
 from .train_bpe import train_bpe
 
 _SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
@@ -41,13 +41,7 @@ _log = logging.getLogger(__name__)
 
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
     """Make the dataset in `folder`/out, and reuse the finished work of earlier calls in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pipeline = _Pipeline(options, folder, progress)
-    sizes = [reader.size() for reader in pipeline.readers]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
-    little = total is not None and total <= _SMALL
-    with WorkerPool(options.workers or (1 if little else cores())) as pool:
-        return pipeline.run(pool, total)
+    return _Pipeline(options, folder, progress).run()
 
 
 class _Pipeline:
@@ -61,27 +55,30 @@ class _Pipeline:
         self.readers = [source.open() for source in self.sources]
         for reader in self.readers:
             reader.fetch(Path(options.downloads or folder / "fetched").expanduser(), progress)
+        sizes = [reader.size() for reader in self.readers]
+        self.total = None if None in sizes else sum(size or 0 for size in sizes)  # bytes of input, if they are known
+        self.workers = options.workers or (1 if self.total is not None and self.total <= _SMALL else cores())
         self.shards: list[CorpusShard] = []  # filtered documents, in input order
 
-    def run(self, pool: WorkerPool, total: int | None) -> Summary:
-        """Make the dataset; `total`: bytes of input, if they are known."""
-        inputs = self._filter(pool, total)
-        duplicates = Duplicates([[] for _ in self.shards], {})
+    def run(self) -> Summary:
+        """Make the dataset."""
+        inputs = self._filter()
+        dropped, repeated = [list[int]() for _ in self.shards], dict[str, Any]()
         if self.options.dedup is not None:
             with self._bar("find repeated documents", None, " documents") as bar:
-                duplicates = find_duplicates(self.options.dedup, self.shards, pool, bar.update)
-        folder = self._tokenizer(duplicates.dropped)
+                dropped, repeated = find_duplicates(self.options.dedup, self.shards, self.workers, bar.update)
+        folder = self._tokenizer(dropped)
         tokenizer = load_tokenizer(folder)
         dtype = best_dtype(tokenizer.vocab_size)
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        counts, lengths = Counts(), np.zeros(BINS, np.int64)
+        counts, lengths = Counts(), {"tokens": Counter[int](), "bytes": Counter[int]()}
         with TokenWriter(out / "tokens", dtype) as writer:
-            for shard, report in self._tokenized(pool, duplicates.dropped, folder, dtype):
+            for shard, report in self._tokenized(dropped, folder, dtype):
                 sizes = np.array(report["lengths"], np.int64)
                 writer.append(sizes, shard.path)
-                lengths += histogram(sizes - 1)
+                lengths["tokens"].update((length - 1).bit_length() for length in report["lengths"])
                 counts.add(report["counts"])
         if not counts.kept:
             raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")
@@ -99,44 +96,34 @@ class _Pipeline:
             tokenizer_sha256=hash_of(out / "tokenizer" / "tokenizer.json"),
             options=self.options.plain,
         )
-        text_sizes = np.sum([histogram(shard.report()["lengths"]) for shard in self.shards], axis=0)
-        lengths_by_unit = {"tokens": bins(lengths), "bytes": bins(text_sizes)}
-        write_json(
-            out / "report.json",
-            {"inputs": inputs, "repeated": duplicates.report, "tokenized": counts.plain, "lengths": lengths_by_unit},
-        )
+        for texts in self.shards:
+            lengths["bytes"].update(length.bit_length() for length in texts.report()["lengths"])
+        found = {"inputs": inputs, "repeated": repeated, "tokenized": counts.plain}
+        write_json(out / "report.json", found | {"lengths": {unit: bins(sums) for unit, sums in lengths.items()}})
         summary.write(out)
         for path in (file for file in out.rglob("*") if file.is_file()):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         return summary
 
-    def _filter(self, pool: WorkerPool, total: int | None) -> dict[str, dict[str, Any]]:
+    def _filter(self) -> dict[str, dict[str, Any]]:
         """Fill `shards`, and return a dict from the label of each input to its counts."""
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
         # The workers do not need the lists of files, and these may be long.
         stage = FilterStage(
             folder,
-            [replace(source, files=None) for source in self.sources],
             self.filters,
+            [replace(source, files=None) for source in self.sources],
             self.options.unusable != "error",
             self.options.ignore_columns,
         )
         counts = {source.label: Counts(self.options.ignore_columns) for source in self.sources}
-        handed_out: list[tuple[str, int]] = []  # (label, bytes) of each task
-
-        def items() -> Iterator[tuple[int, list[Chunk], CorpusShard]]:
-            for number, (source, reader) in enumerate(zip(self.sources, self.readers, strict=True)):
-                for task in reader.tasks():
-                    self.shards.append(stage.shard(number, task))
-                    handed_out.append((source.label, sum(chunk.stop - chunk.start for chunk in task)))
-                    yield number, task, self.shards[-1]
-
-        with self._bar("read and clean", total, "B") as bar:
-            for place, found in enumerate(pool.run(stage, items())):
-                label, size = handed_out[place]
-                counts[label].add(found)
+        tasks = ((number, task) for number, reader in enumerate(self.readers) for task in reader.tasks())
+        with self._bar("read and clean", self.total, "B") as bar:
+            for number, size, shard, found in run_stage(stage, tasks, self.workers):
+                self.shards.append(shard)
+                counts[self.sources[number].label].add(found)
                 bar.update(size)
         for label, sums in counts.items():
             sums.rows.check(label, self.options.max_dropped)
@@ -173,14 +160,14 @@ class _Pipeline:
         return tokenizer
 
     def _tokenized(
-        self, pool: WorkerPool, dropped: list[list[int]], tokenizer: Path, dtype: np.dtype
+        self, dropped: list[list[int]], tokenizer: Path, dtype: np.dtype
     ) -> Iterator[tuple[CorpusShard, dict[str, Any]]]:
         """Yield each shard of tokens with its report."""
         folder = self.folder / f"tokens-{key_of(tokenizer.name, dtype.name, self.filters)}"
         folder.mkdir(exist_ok=True)
-        stage = TokenizeStage(folder, tokenizer, dtype, self.filters)
+        stage = TokenizeStage(folder, self.filters, tokenizer, dtype)
         with self._bar("tokenize", len(self.shards)) as bar:
-            for found in pool.run(stage, zip(self.shards, dropped, strict=True)):
+            for found in run_stage(stage, zip(self.shards, dropped, strict=True), self.workers):
                 yield found
                 bar.update()
 

@@ -44,7 +44,7 @@ def prepare(
     with output_lock(output, wait=wait):
         if wait and (output / "dataset.json").exists():
             return Summary.read(output)
-        check_output(output, overwrite)
+        _check_output(output, overwrite)
         partial = output.with_name(f"{output.name}.partial")
         try:
             summary = build(options, partial, progress)
@@ -68,19 +68,17 @@ def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite
     with output_lock(place, wait=wait):
         if wait and "dataset.json" in storage.listing(url) and (folder := locate(url)[1]):
             return Summary.read(folder)
-        check_output(url, overwrite)
-        summary = prepare(options, place / "made", progress, overwrite=True)
-        put(place / "made", url)
+        if storage.listing(url) and not overwrite:
+            raise DataError(f"{url} is not empty: overwrite it explicitly or choose another output")
+        made = place / "made"
+        summary = prepare(options, made, progress, overwrite=True)
+        files = [path for path in made.rglob("*") if path.is_file()]
+        files.sort(key=lambda path: path.name == "dataset.json")  # last: this file marks a prepared folder
+        for path in files:
+            storage.upload(path, storage.join(url, path.relative_to(made).as_posix()))
+        locate_remote.cache_clear()
         shutil.rmtree(place)
         return summary
-
-
-def put(folder: Path, url: str) -> None:
-    """Copy a prepared folder to a bucket."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # last: this file marks a prepared folder
-        storage.upload(path, storage.join(url, path.relative_to(folder).as_posix()))
-    locate_remote.cache_clear()
 
 
 @contextmanager
@@ -99,12 +97,8 @@ def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
         raise DataError(f"{output} cannot be made ({error.strerror}{where})") from None
 
 
-def check_output(output: str | Path, overwrite: bool) -> None:
+def _check_output(output: Path, overwrite: bool) -> None:
     """Raise DataError unless `output` is free, or is a prepared dataset and `overwrite` is true."""
-    if isinstance(output, str):
-        if storage.listing(output) and not overwrite:
-            raise DataError(f"{output} is not empty: overwrite it explicitly or choose another output")
-        return
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "dataset.json").exists():

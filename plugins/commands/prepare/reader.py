@@ -3,11 +3,9 @@
 `split_file` cuts large files between records: lines, pages, or other units separated by a byte string.
 """
 
-import hashlib
-import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,15 +102,14 @@ class FileReader(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
     contents: ClassVar[tuple[str, ...] | None] = None  # kinds from `io.kind_of` that it reads; None: any kind
 
-    fetch_counts: dict[str, int]  # name -> count; `fetch` adds these to the report
-    fetched: dict[str, Path]  # URL -> downloaded file
-    known_files: list[Path] | None = None  # the files, if a search has already found them
+    known_files: Sequence[Path] | None = None  # the files, if a search has already found them
     drops: RowAudit | None = None  # counts unusable records; None: the first one is an error
     chosen_by_ending = False  # True: chosen by file suffix, so files are checked for `contents`
 
     def __init__(self, options: Any) -> None:
         self.options = options
-        self.fetch_counts, self.fetched = {}, {}
+        self.fetch_counts: dict[str, int] = {}  # name -> count; `fetch` adds these to the report
+        self.fetched: dict[str, Path] = {}  # URL -> downloaded file
 
     @property
     def _paths(self) -> list[str]:
@@ -122,7 +119,7 @@ class FileReader(ABC):
         """Download missing input into `folder` before `tasks` is called; the folder outlives the process."""
         self.fetched = {item: download(item, folder, progress) for item in self._paths if is_url(item)}
 
-    def files(self) -> list[Path]:
+    def files(self) -> Sequence[Path]:
         """List the files that the options name; those of a folder are sorted by path."""
         if self.known_files is not None:
             return self.known_files
@@ -208,15 +205,6 @@ class ColumnReader(FileReader):
         text_key: Text = "text"  # key or column of the text
 
     options: Options
-
-
-def task_key(task: list[Chunk]) -> str:
-    """Return a text that changes with everything that affects a task's documents, except the reader's options."""
-    key = hashlib.blake2b(digest_size=16)
-    for chunk in task:
-        state = chunk.file.stat()
-        key.update(os.fsencode(f"{chunk.file}\0{state.st_size}\0{state.st_mtime_ns}\0{chunk.start}\0{chunk.stop}\0"))
-    return key.hexdigest()
 
 
 def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:

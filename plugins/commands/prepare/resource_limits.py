@@ -5,37 +5,45 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
+from crosstrain import DataError
 from crosstrain.utils.limited_process import address_space
 
+_MEMORY, _SECONDS = 3 << 28, 15  # limits on one step of reading: some rows of a table, or a JSON document
 
-class OutOfTime(BaseException):
+
+class _OutOfTime(BaseException):
     """A time limit was exceeded. This is not an Exception, because libraries could catch that."""
 
 
 @contextmanager
-def at_most(memory: int, seconds: float) -> Iterator[None]:
-    """Limit the block to `memory` more bytes of address space and `seconds` of this process's CPU time.
+def bounded(path: Path, more: int = 0) -> Iterator[None]:
+    """Limit one step of reading to 768 MiB more of address space and 15 s of this process's CPU time.
 
-    When the memory limit is exceeded, allocations fail as if memory were full. When the time limit is exceeded,
-    OutOfTime is raised. Memory is not limited if the system does not report a process's size. Time is limited only in
-    the main thread, because only that thread receives signals.
+    When the memory limit is exceeded, allocations fail as if memory were full. Memory is not limited if the system does
+    not report a process's size. Time is limited only in the main thread, because only that thread receives signals.
+    `more`: bytes to add to the memory limit. Raises DataError if a limit is reached.
     """
 
     def stop(_number: int, _frame: Any) -> NoReturn:
-        raise OutOfTime
+        raise _OutOfTime
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     if (used := address_space()) is not None:
-        limits = [bound for bound in (used + memory, *before) if bound != resource.RLIM_INFINITY]
+        limits = [bound for bound in (used + _MEMORY + more, *before) if bound != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
     timed = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGPROF, stop) if timed else None
     try:
         if timed:
-            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_PROF, _SECONDS)
         yield
+    except (MemoryError, _OutOfTime):
+        raise DataError(
+            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for some rows, as no text does"
+        ) from None
     finally:
         if timed:
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -25,6 +25,12 @@ def key_of(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def file_state(file: Path) -> list[Any]:
+    """Return the name, size in bytes and modification time of a file, for `key_of`."""
+    found = file.stat()
+    return [str(file), found.st_size, found.st_mtime_ns]
+
+
 @dataclass(frozen=True)
 class CorpusShard:
     """A shard with a given name; its files may not exist yet."""

@@ -36,8 +36,7 @@ class InputSource:
         checker = Checker(lambda key: f"reader {self.reader}: {'.'.join(key)}")
         reader = cls(checker.dataclass(options_class("reader", cls), self.options, ()))
         reader.chosen_by_ending = self.chosen_by_ending
-        if self.files is not None:
-            reader.known_files = list(self.files)
+        reader.known_files = self.files
         return reader
 
 

@@ -3,59 +3,65 @@
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer
 
-from .filter import Dropped, make_filters
-from .pool import CorpusStage
-from .reader import Chunk, FileReader, task_key
-from .shards import CorpusShard, key_of
+from .filter import Dropped, Filter, make_filters
+from .reader import Chunk, FileReader
+from .shards import CorpusShard, file_state, key_of
 from .sources import InputSource
 from .stats import Counts
 
 
 @dataclass
-class FilterStage(CorpusStage[tuple[int, list[Chunk], CorpusShard], dict[str, Any]]):
-    """Read a task of the source with a given index, filter its documents, and write those that stay to a shard."""
-
+class _Stage:
     folder: Path
-    sources: list[InputSource]
     clean: list[dict[str, Any]]  # the filters as plain data
+
+    @cached_property
+    def filters(self) -> list[tuple[str, Filter]]:
+        return make_filters(self.clean)
+
+
+@dataclass
+class FilterStage(_Stage):
+    """Read tasks of the sources, filter their documents, and write those that stay to a shard for each task."""
+
+    sources: list[InputSource]
     drop_unusable: bool
     ignore_columns: list[str]
-    readers: dict[int, FileReader] = field(default_factory=dict)
 
-    def open(self) -> None:
-        self.filters = make_filters(self.clean)
+    @cached_property
+    def readers(self) -> list[FileReader]:
+        return [source.open() for source in self.sources]
 
-    def shard(self, source: int, task: list[Chunk]) -> CorpusShard:
-        """Return the shard of a task. Its name depends on everything that affects its content."""
-        options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
+    def __call__(self, item: tuple[int, list[Chunk]]) -> tuple[int, int, CorpusShard, dict[str, Any]]:
+        """Return the number of the source, and of one of its tasks the bytes, the shard and the shard's counts."""
+        number, task = item
+        source, reader = self.sources[number], self.readers[number]
+        size = sum(chunk.stop - chunk.start for chunk in task)
+        options = {name: value for name, value in source.options.items() if name != "path"}
         rules = [self.clean, self.drop_unusable, self.ignore_columns]
-        return CorpusShard(self.folder, key_of(4, self.sources[source].reader, options, rules, task_key(task)))
-
-    def __call__(self, item: tuple[int, list[Chunk], CorpusShard]) -> dict[str, Any]:
-        """Return the shard's counts."""
-        source, task, shard = item
+        states = [[*file_state(chunk.file), chunk.start, chunk.stop] for chunk in task]
+        shard = CorpusShard(self.folder, key_of(5, source.reader, options, rules, states))
         if (done := shard.finished()) is not None:
-            return done["counts"]
-        if source not in self.readers:
-            self.readers[source] = self.sources[source].open()
+            return number, size, shard, done["counts"]
         counts = Counts(self.ignore_columns)
-        self.readers[source].drops = counts.rows if self.drop_unusable else None
+        reader.drops = counts.rows if self.drop_unusable else None
         report: dict[str, Any] = {"counts": counts.plain, "lengths": [], "hashes": [], "sources": []}
         with shard.writing(report) as file:
-            for text, place in self._kept(self.readers[source], task, counts):
+            for text, place in self._kept(reader, task, counts):
                 file.write(text)
                 report["lengths"].append(len(text))
                 report["hashes"].append(hashlib.blake2b(text, digest_size=16).hexdigest())
                 report["sources"].append(place)
-        return counts.plain
+        return number, size, shard, counts.plain
 
     def _kept(self, reader: FileReader, task: list[Chunk], counts: Counts) -> Iterator[tuple[bytes, str]]:
         for document in reader.read(task):
@@ -77,17 +83,16 @@ class FilterStage(CorpusStage[tuple[int, list[Chunk], CorpusShard], dict[str, An
 
 
 @dataclass
-class TokenizeStage(CorpusStage[tuple[CorpusShard, list[int]], tuple[CorpusShard, dict[str, Any]]]):
+class TokenizeStage(_Stage):
     """Tokenize the documents of a shard, except those at the given places, and filter them by their token counts."""
 
-    folder: Path
     tokenizer: Path
     dtype: np.dtype
-    clean: list[dict[str, Any]]  # the filters as plain data
 
-    def open(self) -> None:
+    @cached_property
+    def encoder(self) -> TextTokenizer:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the other cores has its own process
-        self.encoder, self.filters = load_tokenizer(self.tokenizer), make_filters(self.clean)
+        return load_tokenizer(self.tokenizer)
 
     def __call__(self, item: tuple[CorpusShard, list[int]]) -> tuple[CorpusShard, dict[str, Any]]:
         """Return the shard of tokens and its report."""

@@ -1,15 +1,13 @@
 """Count the documents that each step reads and drops, with examples, and measure their lengths."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from ...datasets.row_audit import RowAudit
 
 EXAMPLES = 3  # number of examples kept of each kind: the first ones in input order
 SNIPPET = 200  # maximum number of characters of an example
-BINS = 40  # number of bins for lengths; bin k holds lengths with k binary digits
 
 
 class Counts:
@@ -61,14 +59,9 @@ class Counts:
         return f"all {self.plain['documents']:,} documents were dropped: {', '.join(steps)}"
 
 
-def histogram(lengths: np.ndarray) -> np.ndarray:
-    """Count the lengths with k binary digits for k = 0, 1, ..., int64 [BINS]."""
-    digits = np.frexp(np.asarray(lengths, np.float64))[1]  # the exponent, with mantissas from 0.5 to 1
-    return np.bincount(np.minimum(digits, BINS - 1), minlength=BINS)
-
-
-def bins(counts: np.ndarray) -> list[dict[str, int]]:
-    """Return {from, to, documents} for each bin of a histogram from the first to the last that is not empty."""
-    rows = [{"from": (1 << k) >> 1, "to": (1 << k) - 1, "documents": n} for k, n in enumerate(counts.tolist())]
-    used = np.flatnonzero(counts)
-    return rows[used[0] : used[-1] + 1] if used.size else []
+def bins(lengths: Counter[int]) -> list[dict[str, int]]:
+    """Return {from, to, documents} for each number of binary digits, given the number of documents for each."""
+    return [
+        {"from": (1 << digits) >> 1, "to": (1 << digits) - 1, "documents": lengths[digits]}
+        for digits in range(min(lengths), max(lengths) + 1)
+    ]
