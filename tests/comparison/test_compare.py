@@ -89,7 +89,7 @@ def test_a_tie_of_experts_that_a_rounding_flips_is_named(workspace: Workspace) -
 def record(gradient: float) -> dict[str, Any]:
     """A step of a model with the parameters a and b, where b's gradient has this number."""
     row = {"step": 1, "samples": 4, "loss": 1.0, "grad_norm": 1.0}
-    empty = {"products": {}, "off": {}, "apart": {}, "copies": {}, "partial": [], "idle": []}
+    empty = {"products": {}, "off": {}, "apart": {}, "partial": []}
     gradients = empty | {"products": {"a": [0.0, 0.0, 1.0], "b": [gradient**2, 0.0, 0.0]}}
     step = {
         "gradients": gradients, "weights": empty, "data": {}, "rates": [0.1], "activations": {}, "training": True,
@@ -100,7 +100,6 @@ def record(gradient: float) -> dict[str, Any]:
         "rows": [row],
         "steps": [step],
         "plain_loss": 1.0,
-        "plain_training": False,
         "names": ["a", "b"],
         "tied": [],
         "dp_size": 1,

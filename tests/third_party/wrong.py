@@ -34,7 +34,6 @@ class Wrong(Runner):
             "late",
             "forgets_at_resume",
             "bf16_masters",
-            "idle_rank",
             "evaluates",
             "exports",
             "trains_in_evaluation",
@@ -110,11 +109,6 @@ class Wrong(Runner):
 
 
 class _WrongState(HeldState):
-    def shards(self):
-        if self.runner.options.bug == "idle_rank" and self.runner.world.rank == 1:
-            return []
-        return super().shards()
-
     def state(self, parameter):
         if self.runner.options.bug == "forgets_at_resume":  # what is loaded goes nowhere
             return {key: value.clone() for key, value in super().state(parameter).items()}

@@ -114,76 +114,35 @@ def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
 # ---- norms, learning rates and optimizer state
 
 
-def norm_cause(
-    ratio: float, squares: dict[str, float], copies: dict[str, int], record: Record, most: float
-) -> tuple[str, list[str]]:
-    """Explain a gradient norm that is `ratio` times the reference's; return the cause and the affected parameters.
-
-    squares: parameter -> squared gradient norm. copies: parameter -> number of ranks that hold it. most: largest
-    relative difference that counts as rounding error.
-    """
-    total = sum(squares.values())
-    other = "gradient_norm counts parts twice or not on all ranks, or gradients change before it, as by clipping"
-    if not total or not math.isfinite(ratio):
-        return other, []
-    fewest = min(copies.values(), default=1)
-    groups = {
-        "the tied weight": [*record["tied"]],
-        "what every rank holds whole": [name for name, number in copies.items() if number > fewest],
-        "biases": [name for name in squares if name.endswith("bias")],
-        **{name: [name] for name in squares},
-    }
+def norm_cause(ratio: float, record: Record, most: float) -> str:
+    """Explain a gradient norm that is `ratio` times the reference's; `most`: largest relative rounding error."""
     for k in sorted({record["dp_size"], record["world_size"], record["world_size"] // record["dp_size"]} - {1}):
         if difference(ratio**2, k) <= 4 * most:
-            return f"its square is summed over {k} ranks that hold the same, so that each part is counted {k} times", []
-    for what, names in groups.items():
-        share = sum(squares.get(name, 0.0) for name in names) / total
-        for times, said in ((2, f"{what} counted twice, on each rank that has a copy"), (0, f"{what} left out")):
-            if 100 * most < share < 0.99 and difference(ratio**2, 1 + (times - 1) * share) <= 4 * most:
-                return f"the norm has {said}", names
-    power = math.log2(ratio) if ratio > 0 else 0.5
-    if abs(power - round(power)) < 1e-4:
-        return f"it is {ratio:g} times the reference's: the loss scale, or gradients that change after the backward", []
-    return other, []
+            return f"its square is summed over {k} ranks that hold the same, so that each part is counted {k} times"
+    return (
+        "gradient_norm counts parts twice, such as a tied weight or copies, or leaves parts out, or gradients change "
+        "before it, as by clipping or by the loss scale"
+    )
 
 
-def rate_cause(rates: list[float], number: int, record: Record, reference: Record) -> str:
-    """Explain the wrong learning rates `rates` of step `number`, counted without skipped steps."""
+def rate_cause(rates: list[float]) -> str:
+    """Explain the wrong learning rates `rates` of a step."""
     if len(rates) > 1:
         return "the schedule does not reach all parameter groups, or some have a learning rate of their own"
-    schedule, ranks, accumulation = reference["schedule"], record["world_size"], record["accumulation"]
-
-    def at(step: int) -> bool:
-        return 0 < step <= len(schedule) and difference(rates[0], schedule[step - 1]) <= 1e-6
-
-    for step, said in (
-        (number * accumulation, f"the schedule advances with each micro batch ({accumulation} here), not each step"),
-        (number * ranks, f"the schedule advances with each of {ranks} ranks (processes), not each step"),
-        (1, "the schedule starts anew"),
-        *((step, "the schedule must advance once for each applied step") for step in range(1, len(schedule))),
-    ):
-        if step != number and at(step):
-            return f"it is that of step {step}: {said}"
-    return "the schedule must advance once for each applied step, and nothing else may change the rate"
+    return (
+        "the schedule must advance once for each applied step, not with each micro batch or each rank (process), must "
+        "go on after a resume, and nothing else may change the rate"
+    )
 
 
-def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
+def moment_cause(kind: str, gaps: list[Gap]) -> str:
     """Explain optimizer state that is wrong although the gradients are equal."""
     if kind == "step":
         return "the optimizer's count of steps, and with it its bias correction"
-    clip, norm = reference["clip"], reference["rows"][0]["grad_norm"]
-    factor = min(1.0, clip / norm) if clip and norm else 1.0
     if rounded := precision([gap.relative for gap in gaps], 3):
         return f"moments are kept in {rounded}"
-    ratio, power = multiple(gaps), 2 if "sq" in kind else 1
-    if ratio is None:
-        own = all(multiple([gap]) for gap in gaps)
-        return (
-            "gradients are clipped or scaled by factors of their own, by group or by tensor"
-            if own
-            else ("held.state, held.pieces, or the optimizer's settings")
-        )
-    for usual, said in ((factor**-power, "gradients are not clipped"), (factor**power, "gradients are clipped twice")):
-        if factor < 1 and math.isclose(ratio, usual, rel_tol=0.02):
-            return said
-    return f"it is {ratio:.4g} times the reference's: clipping, unscaling or their order, or the optimizer's betas"
+    if (ratio := multiple(gaps)) is not None:
+        return f"it is {ratio:.4g} times the reference's: clipping, unscaling or their order, or the optimizer's betas"
+    if all(multiple([gap]) for gap in gaps):
+        return "gradients are clipped or scaled by factors of their own, by group or by tensor"
+    return "held.state, held.pieces, or the optimizer's settings"

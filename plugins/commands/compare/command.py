@@ -4,7 +4,7 @@ import argparse
 import json
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_config, folder, new_file, positive
+from crosstrain.cli.flags import add_config, new_file, positive
 from crosstrain.utils.units import finite
 
 
@@ -31,9 +31,6 @@ class CompareCommand(Command):
             action="store_true",
             help="also evaluate, save and resume under each, with an uneven number of targets",
         )
-        parser.add_argument(
-            "--scratch", type=folder, metavar="DIR", help="temporary folder for the reference's gradients"
-        )
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write all measurements as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -48,7 +45,6 @@ class CompareCommand(Command):
             nproc_per_node=a.nproc_per_node,
             steps=a.steps,
             deep=a.deep,
-            scratch=a.scratch,
         )
         if a.output:
             a.output.write_text(json.dumps(finite(results), indent=1) + "\n", encoding="utf-8")

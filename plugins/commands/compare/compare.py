@@ -1,5 +1,6 @@
 """Train the same steps under several runners, one after the other, and print how they differ from the first."""
 
+import difflib
 import json
 import multiprocessing
 import sys
@@ -23,8 +24,8 @@ from crosstrain.utils.assets import GENERATION_CONFIG
 from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
-from .diagnosis import Finding, diagnose
-from .tolerance import Record, Tolerance, difference, largest, number_difference
+from .diagnosis import diagnose
+from .tolerance import Gap, Record, Tolerance, difference, number_difference
 from .worker import Job, Role, compare_worker
 
 Contestant = tuple[str, int, Config]  # label, number of workers, configuration
@@ -47,17 +48,16 @@ def compare(
     nproc_per_node: int | None = None,
     steps: int = 5,
     deep: bool = False,
-    scratch: str | Path | None = None,
 ) -> Comparison:
     """Train `steps` steps under each of `runners`, such as zero2@4, and print how they differ from the first one.
 
     A runner without a number of workers uses `nproc_per_node` (default: 1). `deep`: each runner also evaluates, saves
-    and resumes. `scratch`: parent folder for the reference's tensors. Raises UserError if the first runner cannot train
-    the project.
+    and resumes. The reference's tensors are kept in a temporary folder. Raises UserError if the first runner cannot
+    train the project.
     """
     if len(runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
-    with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder, main_hidden():
+    with tempfile.TemporaryDirectory(prefix="crosstrain-compare-") as folder, main_hidden():
         contestants = make_contestants(project, options, runners, nproc_per_node or 1, Path(folder))
         race = Race(Path(folder), steps, deep)
         return Comparison(race.run(contestants), race.results)
@@ -145,14 +145,23 @@ class Race:
         return reference, tolerance
 
     def run(self, contestants: list[Contestant]) -> list[str]:
-        """Compare all contestants with the first one; return the labels of those that failed or differ."""
+        """Compare all with the first one; return the labels of those that failed or differ.
+
+        With `deep`, contestants that train alike are also resumed.
+        """
         label = contestants[0][0]
         reference, tolerance = self.begin(*contestants[0])
         self._show(label, reference)
         failures = []
         for label, size, config in contestants[1:]:
             try:
-                finding = self._judge(label, size, config, reference, tolerance)
+                record = self.record(label, size, config, "contestant")
+                self._show(label, reference)
+                finding = diagnose(record, reference, tolerance)
+                if self.deep and finding is None:
+                    resumed = self.record(label, size, config, "contestant", resumed=True)
+                    self.results[label] = record | {"resumed": resumed}
+                    finding = diagnose(resumed, reference, tolerance, resumed=True)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: failed: {error}\n")
                 self.results[label] = {"error": str(error)}
@@ -164,27 +173,15 @@ class Race:
             failures += [label] if finding else []
         return failures
 
-    def _judge(self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance) -> Finding | None:
-        """Train a contestant (with `deep`, also resume it if training agrees), and return its first difference."""
-        record = self.record(label, size, config, "contestant")
-        self._show(label, reference)
-        finding = diagnose(record, reference, tolerance)
-        if self.deep and finding is None:
-            resumed = self.record(label, size, config, "contestant", resumed=True)
-            self.results[label] = record | {"resumed": resumed}
-            finding = diagnose(resumed, reference, tolerance, resumed=True)
-        return finding
-
     def record(self, label: str, size: int, config: Config, role: Role, at: str = "", resumed: bool = False) -> Record:
         """Train a contestant in its folder or in `at`, or resume it there. Raises UserError and WorkerFailure."""
         if not resumed and (why := refusal(config, size)):
             raise why
         plain = config.plain
         plain["run"]["output_dir"] = at or config.run.output_dir
-        last = self.steps if self.deep else 0
         steps = RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant")
-        save = self.deep and role != "noise" and not resumed
-        job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
+        last = self.steps if self.deep and not resumed else 0
+        job = Job(role, self.scratch / "reference", steps, last, resumed, uneven=self.deep)
         result = self.scratch / "result.json"
         # The fork server imports the slow modules once, so that workers start faster.
         models = [name for name in sys.modules if name.startswith("transformers.models.")]
@@ -201,7 +198,8 @@ class Race:
         print(label)
         print("  step           loss      grad norm   loss diff.   norm diff.   largest gradient difference")
         for mine, theirs, step in zip(record["rows"], reference["rows"], record["steps"], strict=False):
-            size, name = largest(step)
+            gaps = {name: Gap(*products).relative for name, products in step["gradients"]["products"].items()}
+            size, name = max(((gap, name) for name, gap in gaps.items()), default=(0.0, ""))
             print(
                 f"  {mine['step']:4d} {_number(mine['loss']):>14} {_number(mine['grad_norm']):>14}"
                 f" {difference(mine['loss'], theirs['loss']):12.1e}"
@@ -232,9 +230,6 @@ def _difference(path: Path, expected: Path) -> str | None:
         return "is missing"
     if path.read_bytes() == expected.read_bytes():
         return None
-    if path.suffix == ".json":
-        mine, theirs = json.loads(path.read_text()), json.loads(expected.read_text())
-        for key in sorted(mine.keys() | theirs.keys()):
-            if mine.get(key) != theirs.get(key):
-                return f"has {key} {json.dumps(mine.get(key))} instead of {json.dumps(theirs.get(key))}"
-    return "has other contents"
+    lines = [file.read_text(errors="replace").splitlines() for file in (expected, path)]
+    changed = [line for line in difflib.unified_diff(*lines, n=0, lineterm="") if line[0] in "+-"]
+    return f"has other contents: {'; '.join(changed[2:6])}"  # the first two are names of files

@@ -1,9 +1,9 @@
 """Find the first difference between two recorded runs, in the order of events, and its likely cause."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from . import causes
 from .forward import flipped
@@ -25,7 +25,7 @@ class Finding:
 
     phase: Phase
     sentence: str
-    parameters: list[str] = field(default_factory=list)  # most informative first
+    parameters: list[str] = field(default_factory=list)  # largest error first
     ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to certain ranks
     cause: str = ""
 
@@ -40,43 +40,29 @@ class _Judge:
         self.record, self.reference, self.tolerance, self.resumed = record, reference, tolerance, resumed
         self.rows = {row["step"]: row for row in reference["rows"]}
         self.steps, self.mine = steps_of(reference), steps_of(record)
-        self.order = {name: place for place, name in enumerate(record["names"])}
-        self.first = record["rows"][0]["step"]
-        self.random = tolerance.random(reference)
-
-    def _norm(self, row: Record, theirs: Record, step: Record, expected: Record) -> Finding:
-        """Report a gradient norm that differs although the gradients are equal."""
-        mine, right = row["grad_norm"], theirs["grad_norm"]
-        squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
-        ratio = (mine or math.inf) / (right or math.inf)
-        cause, names = causes.norm_cause(
-            ratio, squares, step["gradients"]["copies"], self.record, self.tolerance.numbers
-        )
-        return self._finding(
-            "norm",
-            f"the gradient norm of step {row['step']} is {mine} instead of {right} over equal gradients",
-            cause,
-            names,
-        )
 
     def findings(self) -> Iterator[Finding]:
         """Yield all differences in the order of events."""
         record, reference = self.record, self.reference
         if self.resumed:
-            yield from self._state(record["loaded"], self.first - 1, "resume", exact=True)
+            yield from self._state(record["loaded"], record["rows"][0]["step"] - 1, "resume", exact=True)
         for row in record["rows"]:
             number = row["step"]
             step, theirs, expected = self.mine[number], self.rows[number], self.steps[number]
-            yield from self._samples(row, theirs, step, expected)
+            yield from self._samples(number, step, expected)
             if number == 1:
                 yield from self._evaluation(row, step, expected)
             if not record["exact"]:  # ranks step independently, so only the first forward has to agree
                 continue
             yield from self._loss(row, theirs, step, expected)
-            yield from self._idle("gradient", step["gradients"])
             yield from self._gradients(number, step, expected)
             if self._differs(row["grad_norm"], theirs["grad_norm"]):
-                yield self._norm(row, theirs, step, expected)
+                here, there = row["grad_norm"], theirs["grad_norm"]
+                yield self._finding(
+                    "norm",
+                    f"the gradient norm of step {number} is {here} instead of {there} over equal gradients",
+                    causes.norm_cause((here or math.inf) / (there or math.inf), record, self.tolerance.numbers),
+                )
             if step["rates"] != expected["rates"] and (
                 len(step["rates"]) > 1 or difference(step["rates"][0], expected["rates"][0]) > 1e-9
             ):
@@ -84,13 +70,11 @@ class _Judge:
                 yield self._finding(
                     "learning rate",
                     f"step {number} is made with the learning rate {here} instead of {there}",
-                    causes.rate_cause(step["rates"], number - theirs["skipped_steps"], record, reference),
+                    causes.rate_cause(step["rates"]),
                 )
             yield from self._weights(number, step, expected)
             if "state" in step and "state" in expected:
                 yield from self._state(step, number, "state")
-                for kind, measured in step["state"].items():
-                    yield from self._idle("parameter" if kind == "param" else f"{kind} of the optimizer", measured)
         later = record.get("later_loss")
         if record["exact"] and later is not None and self._differs(later, reference["later_loss"]):
             yield self._finding(
@@ -114,20 +98,23 @@ class _Judge:
         return difference(a, b) > self.tolerance.numbers
 
     def _finding(
-        self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), off: Any = None
+        self,
+        phase: Phase,
+        sentence: str,
+        cause: str,
+        names: Sequence[str] = (),
+        off: dict[str, list[int]] | None = None,
     ) -> Finding:
-        """Make a finding. `off`: the only ranks that differ, or a dict from each parameter to those ranks."""
-        names, ranks = list(parameters), off or []
-        if isinstance(ranks, dict):
-            ranks = sorted(set.intersection(*(set(ranks.get(name, ())) for name in names)))
+        """Make a finding about the parameters `names`. `off`: parameter -> the only ranks that differ."""
+        only = [set((off or {}).get(name, ())) for name in names]
+        ranks = sorted(set.intersection(*only)) if only else []
         when = "after a resume, " if self.resumed and phase != "resume" else ""
         who = f" (on rank {', '.join(map(str, ranks))} alone)" if ranks else ""
-        return Finding("resume" if self.resumed else phase, f"{when}{sentence}{who}: {cause}", names, ranks, cause)
+        return Finding("resume" if self.resumed else phase, f"{when}{sentence}{who}: {cause}", [*names], ranks, cause)
 
     # ---- before the backward
 
-    def _samples(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
-        number = row["step"]
+    def _samples(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
         mine, wanted = step["data"], expected["data"]
         if [*mine] != [*wanted]:
             here, there = (_numbers([int(n) for n in found]) for found in (mine, wanted))
@@ -135,12 +122,6 @@ class _Judge:
                 "samples",
                 f"the micro batches of step {number} begin with samples {here} instead of {there}",
                 "ranks of `dp` must have numbers of their own, and all others those of their `dp` rank",
-            )
-        if row["samples"] != theirs["samples"]:
-            yield self._finding(
-                "samples",
-                f"step {number} ended at sample {row['samples']} instead of {theirs['samples']}",
-                "`dp` and data_parallel_size, which select and count the samples",
             )
         for sample, fields in wanted.items():
             if other := [key for key in fields if mine[sample].get(key) != fields[key]]:
@@ -160,10 +141,9 @@ class _Judge:
             yield self._finding("forward", said, f"the weights or the forward differ; {place}", names)
         ratio = loss / wanted
         cause = causes.usual_scale(ratio, self.record) or (
-            f"`evaluate` or `evaluating`, or how they sum the losses and count the targets: it is {ratio:.6g} times"
+            f"`evaluate` or `evaluating`, the mode (dropout), or how they sum the losses and count the targets: it is "
+            f"{ratio:.6g} times"
         )
-        if self.record["plain_training"] and not self.reference["plain_training"]:
-            cause = "a part of the model is in training mode (dropout)"
         yield self._finding("evaluation", f"{said}, although training agrees", cause)
 
     def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
@@ -208,16 +188,13 @@ class _Judge:
         elif number > 1:
             said += ", over equal weights and samples"
             place = f"a forward that depends on more than these, such as random numbers, buffers or the mode; {place}"
-        elif self.random:
+        elif self.tolerance.random(self.reference):
             said += ", although in evaluation mode the losses agree"
             if names and "behind the batch" not in place:  # dropout cannot change the first module's input
-                shared = any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
-                why = (
-                    "ranks that share samples may draw their own, so compare with the model's dropout set to 0"
-                    if shared
-                    else "a runner must not seed them, by rank for example"
+                place = (
+                    f"random numbers (dropout) differ: a runner must not seed them, by rank for example; ranks that "
+                    f"share samples may draw their own, so compare those with the model's dropout set to 0; {place}"
                 )
-                place = f"random numbers (dropout) differ; {why}; {place}"
         else:
             said += ", although in evaluation mode the losses agree and nothing is random"
             place = f"compute_loss and forward_backward, the mask or the targets that training alone sees; {place}"
@@ -238,18 +215,8 @@ class _Judge:
 
     # ---- gradients
 
-    def _idle(self, what: str, measured: Record) -> Iterator[Finding]:
-        """Yield a finding if some ranks report no tensors although other ranks do."""
-        if idle := measured["idle"]:
-            yield self._finding(
-                "state",
-                f"rank {_numbers(idle)} reports no {what}",
-                "look at held.shards, held.gradients and held.state",
-                off=idle,
-            )
-
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
-        """Return the parameters with a wrong gradient in a step, most informative first."""
+        """Return the parameters with a wrong gradient in a step, largest error first."""
         limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
         floor = _SMALL * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
@@ -258,26 +225,12 @@ class _Judge:
             gap, limit = Gap(*products), limit_of(name)
             if gap.relative > limit and not gap.dd <= (limit * math.sqrt(gap.rr) + floor) ** 2:
                 excess[name] = gap.relative / limit
-        return self._sorted(excess)
+        return _largest_first(excess)
 
     def _lacking(self, step: Record, expected: Record) -> list[str]:
         """Return the parameters that have no gradient, or only a part of one."""
         lost = expected["gradients"]["products"].keys() - step["gradients"]["products"].keys()
         return sorted(lost) + step["gradients"]["partial"]
-
-    def _sorted(self, excess: dict[str, float]) -> list[str]:
-        """Sort parameters by error, largest first.
-
-        If several errors are similar, the last parameter in model order comes first: the backward carries an error
-        from a block to all blocks before it.
-        """
-        names = sorted(excess, key=lambda name: -excess[name])
-        in_order = sorted(excess, key=lambda name: self.order.get(name, 0))
-        if len(names) > 2 and excess[names[0]] < 3 * excess[names[1]]:
-            last = next((n for n in reversed(in_order) if n not in self.record["tied"]), names[0])
-            names.remove(last)
-            names.insert(0, last)
-        return names
 
     def _gradients(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
         mine, off, when = step["gradients"]["products"], step["gradients"]["off"], f"in step {number} "
@@ -319,8 +272,6 @@ class _Judge:
             cause = causes.scaled(ratio, None if most else wrong, self.record)
         elif not (place := self._place(number, step, expected)[0]).startswith("no module"):
             cause = f"a forward with about the same loss, or one that the backward repeats with other dropout; {place}"
-        elif abs(2 * worst.dr + worst.dd) < 1e-3 * worst.dd:
-            cause = "it has the same numbers in other places: a matrix that is cut or put together otherwise"
         cause = self._routing(number, step, expected) or cause
         yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
@@ -365,7 +316,7 @@ class _Judge:
                 excess[name] = math.sqrt(dd) / max(limit, 1e-30) if math.isfinite(dd) else math.inf
         if not excess:
             return
-        wrong = sorted(excess, key=lambda name: -excess[name])
+        wrong = _largest_first(excess)
         worst = gaps[wrong[0]]
         by = f"(off by {worst.relative:.1e} of its way)" if worst.rr else "(the reference's stay where they are)"
         said = f"step {number} moves {_list(wrong)} otherwise {by}, with equal gradients and rates"
@@ -452,12 +403,12 @@ class _Judge:
             }
             if not excess:
                 continue
-            wrong = sorted(excess, key=lambda name: -excess[name])
+            wrong = _largest_first(excess)
             off, found = measured["off"], [gaps[name] for name in wrong]
             what = f"the {what} of {_list(wrong)}"
             if not exact:
                 said = f"after step {number} {what} differs, with equal gradients"
-                yield self._finding(phase, said, causes.moment_cause(kind, found, self.reference), wrong, off)
+                yield self._finding(phase, said, causes.moment_cause(kind, found), wrong, off)
                 continue
             said = f"{what} is not what {'was saved' if phase == 'resume' else 'the runner holds'}"
             cause = (
@@ -469,15 +420,16 @@ class _Judge:
                 cause = "it starts at zero: the state is not loaded"
             elif rounded := causes.rounding(found):
                 cause = f"it is rounded to {rounded}"
-            elif (ratio := causes.multiple(found)) is not None:
-                cause = f"it is scaled by {ratio:.4g}"
             yield self._finding(phase, said, cause, wrong, off)
 
 
 def _apart(measured: Record, most: float) -> list[str]:
     """Return the parameters with copies that differ between ranks by more than `most`, largest difference first."""
-    apart = measured["apart"]
-    return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
+    return _largest_first({name: size for name, size in measured["apart"].items() if size > most})
+
+
+def _largest_first(sizes: dict[str, float]) -> list[str]:
+    return sorted(sizes, key=lambda name: -sizes[name])
 
 
 def _numbers(numbers: list[int]) -> str:

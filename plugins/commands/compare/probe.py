@@ -38,7 +38,7 @@ class Probe(Callback):
         self.runner, self.write, self.disturbs, self.step = trainer.runner, write, disturb, trainer.state.step
         self.group = self.runner.world.twin()
         self.activations, self.routing = Activations(self.runner.model, self.group), Routing(self.runner)
-        self._restore: Callable[[], None] = lambda: None
+        self._undisturbed: list[tuple[Piece, Tensor]] = []  # this rank's pieces of weights, and their values
         self.steps: list[dict[str, Any]] = []
         self._files = {
             kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
@@ -50,11 +50,14 @@ class Probe(Callback):
         self.activations.clear()
         self.routing.clear()
         if self.disturbs:
-            self._restore = self._disturb()
+            self._disturb()
 
     def after_backward(self, batch: Step, loss: float) -> None:
         """Record learning rates and gradients."""
-        self._restore()
+        if self.disturbs:
+            for piece, kept in self._undisturbed:
+                piece.data.copy_(kept)
+            self.runner.loaded()
         optimizer = self.runner.optimizer
         assert optimizer is not None
         self.step += 1
@@ -128,9 +131,7 @@ class Probe(Callback):
         products: parameter -> dot products of the vectors; each element is counted once.
         off: parameter -> ranks with a difference more than four times that of the best rank.
         apart: parameter -> largest distance between copies, relative to their norm.
-        copies: parameter -> number of ranks that hold it.
         partial: parameters with elements that no rank holds.
-        idle: ranks that hold no elements.
         """
         mine, left = Held(), dict[str, int]()
         for shard in shards:
@@ -149,7 +150,8 @@ class Probe(Callback):
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
         """Project each tensor onto random signs; sharding does not change the result. Collective."""
-        mine = {(s.name, p.box): _dot(p.data, _signs(s, p.box)) for s in shards for p in s.pieces}
+        draw = partial(torch.randint, 0, 2, dtype=torch.int8)
+        mine = {(s.name, p.box): _dot(p.data, _drawn(draw, s, p.box) * 2 - 1) for s in shards for p in s.pieces}
         boxes = {key: value for held in self.group.all_gather(mine) for key, value in held.items()}
         return {name: sum(value for (n, _), value in boxes.items() if n == name) for name, _ in boxes}
 
@@ -174,35 +176,27 @@ class Probe(Callback):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
 
-    def _disturb(self) -> Callable[[], None]:
-        """Perturb weights by up to one rounding error of the compute dtype; return a function that restores them."""
+    def _disturb(self) -> None:
+        """Perturb weights by up to one rounding error of the compute dtype."""
         epsilon = _EPSILONS[self.runner.precision.dtype]
-        pieces = [(s, p, p.data.clone()) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
-        for shard, piece, kept in pieces:
+        pieces = [(s, p) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
+        self._undisturbed = [(piece, piece.data.clone()) for _, piece in pieces]
+        for shard, piece in pieces:
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
-            piece.data.copy_(kept * (1 + epsilon * noise.to(kept.device)))
+            piece.data.mul_(1 + epsilon * noise.to(piece.data.device))
         self.runner.loaded()
-
-        def restore() -> None:
-            for _, piece, kept in pieces:
-                piece.data.copy_(kept)
-            self.runner.loaded()
-
-        return restore
 
 
 def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
     """Merge the boxes of all ranks into the result of `measure`; `sizes`: each rank's (parameter -> elements)."""
     left = {name: size for own in sizes for name, size in own.items()}
-    few = sum(left.values()) < 64 * len(gathered)  # too few elements for every rank to hold some
-    idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
-    total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
+    total, apart = dict[str, Products](), dict[str, float]()
     own: dict[str, dict[int, float]] = {}  # parameter -> rank -> squared difference
     for name, box in {key: None for held in gathered for key in held}:
         ranks = {rank: held[name, box] for rank, held in enumerate(gathered) if (name, box) in held}
         (square, first), parts = next(iter(ranks.values())), own.setdefault(name, {})
         total[name] = [a + b for a, b in zip(first, total.get(name, [0.0] * len(first)), strict=True)]
-        left[name], copies[name] = left[name] - box.numel, len(ranks)
+        left[name] -= box.numel
         for rank, (other, products) in ranks.items():
             parts[rank] = parts.get(rank, 0.0) + products[0]
             far = max(abs(math.sqrt(a) - math.sqrt(b)) for a, b in ((square, other), (first[0], products[0])))
@@ -212,19 +206,12 @@ def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
         "products": total,
         "off": {name: ranks for name, ranks in off.items() if ranks},
         "apart": apart,
-        "copies": copies,
         "partial": sorted(name for name, size in left.items() if size > 0),
-        "idle": idle,
     }
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
     return (a.detach().cpu().double() * b.cpu().double()).sum().item()
-
-
-def _signs(shard: Shard, box: Box) -> Tensor:
-    """Return random signs for a box; they do not depend on how the tensor is sharded."""
-    return _drawn(partial(torch.randint, 0, 2, dtype=torch.int8), shard, box) * 2 - 1
 
 
 def _drawn(draw: Callable[..., Tensor], shard: Shard, box: Box, seed: int = 0) -> Tensor:

@@ -55,23 +55,9 @@ def number_difference(record: Record, reference: Record, key: str) -> float:
     return max(difference(row[key], theirs[row["step"]][key]) for row in record["rows"])
 
 
-def largest(step: Record) -> tuple[float, str]:
-    """Return the largest gradient difference in a step, and the parameter that has it."""
-    gradients = step["gradients"]["products"]
-    return max(((Gap(*products).relative, name) for name, products in gradients.items()), default=(0.0, ""))
-
-
 def steps_of(record: Record) -> dict[int, dict[str, Any]]:
     """Return a dict from each step to its record."""
     return {row["step"]: step for row, step in zip(record["rows"], record["steps"], strict=True)}
-
-
-def relative(products: list[float]) -> float:
-    """Return |d| / |r| for difference d and reference r, or |d| / |m| for a weight with update m.
-
-    `products` is [dd, dr, rr], or [dd, dm, dw, mm, mw, ww] for a weight; w is the weight before the update.
-    """
-    return Gap(products[0], products[1], products[-1] if len(products) == 3 else products[3]).relative
 
 
 @dataclass(frozen=True)
@@ -106,7 +92,8 @@ class Tolerance:
         """
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(group, {})
         measured = (recorded.get(kind, {}) if kind else recorded).get("products", {})
-        found = {name: relative(products) for name, products in measured.items()}
+        at = 3 if group == "weights" else 2  # [dd, dm, dw, mm, mw, ww] with the update m, otherwise [dd, dr, rr]
+        found = {name: Gap(products[0], products[1], products[at]).relative for name, products in measured.items()}
         finite = {name: noise for name, noise in found.items() if math.isfinite(noise)}
         median = statistics.median(finite.values()) if finite else 0.0
         factor = _FIRST_FACTOR if step == 1 else _FACTOR

@@ -5,7 +5,7 @@ import os
 import signal
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +39,7 @@ class Job:
     role: Role
     folder: Path  # folder of the reference's tensors
     steps: int
-    evaluate_after: int  # step after which to measure the loss in evaluation mode again; 0: never
-    save: bool = False  # save a checkpoint after step `evaluate_after`
+    evaluate_after: int  # step after which to evaluate again and, unless this is the noise, to save; 0: never
     resumed: bool = False  # resume from that checkpoint
     uneven: bool = False  # ignore some targets, so that micro batches differ in their number of targets
 
@@ -63,14 +62,12 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     if job.uneven:
         batches = map(partial(_uneven, runner), batches)
     step = next(batches)
-    record["plain_loss"], targets, record["plain_training"] = _evaluate(runner, step)
+    record["plain_loss"], targets = _evaluate(runner, step)
     if job.role == "reference" and runner.world.size == 1 and len(step) <= _MOST_PARTS:
         record["parts"] = probe.parts(step, targets)
         record["micro_batches"] = [[micro_batch.first_sample, micro_batch.num_targets] for micro_batch in step]
     rows: list[dict[str, Any]] = []
-    for number, step_ in enumerate(chain([step], batches), 1):
-        if number > job.steps:
-            break
+    for number, step_ in enumerate(islice(chain([step], batches), job.steps), 1):
         batch = Step(reversed(step_)) if job.role == "noise" else step_
         batch.numbers = step_.numbers
         metrics = trainer.train_step(iter([batch]))
@@ -84,7 +81,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
         if number == job.evaluate_after:
             runner.synchronize()
             record["later_loss"] = _evaluate(runner, step)[0]
-            if job.save:
+            if job.role != "noise":
                 try:
                     Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
@@ -101,17 +98,17 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Describe the model and the parallel layout. Collective."""
     runner = trainer.runner
+    first = {id(p): name for name, p in runner.model.weights.parameters().items()}
+    places = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
     names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
     return {
         "names": [*names],
-        "tied": _tied(runner),
+        "tied": [name for key, name in first.items() if places.count(key) > 1],  # used in more than one place
         "world_size": runner.world.size,
         "dp_size": runner.dp.size,
         "context_size": runner.context.size,
         "accumulation": trainer.plan.accumulation,
-        "clip": trainer.run.grad_norm_clip,
         "exact": runner.capabilities.exact,
-        "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }
 
 
@@ -119,14 +116,13 @@ def _checkpoint(trainer: Trainer, step: int) -> Reader:
     return Reader.open(step_folder(trainer.folder.checkpoints, step))
 
 
-def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]:
-    """Return a step's evaluation loss, its number of targets, and whether a module was in training mode. Collective."""
+def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int]:
+    """Return a step's evaluation loss and its number of targets. Collective."""
     with runner.evaluating():
-        training = any(module.training for module in runner.model.modules())
         total = sum(runner.evaluate(micro_batch.data).item() for micro_batch in step)
     own = sum(micro_batch.num_targets for micro_batch in step)
     total, targets = runner.dp.all_reduce_sum(total, own, tag="compared loss")
-    return total / max(targets, 1), int(targets), training
+    return total / max(targets, 1), int(targets)
 
 
 def _uneven(runner: Runner, step: Step) -> Step:
@@ -149,10 +145,3 @@ def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, st
     mine = {str(micro_batch.first_sample): digests(micro_batch.data) for micro_batch in step}
     found = {sample: fields for rank in runner.world.all_gather(mine) for sample, fields in rank.items()}
     return {sample: found[sample] for sample in sorted(found, key=int)}
-
-
-def _tied(runner: Runner) -> list[str]:
-    """Return the canonical names of parameters that the model uses in more than one place."""
-    first = {id(p): name for name, p in runner.model.weights.parameters().items()}
-    seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
-    return [name for key, name in first.items() if seen.count(key) > 1]
