@@ -97,7 +97,9 @@ def project_of(folder: Path, row: Row, ranks: int, device: str) -> Path:
 
 def worker(plain: dict[str, Any], result: Path) -> int:
     """Train on this rank without saving; rank 0 writes seconds of steps, peak memory, and bytes sent in the second."""
-    from crosstrain_plugins.builtin.commands.plan.calls import Recorder
+    from crosstrain_plugins.builtin.commands.plan.calls import sent_by
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from crosstrain.config.load import Config
     from crosstrain.distributed.launch.signals import StopRequest
@@ -105,21 +107,32 @@ def worker(plain: dict[str, Any], result: Path) -> int:
     from crosstrain.monitor.hardware import memory_mb
     from crosstrain.training.worker import build_trainer
 
+    class Sent(TorchDispatchMode):
+        """Adds up the bytes of collective calls."""
+
+        total = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if DTensor in types:
+                return NotImplemented  # torch then dispatches the DTensor's operations on plain tensors here
+            out = func(*args, **(kwargs or {}))
+            self.total += sent_by(func, args, out)
+            return out
+
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()
     before = memory_mb(runner.device).get("memory_allocated_mb", 0.0)
     trainer = build_trainer(config, runner, StopRequest(True), quiet=True, hooks_before={}, hooks_after={})
-    batches, stamps, recorder = trainer.batches(), [], Recorder()
+    batches, stamps, sent = trainer.batches(), [], Sent()
     for step in range(STEPS):
-        with recorder if step == 1 else nullcontext():
+        with sent if step == 1 else nullcontext():
             metrics = trainer.train_step(batches)  # ends with the loss on the host
         stamps.append(time.perf_counter())
     assert metrics is not None
     peak = max(runner.world.all_gather(memory_mb(runner.device)["memory_peak_mb"] - before))
-    sent = sum(call.sent for call in recorder.calls)
     if runner.world.rank == 0:
-        result.write_text(json.dumps({"seconds": seconds_of(stamps), "peak_mb": peak, "sent": sent}))
+        result.write_text(json.dumps({"seconds": seconds_of(stamps), "peak_mb": peak, "sent": sent.total}))
     runner.close()
     return 0
 

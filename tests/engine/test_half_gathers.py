@@ -23,7 +23,7 @@ OPTIONS = ["run.amp=bf16", "run.max_iters=5", "run.micro_batch_size=2", "run.glo
 
 def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], dict[str, int]]:
     """Losses, and bytes sent between the ranks in the second step by type."""
-    from crosstrain_plugins.builtin.commands.plan.calls import Recorder
+    from fixtures_calls import Recorder
 
     trainer = make_trainer(project, options)
     compute, losses, recorder = trainer.runner.forward_backward, list[float](), Recorder()

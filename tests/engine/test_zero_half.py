@@ -31,7 +31,7 @@ BF16_TOLERANCE = 2e-3
 
 def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], list[tuple[str, str, int]]]:
     """Losses, and kind, type and bytes of each exchange between the ranks in the second step."""
-    from crosstrain_plugins.builtin.commands.plan.calls import Recorder
+    from fixtures_calls import Recorder
 
     trainer = make_trainer(project, options)
     runner, losses, recorder = trainer.runner, list[float](), Recorder()

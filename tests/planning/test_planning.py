@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import pytest
 import torch
 import yaml
 from crosstrain_plugins.builtin.commands.plan import memory_trace
-from crosstrain_plugins.builtin.commands.plan.estimate import HOST_COPY, Project
-from crosstrain_plugins.builtin.commands.plan.fit import lack_of_space
+from crosstrain_plugins.builtin.commands.plan.estimate import HOST_COPY
 from crosstrain_plugins.builtin.commands.units import read_bytes, read_number
 
 import crosstrain
 from conftest import ROOT
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import make_model, model_on_meta
+from crosstrain.engine.build import make_model
 from crosstrain.modeling.meta_init import parameters_on_meta
 from fixtures_ranks import mostly_slow
 
@@ -33,14 +31,6 @@ def planned(tmp_path: Path, project: str, *arguments: str) -> dict[str, Any]:
     out, file = tmp_path / "plan.json", str(ROOT / "projects" / f"{project}.yaml")
     assert main(["plan", "--cfg-path", file, "--output", str(out), *arguments]) == 0
     return json.loads(out.read_text())
-
-
-def test_the_parameters_are_listed_as_patterns(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--options", 'run.freeze=["transformer.h.0.*"]')
-    assert main(["plan", "--cfg-path", str(ROOT / "projects" / "quickstart.yaml"), "--parameters", *options]) == 0
-    found = {tuple(line.split(maxsplit=3)[:2]): line for line in capsys.readouterr().out.splitlines()}
-    assert found["transformer.h.*.attn.c_attn.weight", "1"].split()[-3:] == ["[256,", "768]", "frozen"]
-    assert found["transformer.h.*.attn.c_attn.weight", "3"].endswith("trained")
 
 
 def test_gpt2_345m_on_two_tensor_parallel_ranks_has_the_known_numbers(tmp_path: Path) -> None:
@@ -157,48 +147,6 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
     assert not (tmp_path / "run").exists()
     assert main([*command, "--no-fit-check"]) == 0
     assert (tmp_path / "run" / "checkpoints").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("options", "there", "fresh", "more"),
-    [
-        (["run.save_interval=10"], [], False, 4),  # three, and one more that is written
-        (["run.save_interval=10"], [70, 80, 90], False, 1),
-        (["run.save_interval=10"], [70, 80, 90], True, 4),
-        (["run.save_interval=10", "run.keep_last=null"], [10, 20], False, 9),  # eight of the interval, one at the end
-        (["run.save_interval=10", "run.keep_every=15", "run.keep_last=1"], [], False, 5),  # those at 30, 60, 90, too
-        ([], [], False, 1),
-        ([], [100], False, 0),
-        (["run.eval_interval=5"], [], False, 5),  # and the best, which may be any
-    ],
-)
-def test_checkpoints_that_the_disk_has_no_room_for_are_noted(
-    project: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    there: list[int],
-    fresh: bool,
-    more: int,
-) -> None:
-    for step in there:
-        (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-    config = load_config(project, options)
-    plan = Project(config, model_on_meta(config), None)
-    for free in (more * plan.checkpoint_bytes, more * plan.checkpoint_bytes - 1):
-        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: shutil._ntuple_diskusage(0, 0, free))
-        note = lack_of_space(plan, 100, fresh)
-        assert (note is None) == (free >= more * plan.checkpoint_bytes), note
-
-
-def test_a_start_notes_a_disk_without_room(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("crosstrain.api.train.launch", lambda *_: 0)
-    command = ["train", "--cfg-path", str(project), "--options", f"run.max_iters={10**12}", "run.save_interval=1"]
-    for keep, noted in (("run.keep_last=2", False), ("run.keep_last=null", True)):
-        assert main([*command, keep]) == 0
-        assert ("note: run.output_dir: the checkpoints to come need " in capsys.readouterr().err) == noted
 
 
 def test_the_advice_fits_when_it_is_taken(project: Path, tmp_path: Path) -> None:

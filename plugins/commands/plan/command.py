@@ -21,11 +21,10 @@ class PlanCommand(Command):
         parser.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks")
         parser.add_argument("--tokens", metavar="N", help="of the training, such as 2.5B (default: run.max_iters)")
         parser.add_argument("--no-presets", action="store_true", help="leave other runners out")
-        parser.add_argument("--parameters", action="store_true", help="list the model's parameters instead")
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the plan of a project or its parameters, write the plan to --output, and return the exit code."""
+        """Print the plan of a project, write the plan to --output, and return the exit code."""
         from .api import plan
 
         a = arguments
@@ -33,13 +32,13 @@ class PlanCommand(Command):
             a.cfg_path,
             a.options,
             world_size=a.world_size or a.nproc_per_node,
-            presets=not (a.no_presets or a.parameters),
+            presets=not a.no_presets,
             device_memory=a.device_memory,
             throughput=a.throughput,
             tokens_per_second=a.tokens_per_second,
             tokens=a.tokens,
         )
-        print(*made.parameters(), sep="\n") if a.parameters else print(made)
+        print(made)
         if a.output:
             a.output.write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
         return 0

@@ -217,12 +217,6 @@ class Project:
         return self.trace_of(layout, batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
 
     @property
-    def tokens_per_sample(self) -> int | None:
-        """Number of tokens in a sample; None if it has no input_ids."""
-        ids = (self.inputs or {}).get("input_ids")
-        return None if ids is None else ids.shape[1]
-
-    @property
     def checkpoint_bytes(self) -> int:
         """Bytes of parameters and optimizer state, excluding frozen parameters from pretrained folders."""
         sources, state = self.model.weights.sources(), self.state_bytes(self.model)

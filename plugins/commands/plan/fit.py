@@ -1,10 +1,5 @@
-"""Check that a run fits into a device's memory, and find the change that makes it fit at the least cost in speed.
+"""Check that a run fits into a device's memory, and find the change that makes it fit at the least cost in speed."""
 
-Also check that its checkpoints fit on the disk.
-"""
-
-import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,12 +8,9 @@ from operator import itemgetter
 import torch
 
 from crosstrain import Config, UserError, registry
-from crosstrain.checkpoint.folders import steps
-from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.engine.checks import batch_plan
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.utils.program import command
-from crosstrain.utils.storage import is_url
 
 from ..units import show_bytes
 from .estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
@@ -53,37 +45,6 @@ def check_memory(project: Project, world_size: int, limit: int, others: Callable
             f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
             f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts it"
         )
-
-
-def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
-    """Describe how much disk space `run.output_dir` lacks for the remaining checkpoints; None if there is enough.
-
-    fresh: the run starts over, and the checkpoints of the earlier run stay.
-    """
-    run = project.config.run
-    if is_url(run.output_dir):
-        return None
-    folder = RunFolder(run.output_dir)
-    there = [] if fresh else steps(folder.checkpoints)
-    left = max_iters - max(there, default=0)
-    best = run.eval_interval if run.save_best else None
-    most = run.max_epoch or left  # upper bound on the number of epochs
-    times = (most if every == "epoch" else left // every for every in (run.save_interval, best) if every)
-    more = sum(times) + (left > 0)
-    if run.keep_last is not None:
-        kept = run.keep_last + 1 + (best is not None)  # a new checkpoint is written before the oldest is deleted
-        if run.keep_every is not None and isinstance(run.save_interval, int):
-            kept += max_iters // math.lcm(run.keep_every, run.save_interval)
-        more = min(more, kept - len(there))
-    wanted = more * project.checkpoint_bytes
-    place = folder.path.absolute()
-    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
-    if wanted <= free:
-        return None
-    return (
-        f"run.output_dir: the checkpoints to come need up to {show_bytes(wanted)} more, and the disk of "
-        f"{run.output_dir} has {show_bytes(free)} free; make room, or keep fewer (run.keep_last, run.keep_every)"
-    )
 
 
 def needs(estimate: Estimate, device: str) -> int:

@@ -1,9 +1,8 @@
-"""Check the memory and disk space of a training run before it starts."""
+"""Check the memory of a training run before it starts."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ class MemoryCheck(PreflightCheck):
         """Raise UserError if the model cannot be sharded this way, or (on the first launcher) memory is too small."""
         from .api import alternatives
         from .estimate import Project
-        from .fit import check_memory, gpu_memory, lack_of_space
+        from .fit import check_memory, gpu_memory
         from .plan import Budget, make_plan
 
         ready, size = start.ready, start.world_size
@@ -45,6 +44,3 @@ class MemoryCheck(PreflightCheck):
             planned.check_layouts(ready.plan, size)
         if limit is not None:
             check_memory(planned, size, limit, lambda: alternatives(start.project, start.options, planned, size))
-        assert ready.max_iters is not None, "the data has been opened"
-        if start.first and (lack := lack_of_space(planned, ready.max_iters, start.fresh)):
-            print(f"note: {lack}", file=sys.stderr)

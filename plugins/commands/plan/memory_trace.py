@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 
 from ...models.hugging_face import dropped_attention
-from .calls import call_of
+from .calls import sent_by
 from .fake_world import grouped_mm
 
 # torch has no FLOP formulas for CPU attention or for addmm_, which accumulates the head's gradient in place.
@@ -104,15 +104,11 @@ def trace(
 def _alike(chain: list[nn.Module]) -> list[nn.Module]:
     """Return the largest set of equal blocks. A block without parameters equals no other."""
 
-    def signature(block: nn.Module) -> tuple[Any, ...]:
-        return (type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()))
-
-    kinds = [signature(block) for block in chain]
-    counts = Counter(kind for kind in kinds if len(kind) > 1)
-    if not counts:
-        return []
-    most, _ = counts.most_common(1)[0]
-    return [block for block, kind in zip(chain, kinds, strict=True) if kind == most]
+    kinds = defaultdict[Hashable, list[nn.Module]](list)
+    for block in chain:
+        if shapes := [(n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()]:
+            kinds[type(block), *shapes].append(block)
+    return max(kinds.values(), key=len, default=[])
 
 
 def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) -> Trace:
@@ -246,8 +242,7 @@ class _Tracker(TorchDispatchMode):
                 self._count(tensor)
         if formula := _FLOPS.get(func._overloadpacket):
             self.trace.flops += formula(*args, **kwargs, out_val=out)
-        elif (call := call_of(func, args, out)) is not None:
-            self.trace.exchanged += call.sent
+        self.trace.exchanged += sent_by(func, args, out)
         if self._backward:
             # Real gradients accumulate in place, fake ones do not: skip the sum, and measure at the next operation.
             if func is not torch.ops.aten.add.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -49,8 +47,9 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int | None:
-        each = self.project.tokens_per_sample
-        return None if each is None else each * self.chosen.batch.global_batch
+        """Number of tokens in a step; None if samples have no input_ids."""
+        ids = (self.project.inputs or {}).get("input_ids")
+        return None if ids is None else ids.shape[1] * self.chosen.batch.global_batch
 
     def days(self) -> float | None:
         """Return the duration of the whole run in days; None if its length or the speed is unknown."""
@@ -113,9 +112,6 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        return "\n".join(self.lines())
-
-    def lines(self) -> list[str]:
         """Return the plan as lines of text."""
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
         idle = project.model.structure.idle_parameters
@@ -167,22 +163,7 @@ class Plan:
             out += ["", f"{names} is not on this machine: {sizes_from}{hint}"]
         if self.advice is not None:
             out += ["", str(self.advice)]
-        return out
-
-    def parameters(self) -> list[str]:
-        """Return the model's parameters grouped by name pattern, one line for each group.
-
-        The same patterns can be used to freeze parameters and in parallelization plans.
-        """
-        groups = Counter[tuple[str, tuple[int, ...], bool]]()
-        for name, parameter in self.project.model.weights.parameters().items():
-            shape = self.project.model.weights.logical_shape(name, parameter.shape)
-            groups[re.sub(r"\.\d+\.", ".*.", name), tuple(shape), parameter.requires_grad] += 1
-        width = max(len(pattern) for pattern, _, _ in groups)
-        return [
-            f"{pattern:<{width}}  {count:>5} x {list(shape)!s:<18} {'trained' if trained else 'frozen'}"
-            for (pattern, shape, trained), count in groups.items()
-        ]
+        return "\n".join(out)
 
     def _verdict(self, estimate: Estimate) -> str:
         return {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]

@@ -54,18 +54,12 @@ def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
 
 
 def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
-    """Return an axis and a remark on it: logarithmic for values that span decades, else without high outliers."""
-    ordered = sorted(values)
-    low, high = ordered[0], ordered[-1]
+    """Return an axis and a remark on it: logarithmic for values that span decades."""
+    low, high = min(values), max(values)
     axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
     if low > 0 and high / low > 100:
         return axis | {"type": "log"}, "logarithmic"
-    axis |= {"rangemode": "tozero" if 0 <= low < 0.25 * high else "normal"}
-    near, far = ordered[len(ordered) // 50], ordered[-1 - len(ordered) // 50]
-    limit = far + 3 * (far - near)
-    if len(ordered) >= 50 and high > limit > low:
-        return axis | {"range": [None, limit]}, "highest values cut off"
-    return axis, ""
+    return axis | {"rangemode": "tozero" if 0 <= low < 0.25 * high else "normal"}, ""
 
 
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int = _BUCKETS) -> list[tuple[int, float]]:

@@ -98,20 +98,19 @@ def page(runs: Sequence[ReadRun]) -> str:
 
 
 def _summary(runs: Sequence[ReadRun]) -> _Table:
-    return _used(
-        {
-            "steps": [f"{run.last_step:,}" for run in runs],
-            "samples": _column(runs, "samples", _last, "{:,.0f}"),
-            "last loss": _column(runs, "loss", _last, "{:.4f}"),
-            "best validation loss": [_best_validation(run) for run in runs],
-            "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
-            "median samples/s": _column(runs, "samples_per_second", median, "{:,.1f}"),
-            "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
-            "median MFU": _column(runs, "mfu", median, "{:.1%}"),
-            "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
-            "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
-        }
-    )
+    table = {
+        "steps": [f"{run.last_step:,}" for run in runs],
+        "samples": _column(runs, "samples", _last, "{:,.0f}"),
+        "last loss": _column(runs, "loss", _last, "{:.4f}"),
+        "best validation loss": [_best_validation(run) for run in runs],
+        "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
+        "median samples/s": _column(runs, "samples_per_second", median, "{:,.1f}"),
+        "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
+        "median MFU": _column(runs, "mfu", median, "{:.1%}"),
+        "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
+        "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
+    }
+    return {title: cells for title, cells in table.items() if set(cells) != {_NONE}}
 
 
 def _column(runs: Sequence[ReadRun], key: str, pick: Callable[[Sequence[float]], float], form: str) -> list[str]:
@@ -123,10 +122,6 @@ def _best_validation(run: ReadRun) -> str:
         return _NONE
     loss, step = min((loss, step) for step, loss in curve.items())
     return f"{loss:.4f} (step {step:,})"
-
-
-def _used(table: _Table) -> _Table:
-    return {title: cells for title, cells in table.items() if set(cells) != {_NONE}}
 
 
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:

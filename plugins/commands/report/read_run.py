@@ -104,7 +104,10 @@ def _read(folder: Path) -> ReadRun:
     run.curves = {key: dict(sorted(curve.items())) for key, curve in run.curves.items()}
     run.events = sorted(run.events[:_MOST_EVENTS])
     _read_config(run, paths)
-    _read_log(run, paths.log)
+    try:
+        run.log_end = "\n".join(read_end(paths.log, _LOG_BYTES)[-_LOG_LINES:])
+    except OSError as error:
+        run.problems.append(f"log.txt could not be read ({error.strerror})")
     return run
 
 
@@ -152,7 +155,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items() if is_number(value)}
 
 
-# ---- config.yaml and log.txt
+# ---- config.yaml
 
 
 def _read_config(run: ReadRun, paths: RunFolder) -> None:
@@ -164,10 +167,3 @@ def _read_config(run: ReadRun, paths: RunFolder) -> None:
         run.config = {key: v if isinstance(v, str) else json.dumps(v) for key, v in leaves(tree)}
     except (OSError, Unreadable) as error:
         run.problems.append(f"config.yaml could not be read ({first_line(error)})")
-
-
-def _read_log(run: ReadRun, path: Path) -> None:
-    try:
-        run.log_end = "\n".join(read_end(path, _LOG_BYTES)[-_LOG_LINES:])
-    except OSError as error:
-        run.problems.append(f"log.txt could not be read ({error.strerror})")

@@ -136,7 +136,7 @@ class Web:
         self, kind: Any, plan: Callable[..., list[Job]], builder: Callable[..., ResponseBuilder], request: Request
     ) -> Response:
         self._admit(request)
-        jobs: list[Job] = []
+        jobs, limits = list[Job](), self._service.limits
         loop, events = asyncio.get_running_loop(), Events()
 
         def deliver(event: Event) -> None:
@@ -145,7 +145,7 @@ class Web:
 
         with ExitStack() as end:
             async with self._body(request) as body:
-                if self._requests >= self._service.limits.requests:
+                if self._requests >= limits.waiting + limits.batch:
                     raise ApiError(429, "too many requests at once; try again later", code="too_many_requests")
                 self._requests += 1
                 end.callback(self._end, jobs)
@@ -162,7 +162,7 @@ class Web:
             with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
             stream = _stream(response, await _next(events), events, with_usage)
             leaving.cancel()  # the stream detects a disconnect itself
-            return _Stream(stream, self._service.limits.seconds + 60, end.pop_all().close)
+            return _Stream(stream, limits.seconds + 60, end.pop_all().close)
 
     def close(self) -> None:
         """Stop encoding."""

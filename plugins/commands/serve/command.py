@@ -71,8 +71,6 @@ class ServeCommand(Command):
         key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
         if key is not None and not key.strip():
             raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
-        if not 0 <= arguments.port < 65536:
-            raise UserError(f"--port: {arguments.port} is not between 0 and 65535")
         name = arguments.name or _name(checkpoint)
         config, how = open_on_workers(
             checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data, arguments.nproc_per_node

@@ -22,11 +22,6 @@ class Limits:
     grace_seconds: float = 10.0  # time from the stop signal to the end of the process
 
     @property
-    def requests(self) -> int:
-        """Maximum number of completion requests that are answered at once."""
-        return self.waiting + self.batch
-
-    @property
     def all_connections(self) -> int:
         """Maximum number of connections of any kind; more are refused with 503."""
-        return 4 * self.connections + 2 * self.requests
+        return 4 * self.connections + 2 * (self.waiting + self.batch)

@@ -23,6 +23,7 @@ class ResponseBuilder(ABC):
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._choices = [Piece(job.choice, job.echo) for job in jobs]  # choices so far
         self.unfinished = len(self._choices)
+        self._offsets = [0] * len(self._choices)  # characters of the scored tokens so far
 
     def add(self, piece: Piece) -> None:
         choice = self._choices[piece.choice]
@@ -62,10 +63,6 @@ class ResponseBuilder(ABC):
 
 class CompletionResponse(ResponseBuilder):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, model: str, jobs: list[Job], tokenizer: Any) -> None:
-        super().__init__(model, jobs, tokenizer)
-        self._offsets = [0] * len(self._choices)
 
     def openings(self) -> list[Document]:
         return [self.choice(echo) for echo in self._choices if echo.text]

@@ -50,7 +50,6 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._free = list(range(limits.batch))[::-1]
         self._running: dict[int, Job] = {}  # slot -> job
         self._plan = StepPlan()  # the next step, as far as it is known
 
@@ -98,7 +97,10 @@ class Scheduler:
             known = [*self._running.values(), *self._waiting]
         if late := [job for job in known if job.cancelled or now > job.deadline]:
             self._drop(late, ApiError(504, f"not done within {self._limits.seconds:g} seconds", code="timeout"))
-        plan, started = self._plan, self._admit()
+        plan = self._plan
+        with self._changed:
+            free = [slot for slot in range(self._limits.batch) if slot not in self._running]
+            started = {slot: self._waiting.popleft() for slot in free[: len(self._waiting)]}
         plan.started = {slot: job.sample for slot, job in started.items()}
         if not (plan.freed or plan.started or plan.tokens):
             with self._changed:
@@ -108,7 +110,6 @@ class Scheduler:
         self._plan = StepPlan()
         for slot in plan.freed:
             self._decoder.free(slot)
-        self._free += plan.freed[::-1]
         for slot, job in started.items():
             self._start(slot, job)
         if plan.tokens:
@@ -119,12 +120,6 @@ class Scheduler:
                 return
             for slot, row in logits.items():
                 self._advance(slot, row)
-
-    def _admit(self) -> dict[int, Job]:
-        """Return free slot -> waiting job, in order of arrival, for as many as fit."""
-        with self._changed:
-            fitting = min(len(self._free), len(self._waiting))
-            return {self._free.pop(): self._waiting.popleft() for _ in range(fitting)}
 
     def _start(self, slot: int, job: Job) -> None:
         self._running[slot] = job

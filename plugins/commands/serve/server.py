@@ -122,7 +122,7 @@ def listen(options: ServerOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
     # Connections inherit this option, and asyncio does not set it. Without it, the first token is delayed by 40 ms.

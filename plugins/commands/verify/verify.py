@@ -28,7 +28,6 @@ from ..compare.tolerance import Record, Tolerance, difference, number_difference
 from ..export.folder import export
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
-_REST = "the rest"  # name of the check that lists what was not tried
 
 Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the finding, or why it was not tried
 
@@ -36,13 +35,10 @@ Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the findin
 def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
     """Return the checks of each runner in Markdown, and the command that made them."""
     lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
-    untried = {row for rows in checks.values() for row in rows if row[0] == _REST}
-    shared = untried if len(untried) == 1 else set()  # the same for all runners, so say it once
-    lines += [line for _, _, found in shared for line in ("", f"Not tried: {found}.")]
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
         lines += ["", f"## {label}: {verdict}", "", "| check | result | found |", "|---|---|---|"]
-        for name, result, found in (row for row in rows if row not in shared):
+        for name, result, found in rows:
             lines.append(f"| {name} | {'**no**' if result == 'no' else result} | {found.replace('|', '&#124;')} |")
     return "\n".join(lines) + "\n"
 
@@ -92,7 +88,7 @@ class _Acceptance:
             f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, self.config),
             f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, self.config),
             "exports right": self._export,
-            _REST: self._rest,
+            "the rest": self._rest,
         }
         for name, run in rows.items():
             try:
