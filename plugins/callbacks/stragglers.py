@@ -6,8 +6,7 @@ rank, all ranks take equally long, and none is reported. If it communicates only
 times still identify the rank.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from crosstrain import Callback, StepMetrics, registry
@@ -25,10 +24,12 @@ WAITING_MS = 5.0  # milliseconds per step
 class Stragglers(Callback):
     """Gathers the ranks' times at logged steps, and notes slow ranks and waits for data; every run has this hook."""
 
+    _checks = 0
+    _slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
+    _times_told: Mapping[str, int] = {}
+
     def on_start(self) -> None:
-        self._checks = 0
-        self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
-        self._times_told: Counter[str] = Counter()
+        self._checks, self._slow, self._times_told = 0, (-1, 0), {}
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Compare the ranks of a logged step. Collective."""
@@ -72,8 +73,8 @@ class Stragglers(Callback):
 
     def _seldom(self, key: str, sentence: str) -> str | None:
         """Return the sentence on the 1st, 10th, 100th, ... occurrence, else None."""
-        self._times_told[key] += 1
-        times = self._times_told[key]
+        times = self._times_told.get(key, 0) + 1
+        self._times_told = {**self._times_told, key: times}
         suffix = f" (for the {times}th time)" if times > 1 else ""
         return sentence + suffix if str(times).strip("0") == "1" else None
 
