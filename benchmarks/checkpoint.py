@@ -26,7 +26,7 @@ def measure(way: str, steps: int, every: int) -> Result:
     import numpy as np
     import torch
 
-    from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+    from crosstrain.checkpoint.checkpointer import Checkpointer
     from crosstrain.config.load import load_config
     from crosstrain.data.loader import MicroBatch
     from crosstrain.distributed.group import Group
@@ -42,7 +42,7 @@ def measure(way: str, steps: int, every: int) -> Result:
         runner.setup()
         build_model(load_config("projects/quickstart.yaml", options), runner, None, for_training=True)
         runner.set_learning_rate(1e-4)
-        keeper = Checkpointer(Path(folder), Group(), Retention(keep_last=1), runner.model.export.save_config)
+        keeper = Checkpointer(Path(folder), Group(), lambda path, _: runner.model.export.save_config(path), keep_last=1)
         tokens = torch.as_tensor(np.random.default_rng(0).integers(0, 50257, (4, 129)))
         batch = MicroBatch(0, {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}, 512)
         runner.forward_backward([batch], 512)

@@ -101,7 +101,7 @@ class Gate(StopRequest):
                 yield
             self.result["stalled"] += time.perf_counter() - started
 
-        trainer.hooks.add("noted", Noted(None, trainer))
+        trainer.hooks.callbacks["noted"] = Noted(None, trainer)
         trainer.throughput.paused = timed  # type: ignore[method-assign]
 
     def __bool__(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from turns import Line
 
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.config.load import load_config
@@ -37,7 +37,9 @@ def storage(line: Line, project: str, options: list[str]) -> None:
     rank, size = runner.world.rank, runner.world.size
     folder = Path(config.run.output_dir)
     # The earlier checkpoint is deleted while the next one is saved, as in a run.
-    keeper = Checkpointer(folder, runner.world.twin(), Retention(keep_last=1), runner.model.export.save_config)
+    keeper = Checkpointer(
+        folder, runner.world.twin(), lambda path, _: runner.model.export.save_config(path), keep_last=1
+    )
     held = sum(piece.data.numel() * piece.data.element_size() for s in runner.held.shards() for piece in s.pieces)
     everything = runner.world.all_reduce_sum(held)[0]
     step, checkpoint, saved = 0, folder, 0.0

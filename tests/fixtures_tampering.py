@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer
 from crosstrain.checkpoint.files import Reader, file_sum
 from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import manifest_text
@@ -46,12 +47,12 @@ def shards(value: float = 0.0) -> list[Shard]:
 def valid(root: Path) -> Path:
     """A valid checkpoint, in the folder of a run."""
 
-    def write_assets(folder: Path) -> None:
+    def write_assets(folder: Path, _: object) -> None:
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"):
             (folder / name).write_text("{}")
 
-    keeper = Checkpointer(root / "run" / "checkpoints", Group(), Retention(), write_assets)
-    keeper.save(5, shards(1.0), State(step=5, best_loss=1.5, scaler={"scale": 1.0}).document())
+    keeper = Checkpointer(root / "run" / "checkpoints", Group(), write_assets)
+    keeper.save(5, shards(1.0), asdict(State(step=5, best_loss=1.5, scaler={"scale": 1.0})))
     keeper.wait()
     return folders.step_folder(keeper.root, 5)
 

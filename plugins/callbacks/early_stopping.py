@@ -27,7 +27,7 @@ class EarlyStopping(Follower):
         cost, best = self.cost(metrics), self.state["best"]
         if math.isfinite(cost) and (best is None or cost < best - self.options.min_delta):
             self.state = {"best": cost, "bad": 0}
-            return
-        self.state["bad"] += 1
+        else:
+            self.state["bad"] += 1
         if self.state["bad"] >= self.options.patience:
             self.trainer.end(f"{self.options.metric} has not improved in {self.state['bad']} validations")

@@ -31,10 +31,10 @@ class Profile(Callback):
         number = self.trainer.state.step + 1
         if not self._window[0] <= number <= self._window[1]:
             self.before_end()  # if a rollback left the window
-            return
-        if self._running is None:
-            self._start(number)
-        self._step.enter_context(record_function(f"ProfilerStep#{number}"))  # viewers identify steps by this name
+        else:
+            if self._running is None:
+                self._start(number)
+            self._step.enter_context(record_function(f"ProfilerStep#{number}"))  # viewers identify steps by this name
 
     def after_step(self, metrics: StepMetrics) -> None:
         self._step.close()

@@ -23,7 +23,6 @@ class PromptSamples(Callback):
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
         run: RunOptions = trainer.run
-        self._runner, self._compiled = trainer.runner, run.compile != "none"
         self._prompts: list[tuple[str, Sample]] = []
         self._sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
         tokenizer = trainer.dataset.tokenizer_path
@@ -42,20 +41,19 @@ class PromptSamples(Callback):
             self.trainer.row["generated"] = self._drawn
 
     def on_end(self) -> None:
-        if self.trainer.stopped:
-            return
-        for sample in self.draw() if self._drawn is None else self._drawn:
-            text = sample["prompt"] + sample["text"]
-            log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
+        if not self.trainer.stopped:
+            for sample in self.draw() if self._drawn is None else self._drawn:
+                text = sample["prompt"] + sample["text"]
+                log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
 
     def draw(self) -> list[dict[str, str]]:
         """Return {"prompt": ..., "text": ...} for every prompt, the same on every rank. Collective."""
         out = []
         # Every generated token changes the length, and a recompilation for each length would be slow.
-        with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
+        with torch.compiler.set_stance("force_eager") if self.trainer.run.compile != "none" else nullcontext():
             for prompt, sample in list(self._prompts):
                 try:
-                    text = generate(self._runner, self._tokenizer, sample, self._sampling)[0]
+                    text = generate(self.trainer.runner, self._tokenizer, sample, self._sampling)[0]
                 except UserError as error:  # drop a prompt that is too long; training goes on
                     log.warning("run.sample_prompts: %s", error)
                     self._prompts.remove((prompt, sample))

@@ -6,10 +6,8 @@ rank, all ranks take equally long, and none is reported. If it communicates only
 times still identify the rank.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from crosstrain import Callback, StepMetrics, registry
 
@@ -26,39 +24,29 @@ WAITING_MS = 5.0  # milliseconds per step
 class Stragglers(Callback):
     """Gathers the ranks' times at logged steps, and notes slow ranks and waits for data; every run has this hook."""
 
-    def __init__(self, options: Any, trainer: Any) -> None:
-        super().__init__(options, trainer)
-        self.on_start()
+    _checks = 0
+    _slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
+    _times_told: Mapping[str, int] = {}
 
     def on_start(self) -> None:
-        self._checks = 0
-        self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
-        self._times_told: Counter[str] = Counter()
+        self._checks, self._slow, self._times_told = 0, (-1, 0), {}
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Compare the ranks of a logged step. Collective."""
-        if self.trainer.logs(metrics.step):
-            trainer, clock = self.trainer, self.trainer.throughput
-            waited, metrics.notes = self.check(metrics.step, clock.steps, clock.seconds, clock.waited)
-            if waited > 0:
-                metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / waited
-
-    def check(self, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
-        """Compare the ranks at logged step `step`, `steps` steps and `seconds` after the previous one. Collective.
-
-        `waited`: seconds that this rank waited for data in this interval. Returns the longest wait of any rank, and
-        sentences about problems.
-        """
-        runner = self.trainer.runner
-        timers = runner.timers.seconds
-        own = waited, timers.get("forward", 0.0), timers.get("backward", 0.0), runner.dp.rank
-        waits, forward, backward, dp_ranks = zip(*self.trainer.ranks.all_gather(own), strict=True)
+        trainer, clock, step = self.trainer, self.trainer.throughput, metrics.step
+        if not trainer.logs(step):
+            return
+        timers = trainer.runner.timers.seconds
+        own = clock.waited, timers.get("forward", 0.0), timers.get("backward", 0.0), trainer.runner.dp.rank
+        waits, forward, backward, dp_ranks = zip(*trainer.ranks.all_gather(own), strict=True)
         self._checks += 1
         peers = _peers(dp_ranks)
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         slow = _slowest(both, peers, "forward and backward take") or _slowest(forward, peers, "forward takes")
-        found = [self._straggler(step, slow), self._data_bound(step, steps, seconds, waits)]
-        return max(waits), [sentence for sentence in found if sentence]
+        found = [self._straggler(step, slow), self._data_bound(step, clock.steps, clock.seconds, waits)]
+        metrics.notes = [sentence for sentence in found if sentence]
+        if max(waits) > 0:
+            metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / max(waits)
 
     def _straggler(self, step: int, slow: tuple[int, str] | None) -> str | None:
         rank, problem = slow or (-1, "")
@@ -85,11 +73,10 @@ class Stragglers(Callback):
 
     def _seldom(self, key: str, sentence: str) -> str | None:
         """Return the sentence on the 1st, 10th, 100th, ... occurrence, else None."""
-        self._times_told[key] += 1
-        times = self._times_told[key]
-        if times == 1:
-            return sentence
-        return f"{sentence} (for the {times}th time)" if str(times).strip("0") == "1" else None
+        times = self._times_told.get(key, 0) + 1
+        self._times_told = {**self._times_told, key: times}
+        suffix = f" (for the {times}th time)" if times > 1 else ""
+        return sentence + suffix if str(times).strip("0") == "1" else None
 
 
 def _slowest(seconds: Sequence[float], groups: list[tuple[int, ...]], clause: str) -> tuple[int, str] | None:

@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import boto3
@@ -18,7 +19,7 @@ from crosstrain_plugins.builtin.commands.report.read_run import read_runs
 from test_damage import NEWER, OLDER, is_as_written, shards, state
 
 from crosstrain.checkpoint import folders, writer
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
+from crosstrain.checkpoint.checkpointer import Checkpointer, load_state
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import manifest_text
 from crosstrain.checkpoint.run_folder import bring
@@ -40,18 +41,16 @@ def root(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """The local folder of a run's checkpoints in a bucket; nothing of them is on this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "writer"))
 
-    def assets(folder: Path) -> None:
+    def assets(folder: Path, reader: Reader) -> None:
         (folder / "config.json").write_text('{"model_type": "gpt2"}')
         (folder / "tokenizer.json").write_text("{}")
-
-    def parts(_folder: Path, reader: Reader) -> None:
         for name in reader.names("param"):
             reader.whole(name)
 
     root = storage.local(f"{RUN}/checkpoints")
-    keeper = Checkpointer(root, Group(), Retention(), assets, write_parts=parts)
+    keeper = Checkpointer(root, Group(), assets)
     for step in (OLDER, NEWER):
-        keeper.save(step, shards(step, cut=False), state(step).document(), background=False)
+        keeper.save(step, shards(step, cut=False), asdict(state(step)), background=False)
     keeper.wait()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
     return storage.local(f"{RUN}/checkpoints")
@@ -65,7 +64,7 @@ def test_the_state_is_read_before_any_tensor_is_fetched(root: Path) -> None:
     folder = folders.step_folder(root, NEWER)
     assert not folder.exists()
     folders.verified(folder, whole=False)
-    assert load_state(folder) == {**state(NEWER).document(), "step": NEWER}
+    assert load_state(folder) == {**asdict(state(NEWER)), "step": NEWER}
     assert not [*folder.glob("*.safetensors")]
 
 

@@ -8,6 +8,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from conftest import Workspace
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Shard, flat_range_pieces, whole_pieces
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import IncompatibleCheckpointError, manifest_text
@@ -54,13 +55,13 @@ def state(step: int) -> State:
 def write(root: Path, cut: bool) -> Path:
     """A run's folder of two checkpoints, which differ in every tensor."""
 
-    def assets(folder: Path) -> None:
+    def assets(folder: Path, _: object) -> None:
         (folder / "config.json").write_text('{"model_type": "gpt2"}')
         (folder / "tokenizer.json").write_text("{}")
 
-    keeper = Checkpointer(root / "checkpoints", Group(), Retention(), assets)
+    keeper = Checkpointer(root / "checkpoints", Group(), assets)
     for step in (OLDER, NEWER):
-        keeper.save(step, shards(step, cut), state(step).document(), background=False)
+        keeper.save(step, shards(step, cut), asdict(state(step)), background=False)
     keeper.wait()
     return root
 
@@ -174,7 +175,7 @@ def test_two_boxes_are_not_one_tensor_of_a_file(tmp_path: Path) -> None:
     # A parameter's name may be what the moment of another is called.
     flat = torch.arange(24.0)
     halves = flat_range_pieces(flat[:12], (6, 4), 0) + flat_range_pieces(flat[12:], (6, 4), 12)
-    keeper = Checkpointer(tmp_path, Group(), Retention(), lambda folder: None)
+    keeper = Checkpointer(tmp_path, Group(), lambda *_: None)
     both = [Shard("param", "exp_avg/w", (6, 4), halves), Shard("exp_avg", "w", (6, 4), halves)]
     keeper.save(1, both, {"step": 1}, background=False)
     with pytest.raises(CheckpointError, match="two boxes lie in"):
@@ -364,8 +365,8 @@ def test_a_step_that_was_no_checkpoint_is_saved_again(run: Path, kind: str) -> N
             "dangling": lambda p=path: p.symlink_to("nothing"),
             "folder": path.mkdir,
         }[kind]()
-    keeper = Checkpointer(run / "checkpoints", Group(), Retention(), lambda folder: None)
-    keeper.save(NEWER, shards(NEWER, cut=False), state(NEWER).document(), background=False)
+    keeper = Checkpointer(run / "checkpoints", Group(), lambda *_: None)
+    keeper.save(NEWER, shards(NEWER, cut=False), asdict(state(NEWER)), background=False)
     keeper.wait()
     assert folders.newest_valid(run / "checkpoints") == (newest(run), [])
 
@@ -398,8 +399,8 @@ def test_a_save_that_did_not_write_what_it_should_fails(run: Path, fault: str, m
         harm(temporary)
 
     monkeypatch.setattr(Checkpointer, "_complete", completed)
-    keeper = Checkpointer(run / "checkpoints", Group(), Retention(), lambda folder: None)
-    keeper.save(7, shards(7, cut=False), state(7).document(), background=False)
+    keeper = Checkpointer(run / "checkpoints", Group(), lambda *_: None)
+    keeper.save(7, shards(7, cut=False), asdict(state(7)), background=False)
     with pytest.raises(CheckpointError, match=r"could not be written: .*safetensors.*; any earlier one is intact"):
         keeper.wait()
     assert folders.newest_valid(run / "checkpoints") == (newest(run), [])
@@ -423,7 +424,7 @@ def _save_as_one_of_two(root: str, damaged: int) -> str:
     Checkpointer._write_share = written  # type: ignore[method-assign]
     values = torch.arange(12.0)
     pieces = flat_range_pieces(values, (6, 4), 12 * group.rank)
-    keeper = Checkpointer(Path(root), group, Retention(), lambda folder: None)
+    keeper = Checkpointer(Path(root), group, lambda *_: None)
     keeper.save(7, [Shard("param", "w", (6, 4), pieces)], {"step": 7}, background=False)
     try:
         keeper.wait()

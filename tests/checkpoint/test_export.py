@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config
 from conftest import ENVIRONMENT, ROOT, Workspace, kill, wait_until
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
@@ -55,7 +55,7 @@ def save(root: Path, by_rank: list[list[Shard]], write_config: Callable[[Path], 
     values, barrier = [None] * len(by_rank), threading.Barrier(len(by_rank))
 
     def write(rank: int) -> None:
-        keeper = Checkpointer(root, Thread(rank, values, barrier), Retention(), lambda f: write_config(f) and None)
+        keeper = Checkpointer(root, Thread(rank, values, barrier), lambda folder, _: write_config(folder))
         keeper.save(step, by_rank[rank], {"step": step}, pointers=["best"])
         keeper.wait()
 

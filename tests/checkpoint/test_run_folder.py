@@ -14,7 +14,7 @@ import yaml
 
 from conftest import Run, Workspace, logged_step
 from crosstrain.checkpoint import folders, run_folder
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.distributed.group import Group
@@ -86,7 +86,7 @@ def test_a_moved_folder_ends_the_run_and_keeps_checkpoints(trainings: Train, wor
 def test_a_save_that_is_under_way_does_not_make_a_moved_folder_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create({})
-    keeper = Checkpointer(folder.checkpoints, Group(), Retention(), lambda _: None, folder.run_id)
+    keeper = Checkpointer(folder.checkpoints, Group(), lambda *_: None, folder.run_id)
     folder.path.rename(tmp_path / "elsewhere")
     keeper.save(1, [], {"step": 1}, background=False)
     with pytest.raises(CheckpointError, match="not this run's folder any more"):

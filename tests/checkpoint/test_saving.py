@@ -36,7 +36,7 @@ def _peak_of(action: Any) -> int:
 
 
 def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
-    from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+    from crosstrain.checkpoint.checkpointer import Checkpointer
     from crosstrain.config.load import load_config
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
@@ -52,7 +52,7 @@ def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
     out = {"training": _peak_of(lambda: trainer.train_step(batches)) - before}
     shards = runner.held.shards()
     out["share"] = sum(p.data.numel() * 4 for s in shards for p in s.pieces)
-    saver = Checkpointer(Path(config.run.output_dir) / "measured", runner.world.twin(), Retention(), lambda _: None)
+    saver = Checkpointer(Path(config.run.output_dir) / "measured", runner.world.twin(), lambda *_: None)
     out["foreground"] = _peak_of(lambda: saver.save(1, runner.held.shards(), {"step": 1}, background=False)) - before
     base = _resident("VmRSS") - before
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from conftest import ENVIRONMENT, ROOT
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Piece, Shard, flat_range_pieces, whole_pieces
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
+from crosstrain.checkpoint.checkpointer import Checkpointer, load_state
 from crosstrain.checkpoint.files import Reader, write_safetensors
 from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import manifest_text
@@ -36,7 +36,7 @@ def shards(seed: int = 0) -> list[Shard]:
 
 
 def checkpointer(root: Path, **retention: int | None) -> Checkpointer:
-    return Checkpointer(root, Group(), Retention(**retention), lambda folder: None)  # type: ignore[arg-type]
+    return Checkpointer(root, Group(), lambda *_: None, **retention)  # type: ignore[arg-type]
 
 
 def saved(root: Path, step: int = 5) -> Path:
@@ -153,11 +153,11 @@ def test_a_failed_save_does_not_keep_the_next_from_trying(tmp_path: Path) -> Non
     saved(tmp_path, 5)
     outcomes = iter([OSError(28, "No space left on device"), None])
 
-    def write_config(folder: Path) -> None:
+    def write_config(folder: Path, _: object) -> None:
         if problem := next(outcomes):
             raise problem
 
-    keeper = Checkpointer(tmp_path, Group(), Retention(), write_config)
+    keeper = Checkpointer(tmp_path, Group(), write_config)
     keeper.save(6, shards(), {"step": 6})
     keeper.save(7, shards(), {"step": 7})
     keeper.wait()

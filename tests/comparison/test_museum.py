@@ -101,7 +101,7 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
 
     observer = Callback(None, trainer)
     observer.after_backward = observe  # type: ignore[method-assign]
-    trainer.hooks.add("observer", observer)
+    trainer.hooks.callbacks["observer"] = observer
     events[0, "evaluation"] = _number(Validation(None, trainer).measure(trainer.val_dataset).loss)
     for step, batch in zip(range(1, steps + 1), trainer.batches(), strict=False):
         metrics = trainer.train_step(iter([batch]))

@@ -167,7 +167,7 @@ def record(runner: Runner, state: State, *applied: bool) -> None:
     batch.numbers = list(range(32, 40))
     for step in applied:
         state.step += 1
-        hook = BadSteps(None, SimpleNamespace(runner=runner, dataset=None, run=runner.run, state=state, folder=None))
+        hook = BadSteps(None, SimpleNamespace(runner=runner, dataset=None, run=runner.run, state=state, is_main=False))
         assert hook.after_backward(batch, 1.0) is None
         norm = 1.0 if step else None
         hook.after_step(StepMetrics(state.step, 1.0, 1e-4, norm, 1.0, 40, skipped_steps=0, applied=step))

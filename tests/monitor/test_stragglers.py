@@ -14,6 +14,7 @@ from crosstrain_plugins.builtin.callbacks.stragglers import Stragglers
 
 from conftest import ROOT, Workspace
 from crosstrain.distributed.group import Group
+from crosstrain.monitor.metrics import StepMetrics
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks
 
 
@@ -33,17 +34,25 @@ def detector(others: list[list[float]]) -> Stragglers:
     waited, forward, backward, dp_rank = others[0]
     seconds = {"data loader": waited, "forward": forward, "backward": backward}
     runner = SimpleNamespace(dp=SimpleNamespace(rank=int(dp_rank)), timers=SimpleNamespace(seconds=seconds))
-    return Stragglers(
-        None, SimpleNamespace(runner=runner, ranks=Together(0, others), run=SimpleNamespace(num_workers=2))
+    trainer = SimpleNamespace(
+        runner=runner,
+        ranks=Together(0, others),
+        run=SimpleNamespace(num_workers=2),
+        logs=lambda step: True,
+        plan=SimpleNamespace(global_batch=8),
+        throughput=SimpleNamespace(steps=1, waited=waited),
     )
+    return Stragglers(None, trainer)  # type: ignore[arg-type]
 
 
 def notes_of(ours: Stragglers, intervals: int = 1, seconds: float = 1.0) -> list[str]:
     """What is said in the last of so many intervals of one step."""
-    notes: list[str] = []
+    metrics = StepMetrics(0, 1.0, 1e-4, 1.0, 1.0, 8, 0)
+    ours.trainer.throughput.seconds = seconds  # type: ignore[misc]
     for step in range(1, intervals + 1):
-        notes = ours.check(step * 10, 1, seconds, ours.trainer.runner.timers.seconds["data loader"])[1]
-    return notes
+        metrics.step = step * 10
+        ours.after_step(metrics)
+    return metrics.notes
 
 
 EVEN = [0.0, 0.1, 0.2]
@@ -87,9 +96,11 @@ def test_the_same_is_said_the_first_the_tenth_and_the_hundredth_time() -> None:
 def test_waiting_for_data_is_named_with_the_rank_and_the_remedy() -> None:
     ours = detector([[0.1, 0.1, 0.2, 0], [0.38, 0.1, 0.2, 1]])
     assert notes_of(ours) == []  # the loader's processes started in this one
-    waited, notes = ours.check(50, 10, 1.0, 0.1)
-    assert waited == pytest.approx(0.38)
-    assert notes == ["steps 41 to 50 waited 38% of their time for data on rank 1; raise run.num_workers, now 2"]
+    ours.trainer.throughput.steps = 10
+    metrics = StepMetrics(50, 1.0, 1e-4, 1.0, 1.0, 8, 0)
+    ours.after_step(metrics)
+    assert metrics.loader_samples_per_second == pytest.approx(8 * 10 / 0.38)
+    assert metrics.notes == ["steps 41 to 50 waited 38% of their time for data on rank 1; raise run.num_workers, now 2"]
 
 
 @pytest.mark.parametrize("wait", [0.24, 0.0])

@@ -57,7 +57,7 @@ def project(workspace: Workspace, *callbacks: str, **run: object) -> Path:
 def _order(path: str) -> list[str]:
     trainer = make_trainer(path, (f"run.output_dir={path}.out",))
     trainer.runner.close()
-    return [name for name, _ in trainer.hooks.ordered()]
+    return list(trainer.hooks.ordered())
 
 
 def test_callbacks_stand_between_the_platforms_hooks_or_in_the_place_of_one(workspace: Workspace) -> None:

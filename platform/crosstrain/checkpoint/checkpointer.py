@@ -33,7 +33,6 @@ from crosstrain.checkpoint.files import (
     write_file,
     write_safetensors,
 )
-from crosstrain.checkpoint.folders import Retention
 from crosstrain.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
@@ -144,21 +143,21 @@ class Checkpointer:
 
     If the run's ID is given as `run`, checkpoints of other runs are neither replaced nor deleted. `group` must be a
     separate process group, so that background saves do not mix with training's collectives. On rank 0,
-    `write_model_config(folder)` writes the Hugging Face configuration, and `write_parts(folder, reader)` writes further
-    files that are derived from the parameters.
+    `write_assets(folder, reader)` writes the Hugging Face configuration, and further files that it may derive from the
+    parameters. The newest `keep_last` checkpoints are kept (None: all), and those of multiples of `keep_every` steps.
     """
 
     def __init__(
         self,
         root: Path,
         group: Group,
-        retention: Retention,
-        write_model_config: Callable[[Path], None],
+        write_assets: Callable[[Path, Reader], object],
         run: str | None = None,
-        write_parts: Callable[[Path, Reader], None] = lambda folder, reader: None,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
     ) -> None:
-        self.root, self.group, self.retention, self.run = root, group, retention, run
-        self.write_model_config, self.write_parts = write_model_config, write_parts
+        self.root, self.group, self.write_assets, self.run = root, group, write_assets, run
+        self.keep_last, self.keep_every = keep_last, keep_every
         self.damaged = set[int]()  # steps of damaged checkpoints that the run skipped
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -307,8 +306,7 @@ class Checkpointer:
         for h, name in save.names.items():
             stored = tensors.setdefault((h.kind, h.name), StoredTensor(h.shape, h.dtype, []))
             stored.boxes.append(StoredBox(name, h.key, h.box))
-        self.write_model_config(temporary)
-        self.write_parts(temporary, Reader(temporary, tensors, files))
+        self.write_assets(temporary, Reader(temporary, tensors, files))
         write_json(temporary / STATE, save.state)
         for path in temporary.iterdir():
             if path.name not in files:
@@ -363,7 +361,7 @@ class Checkpointer:
             for pointer in ("latest", *save.pointers):
                 folders.write_pointer(self.root, pointer, save.step)
             self.damaged.discard(save.step)
-            folders.prune(self.root, save.step, self.retention, self.run, save.keep, self.damaged)
+            folders.prune(self.root, save.step, self.keep_last, self.keep_every, self.run, save.keep, self.damaged)
         except (OSError, StorageError) as error:  # the checkpoint is saved; the next save repeats this cleanup
             log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 

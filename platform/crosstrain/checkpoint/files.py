@@ -84,42 +84,27 @@ def write_safetensors(
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file, flush it to disk, and return its {"bytes", "xxh3"}."""
-    sums = _Sums()
-    with open(path, "xb", buffering=0) as file:
+    """Write a new file, flush it to disk, and return its {"bytes", "xxh3"} as `file_sum` does."""
+    size, sums = 0, list[xxh3_128]()
+    with open(path, "xb") as file:
         for part in parts:
-            for start in range(0, len(part), CHUNK):  # hash each chunk while it is in the cache
-                block = memoryview(part)[start : start + CHUNK]
-                sums.update(block)
-                while block:  # a raw write may be short
-                    block = block[file.write(block) :]
-            part = block = memoryview(b"")  # free this part before the next one is produced
+            rest = memoryview(part)
+            while rest:
+                if size % CHUNK == 0:
+                    sums.append(xxh3_128())
+                block = rest[: CHUNK - size % CHUNK]
+                sums[-1].update(block)
+                file.write(block)  # while it is in the cache
+                size += len(block)
+                rest = rest[len(block) :]
+            part = rest = block = memoryview(b"")  # free this part before the next one is produced
+        file.flush()
         os.fsync(file.fileno())
-    return sums.entry()
-
-
-class _Sums:
-    """Incremental checksums of a file's chunks."""
-
-    def __init__(self) -> None:
-        self._size, self._sums = 0, list[xxh3_128]()
-
-    def update(self, data: memoryview) -> None:
-        while data:
-            if self._size % CHUNK == 0:
-                self._sums.append(xxh3_128())
-            part = data[: CHUNK - self._size % CHUNK]
-            self._sums[-1].update(part)
-            self._size += len(part)
-            data = data[len(part) :]
-
-    def entry(self) -> dict[str, Any]:
-        """Return {"bytes", "xxh3"}: the file's size, and the concatenated checksums as hexadecimal digits."""
-        return {"bytes": self._size, "xxh3": "".join(chunk.hexdigest() for chunk in self._sums)}
+    return {"bytes": size, "xxh3": "".join(chunk.hexdigest() for chunk in sums)}
 
 
 def file_sum(path: Path) -> dict[str, Any]:
-    """Return {"bytes", "xxh3"} of an existing file."""
+    """Return {"bytes", "xxh3"} of an existing file: its size, and its chunks' checksums as hexadecimal digits."""
     with open(path, "rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "xxh3": _sums_of(file)}
 
@@ -155,9 +140,8 @@ def fsync(path: Path) -> None:
 
 def has_manifest(folder: Path) -> bool:
     """Return True for a checkpoint. In a bucket, a checkpoint exists as soon as its manifest does."""
-    if (url := storage.origin(folder)) is None:
-        return os.path.lexists(folder / MANIFEST)
-    return MANIFEST in storage.listing(url)
+    url = storage.origin(folder)
+    return os.path.lexists(folder / MANIFEST) if url is None else MANIFEST in storage.listing(url)
 
 
 def fetch_manifest(folder: Path) -> None:
@@ -216,9 +200,9 @@ class Reader:
             )
         tensors: Tensors = {}
         for path in paths:
-            with _File(path) as file:
-                for key in file.tensors.offset_keys():
-                    stored = file.tensors.get_slice(key)
+            with _opened(path) as file:
+                for key in file.offset_keys():
+                    stored = file.get_slice(key)
                     box = Box.whole(tuple(stored.get_shape()))
                     tensors["param", key] = StoredTensor(
                         box.shape, stored.get_dtype(), [StoredBox(path.name, key, box)]
@@ -256,9 +240,9 @@ class Reader:
             weights = {kind for kind in self.kinds() if kind == "param" or kind.startswith(CALLBACK)}
             self._fetch(sorted(self.files)[share[0] :: share[1]] if share else self._files_of(weights))
             self.fetch_small()
-            return
-        with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing release the GIL
-            list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
+        else:
+            with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing release the GIL
+                list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
 
     def fetch_small(self) -> None:
         """Fetch a bucket's files that hold no tensors, such as state.json, and check their checksums."""
@@ -270,7 +254,7 @@ class Reader:
 
     def _fetch(self, names: Iterable[str]) -> None:
         """Make local copies of a bucket's files match their checksums. Raises CheckpointError if they cannot."""
-        for name in sorted({*names} - self._fetched):
+        for name in sorted({*names} - self._fetched) if storage.origin(self.folder) else ():
             path = self.folder / name
             with (
                 os_errors_as(StorageError, f"{self.folder}: cannot be written to"),
@@ -305,40 +289,36 @@ class Reader:
             if (there := list(stored.shape)) != (here := list(shard.shape)):
                 raise CheckpointError(f"{self.folder}: {tensor} has shape {there} there and {here} in the model{OTHER}")
         with ExitStack() as stack:
-            opened: dict[str, _File] = {}
+            opened: dict[str, safe_open] = {}
             for shard in shards:
                 stored = self.tensors[shard.kind, shard.name]
                 for piece, where in product(shard.pieces, stored.boxes):
                     if (common := piece.box.intersect(where.box)) is None:
                         continue
                     if where.file not in opened:
-                        if storage.origin(self.folder) is not None:
-                            self._fetch([where.file])
-                        opened[where.file] = stack.enter_context(_File(self.folder / where.file))
-                    opened[where.file].read(where, stored.dtype, common, piece.part(common))
+                        self._fetch([where.file])
+                        opened[where.file] = stack.enter_context(_opened(self.folder / where.file))
+                    self._read(opened[where.file], where, stored.dtype, common, piece.part(common))
 
-
-class _File(ExitStack):
-    """A safetensors file opened for reading. The safetensors library has checked its header."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        try:
-            open_regular(path).close()  # the library would wait for the writer of a FIFO
-            self.tensors = self.enter_context(safe_open(path, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None
-
-    def read(self, where: StoredBox, dtype: str, wanted: Box, target: Tensor) -> None:
+    def _read(self, file: safe_open, where: StoredBox, dtype: str, wanted: Box, target: Tensor) -> None:
         """Copy the part `wanted` of a box to `target`, converted to the dtype of `target`."""
+        path = self.folder / where.file
         try:
-            stored = self.tensors.get_slice(where.key)
+            stored = file.get_slice(where.key)
             shape, found = stored.get_shape(), stored.get_dtype()
             if tuple(shape) != where.box.shape:
-                raise CheckpointError(f"{self.path}: {where.key} has shape {shape}, not {list(where.box.shape)}")
+                raise CheckpointError(f"{path}: {where.key} has shape {shape}, not {list(where.box.shape)}")
             if found != dtype:
-                raise CheckpointError(f"{self.path}: {where.key} is {found}, not {dtype}")
-            target.copy_(stored[wanted.slices_in(where.box)] if shape else self.tensors.get_tensor(where.key))
+                raise CheckpointError(f"{path}: {where.key} is {found}, not {dtype}")
+            target.copy_(stored[wanted.slices_in(where.box)] if shape else file.get_tensor(where.key))
         except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+            raise CheckpointError(f"{path}: {error}") from None
+
+
+def _opened(path: Path) -> safe_open:
+    """Open a safetensors file for reading. The safetensors library checks its header."""
+    try:
+        open_regular(path).close()  # the library would wait for the writer of a FIFO
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None

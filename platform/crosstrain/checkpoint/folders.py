@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -123,45 +122,38 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-@dataclass
-class Retention:
-    """Rule for the checkpoints to keep: the newest `keep_last` (None: all), and multiples of `keep_every` steps."""
-
-    keep_last: int | None = 3
-    keep_every: int | None = None
-
-
 def prune(
     root: Path,
     newest: int,
-    retention: Retention,
+    keep_last: int | None,
+    keep_every: int | None,
     run: str | None,
-    keep: Collection[int] = (),
-    damaged: Collection[int] = (),
+    keep: Collection[int],
+    damaged: Collection[int],
 ) -> None:
-    """Delete those checkpoints of `run` that `retention` does not keep, up to `newest`, the step just saved.
+    """Delete checkpoints of `run` up to `newest`, the step just saved.
 
-    The best checkpoint, the steps in `keep` and the `damaged` ones are never deleted. Damaged checkpoints do not count
-    towards `keep_last`. Checkpoints of other runs, and later steps (damaged ones that this run skipped), are neither
-    counted nor deleted.
+    The newest `keep_last` are kept (None: all), and multiples of `keep_every` steps. The best checkpoint, the steps in
+    `keep` and the `damaged` ones are never deleted. Damaged checkpoints do not count towards `keep_last`. Checkpoints
+    of other runs, and later steps (damaged ones that this run skipped), are neither counted nor deleted.
     """
-    if retention.keep_last is None:
+    if keep_last is None:
         return
     spared = {read_pointer(root, "best"), *keep}
     found = [s for s in steps(root) if s <= newest and s not in damaged]
     own = [s for s in found if run is None or run_of(step_folder(root, s)) in (None, run)]
-    for step in own[: -retention.keep_last]:
-        if step not in spared and not (retention.keep_every and step % retention.keep_every == 0):
+    for step in own[:-keep_last]:
+        if step not in spared and not (keep_every and step % keep_every == 0):
             folder = step_folder(root, step)
             if (url := storage.origin(folder)) is not None:
                 remove(folder)
                 storage.remove(storage.join(url, MANIFEST))  # first: without a manifest the checkpoint does not exist
                 storage.remove(url)
-                continue
-            # Rename first, so that a kill during the deletion leaves no folder that looks like a checkpoint.
-            doomed = root / f".{folder.name}.tmp"
-            os.rename(folder, doomed)
-            remove(doomed)
+            else:
+                # Rename first, so that a kill during the deletion leaves no folder that looks like a checkpoint.
+                doomed = root / f".{folder.name}.tmp"
+                os.rename(folder, doomed)
+                remove(doomed)
 
 
 def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = None) -> Reader:
@@ -169,13 +161,12 @@ def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = N
 
     For a bucket, fetch the manifest and the files without tensors again.
     """
-    remote = storage.origin(folder) is not None
-    if remote:
+    if storage.origin(folder) is not None:
         fetch_manifest(folder)
     reader = Reader.open(folder)
     if whole:
         reader.verify(share)
-    elif remote:
+    else:
         reader.fetch_small()
     return reader
 

@@ -7,7 +7,6 @@ the pretrained folders and compares the hashes, to detect weights other than tho
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,9 +120,7 @@ def open_weights(folder: Path, weights: str | None = None) -> Reader:
 
     Raises CheckpointError for a folder that is neither, and for weights that it does not have.
     """
-    if os.path.lexists(folder / MANIFEST):
-        return Reader.open(folder, weights)
-    reader = Reader.open_hugging_face(folder)
+    reader = Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
     reader.choose(weights)
     return reader
 
@@ -132,8 +129,7 @@ def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
     """Yield shards of the tensors in a pretrained folder that share the memory of a shard of the model."""
     if isinstance(place, str):
         yield Shard(shard.kind, place, shard.shape, shard.pieces)
-        return
-    if isinstance(place, Stack):
+    elif isinstance(place, Stack):
         shape = (shard.shape[1] // len(place.names[0]), *shard.shape[2:])
         for n, parts in enumerate(place.names):
             for part, name in enumerate(parts):
@@ -145,9 +141,10 @@ def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
                 ]
                 if pieces:
                     yield Shard(shard.kind, name, shape, pieces)
-        return
-    pieces = [Piece(Box((p.box.offset[0] + place.first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces]
-    yield Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
+    else:
+        first = place.first
+        pieces = [Piece(Box((p.box.offset[0] + first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces]
+        yield Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
 
 
 def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
@@ -156,12 +153,11 @@ def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
     Only one logical tensor exists at a time, so a rank needs memory for its share and the largest tensor.
     """
     for shard in shards:
-        if shard.kind != "param" or not shard.pieces:
-            continue
-        value = torch.empty(shard.shape)
-        model.weights.initialize(shard.name, value, generator(seed, shard.name, *shard.shape))
-        for piece in shard.pieces:
-            piece.data.copy_(value[piece.box.slices_in(Box.whole(shard.shape))])
+        if shard.kind == "param" and shard.pieces:
+            value = torch.empty(shard.shape)
+            model.weights.initialize(shard.name, value, generator(seed, shard.name, *shard.shape))
+            for piece in shard.pieces:
+                piece.data.copy_(value[piece.box.slices_in(Box.whole(shard.shape))])
 
 
 def load_shards(
@@ -209,8 +205,6 @@ def _check_used(reader: Reader, extra: set[str]) -> None:
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:
     """Raise CheckpointError if a shared scalar of the optimizer state differs between parameters in the checkpoint."""
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
-    users = Counter(s.pieces[0].data.data_ptr() for s in scalars)
-    scalars = [s for s in scalars if users[s.pieces[0].data.data_ptr()] > 1]
     values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
     copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]
     reader.fill([copy for copy in copies if copy.name not in reader.frozen])

@@ -85,19 +85,16 @@ def is_count(value: Any) -> bool:
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """Parse a JSON file. Raises CheckpointError if it is missing, larger than `most_bytes`, or not JSON."""
-    return _parse(path, _read(path, most_bytes))
+    return _read(path, most_bytes)[1]
 
 
-def _read(path: Path, most_bytes: int) -> bytes:
+def _read(path: Path, most_bytes: int) -> tuple[bytes, Any]:
     with os_errors_as(CheckpointError, f"{path}: cannot be read"):
-        return read_regular(path, most_bytes, follow=False)
-
-
-def _parse(path: Path, content: bytes) -> Any:
+        content = read_regular(path, most_bytes, follow=False)
     if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise CheckpointError(f"{path}: holds more than the {_MOST_VALUES} values that are read")
     try:
-        return json.loads(content.decode("utf-8", "surrogatepass"), object_pairs_hook=unique_keys)
+        return content, json.loads(content.decode("utf-8", "surrogatepass"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
@@ -111,9 +108,8 @@ def manifest_text(content: dict[str, Any]) -> bytes:
 
 def _is_intact(text: bytes) -> bool:
     """Return True if a manifest's text ends with the correct SHA-256 sum."""
-    begin = max(len(text) - 64 - len(_SUM_ENDS), 0)
-    end = hashlib.sha256(memoryview(text)[:begin]).hexdigest().encode() + _SUM_ENDS
-    return text.endswith(_SUM_BEGINS, 0, begin) and text[begin:] == end
+    body, begins, end = text.rpartition(_SUM_BEGINS)
+    return end == hashlib.sha256(body + begins).hexdigest().encode() + _SUM_ENDS
 
 
 def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParameter]]:
@@ -125,9 +121,8 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     its version.
     """
     path = folder / MANIFEST
-    text = _read(path, MOST_BYTES)
+    text, manifest = _read(path, MOST_BYTES)
     intact = _is_intact(text)  # verify first: until then no value can be trusted, least of all the version
-    manifest = _parse(path, text)
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
             raise CheckpointError(f"{path}: contents differ from what was written (its own SHA-256 sum is wrong)")

@@ -56,10 +56,7 @@ class RunFolder:
         self.address = storage.origin(path) or str(path)
         self._sync: _Sync | None = None
         self.run_id: str | None = None
-        self._descriptor: int | None = (
-            None  # descriptor of the locked file; the kernel unlocks it when the process ends
-        )
-        self._config: dict[str, Any] = {}
+        self._descriptor: int | None = None  # of the locked file; the kernel unlocks it when the process ends
 
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
         """Create the folder, lock it for this process, and write its ID and config.yaml if they are missing.
@@ -67,7 +64,6 @@ class RunFolder:
         A folder without an ID gets `newest_run`, the ID in its newest checkpoint, or a new ID. Raises UserError if the
         folder is already locked or cannot be written to.
         """
-        self._config = config
         with self._written():
             self._hold(_PATIENCE)
             if storage.is_url(self.address):
@@ -75,14 +71,14 @@ class RunFolder:
             known = self.read_id()
             self.run_id = known or newest_run or uuid.uuid4().hex
             if known is None or not self.config.exists():
-                self.describe()
+                self.describe(config)
 
-    def describe(self) -> None:
+    def describe(self, config: dict[str, Any]) -> None:
         """Write the run's ID, and replace the config.yaml of an earlier start. Raises UserError as `create` does."""
         with self._written():
             if self.read_id() != self.run_id:
                 write_atomically(self.path / ".run_id", f"{self.run_id}\n")
-            write_atomically(self.config, yaml.safe_dump(self._config, sort_keys=False))
+            write_atomically(self.config, yaml.safe_dump(config, sort_keys=False))
 
     def check(self) -> None:
         """Raise UserError unless the folder can be created and written to. Leaves nothing behind."""
@@ -99,10 +95,10 @@ class RunFolder:
                     f"run.output_dir: the server of {self.address} ignores the condition of a put (If-None-Match), so "
                     f"two runs could write there at once; use another, or a disk"
                 )
-            return
-        with self._written():
-            path = self.path.absolute()
-            tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if os.path.lexists(p))).close()
+        else:
+            with self._written():
+                path = self.path.absolute()
+                tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if os.path.lexists(p))).close()
 
     def _hold(self, patience: float) -> None:
         """Lock the folder's file `.lock`. Raises UserError if it is still locked after `patience` seconds."""
@@ -156,10 +152,11 @@ class RunFolder:
         return os_errors_as(UserError, f"run.output_dir: {self.path} cannot be written to")
 
     def check_kept(self) -> None:
-        """Raise TrainingError if the folder was moved or deleted, or if its path now belongs to a different run."""
-        assert self._descriptor is not None
+        """Raise TrainingError if this process locked the folder, and it was moved, deleted or taken by another run."""
         with suppress(OSError):  # the next save will fail and report the error
-            if not _is(self._lock, self._descriptor) or self.read_id() != self.run_id:
+            if self._descriptor is not None and not (
+                _is(self._lock, self._descriptor) and self.read_id() == self.run_id
+            ):
                 raise TrainingError(
                     f"run.output_dir: {self.path} was moved, deleted, or taken by another run, while it trained there, "
                     f"so it ends; if you moved it to PLACE, the same command with run.output_dir=PLACE goes on from "
@@ -296,8 +293,12 @@ def bring(url: str, folder: Path) -> None:
         else:
             storage.download(storage.join(url, name), folder / name)
     if left_out:
-        many = f"{len(left_out)} object(s) are left out, as no file here can have such a name"
-        log.warning("%s: %s: %r", url, many, left_out[0][:80])
+        log.warning(
+            "%s: %d object(s) are left out, as no file here can have such a name: %r",
+            url,
+            len(left_out),
+            left_out[0][:80],
+        )
 
 
 def _locks(descriptor: int, kind: int) -> bool:

@@ -70,9 +70,17 @@ class Writer:
         return storage.join(self.url, _FOLDER, f"{self.number:06d}")
 
     def _text(self, ended: bool = False) -> bytes:
-        who = {"id": self.id, "host": socket.gethostname(), "pid": os.getpid(), "user": getpass.getuser()}
-        state = {"number": self.number, "renewal": RENEWAL, "renewals": self.renewals, "ended": ended}
-        return json.dumps(who | state).encode()
+        claim = {
+            "id": self.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "user": getpass.getuser(),
+            "number": self.number,
+            "renewal": RENEWAL,
+            "renewals": self.renewals,
+            "ended": ended,
+        }
+        return json.dumps(claim).encode()
 
 
 def check(url: str, writer: str) -> None:

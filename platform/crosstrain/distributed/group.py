@@ -26,9 +26,7 @@ class Group:
 
     def twin(self) -> "Group":
         """Return a gloo group of all ranks, for small messages on the host. Collective."""
-        if self.process_group is None:
-            return Group()
-        return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
+        return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if self.process_group else None)
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. Use it for small Python objects, not for tensors."""

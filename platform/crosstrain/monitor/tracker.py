@@ -129,14 +129,13 @@ class IsolatedTracker:
 
     def join(self) -> None:
         """Wait until the calls are done. A thread that takes too long is abandoned."""
-        if self._thread is None:
-            return
-        with suppress(queue.Full):
-            self._work.put(None, timeout=_CLOSE_SECONDS)
-            self._thread.join(_CLOSE_SECONDS)
-        if self._thread.is_alive():
-            self._warned = False
-            self._warn(f"did not take the last rows within {_CLOSE_SECONDS:.0f} s; it may lack them")
+        if self._thread is not None:
+            with suppress(queue.Full):
+                self._work.put(None, timeout=_CLOSE_SECONDS)
+                self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():
+                self._warned = False
+                self._warn(f"did not take the last rows within {_CLOSE_SECONDS:.0f} s; it may lack them")
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

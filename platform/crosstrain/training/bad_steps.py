@@ -9,11 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import one_sample
 from crosstrain.data.skip_ranges import Ranges, leave_out, show
-from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback
 from crosstrain.training.state import State
@@ -46,13 +43,12 @@ class BadSteps(Callback):
     Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`.
     """
 
+    _problem: str | None = None  # problem of the current step
+    _went_back: tuple[Path | None, int] = (None, 0)
+
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.runner: Runner = trainer.runner
-        self.dataset: Dataset = trainer.dataset
-        self.policy, self.seed = trainer.run.on_bad_step, trainer.run.seed
-        self._went_back: tuple[Path | None, int] = (None, 0)
-        self._problem: str | None = None  # problem of the current step
+        self.runner, self.policy = self.trainer.runner, self.trainer.run.on_bad_step
 
     def after_backward(self, batch: Step, loss: float) -> str | None:
         self._batch, self._loss = batch, loss
@@ -72,7 +68,14 @@ class BadSteps(Callback):
             return
         where = f"step {state.step} ({show(self._batch.numbers)})"
         if self._problem is None and self.runner.precision.overflows:
-            self._overflow(state, where)
+            state.overflows_in_a_row += 1
+            _end_after(
+                self.runner.precision.options.max_skipped,
+                state.overflows_in_a_row,
+                where,
+                f"steps in a row overflowed although the loss scale fell to {self.runner.precision.scaler.scale:g}, so "
+                f"the model itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
+            )
         else:
             self._bad_step(state, metrics, where)
 
@@ -84,20 +87,8 @@ class BadSteps(Callback):
         if spike is None or len(window) < self.policy.spike_window:
             return None
         usual = statistics.median(window)
-        if loss <= spike * usual:
-            return None
-        return f"the loss, {loss:.4g}, is a spike above {usual:.4g}, the median of the last {len(window)}"
-
-    def _overflow(self, state: State, where: str) -> None:
-        precision = self.runner.precision
-        state.overflows_in_a_row += 1
-        _end_after(
-            precision.options.max_skipped,
-            state.overflows_in_a_row,
-            where,
-            f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
-            f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
-        )
+        problem = f"the loss, {loss:.4g}, is a spike above {usual:.4g}, the median of the last {len(window)}"
+        return problem if loss > spike * usual else None
 
     def _bad_step(self, state: State, metrics: StepMetrics, where: str) -> None:
         batch, policy = self._batch, self.policy.policy
@@ -154,7 +145,7 @@ class BadSteps(Callback):
         return leave_out(state.left_out, numbers)
 
     def _warn(self, sentence: str) -> None:
-        if self.runner.world.rank == 0:  # the warning is the same on all ranks
+        if self.trainer.is_main:  # the warning is the same on all ranks
             log.warning("%s", sentence)
 
     def suspects(self, micro_batches: list[MicroBatch]) -> list[Suspect]:
@@ -176,25 +167,23 @@ class BadSteps(Callback):
         alone = []
         with self.runner.evaluating():  # no dropout; all ranks evaluate the same sample
             for number in numbers:
-                batch = one_sample(self.dataset, self.seed, number)
+                batch = one_sample(self.trainer.dataset, self.trainer.run.seed, number)
                 own_loss = float(self.runner.evaluate(batch)) / max(self.runner.objective.num_targets(batch), 1)
                 alone.append(((number,), own_loss))
         return [sample for sample in alone if not math.isfinite(sample[1])] or [(numbers, loss)]
 
     def _describe(self, numbers: tuple[int, ...], loss: float) -> dict[str, Any]:
         """Format a suspect for bad_steps.jsonl."""
-        indices = [self.dataset.training_index(self.seed, number) for number in numbers]
-        places = [self.dataset.location(index) for index in indices]
+        indices = [self.trainer.dataset.training_index(self.trainer.run.seed, number) for number in numbers]
+        places = [self.trainer.dataset.location(index) for index in indices]
         return {"samples": list(numbers), "indices": indices, "loss": finite(loss), "whereabouts": places}
 
     def _write(self, row: dict[str, Any]) -> None:
-        folder: RunFolder = self.trainer.folder
-        if self.runner.world.rank != 0 or folder is None:
-            return
         try:
-            append(folder.bad_steps, json.dumps(row) + "\n")
+            if self.trainer.is_main:
+                append(self.trainer.folder.bad_steps, json.dumps(row) + "\n")
         except OSError as error:
-            log.warning("%s cannot be written to (%s); training goes on", folder.bad_steps, error.strerror)
+            log.warning("%s cannot be written to (%s); training goes on", error.filename, error.strerror)
 
 
 def _tell(suspects: list[dict[str, Any]], count: int) -> str:
@@ -209,14 +198,13 @@ def _tell(suspects: list[dict[str, Any]], count: int) -> str:
 
 def _name(suspect: dict[str, Any]) -> str:
     """Describe a suspect, such as `sample 7 (index 211 of the data: document 40 of data/mine; loss 9.1)`."""
-    about, indices = [], suspect["indices"]
-    if indices:
-        found = f"{'index' if len(indices) == 1 else 'indices'} {', '.join(map(str, indices))} of the data"
-        place = suspect["whereabouts"][0] if len(indices) == 1 else ""
-        about.append(f"{found}: {place}" if place else found)
+    indices = suspect["indices"]
+    about = f"{'index' if len(indices) == 1 else 'indices'} {', '.join(map(str, indices))} of the data"
+    if len(indices) == 1 and suspect["whereabouts"][0]:
+        about += f": {suspect['whereabouts'][0]}"
     if suspect["loss"] is not None:
-        about.append(f"loss {suspect['loss']:.4g}")
-    return show(suspect["samples"]) + (f" ({'; '.join(about)})" if about else "")
+        about += f"; loss {suspect['loss']:.4g}"
+    return f"{show(suspect['samples'])} ({about})"
 
 
 def _end_after(limit: int, count: int, where: str, what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
@@ -115,7 +115,7 @@ class Hooks:
     def __init__(self, trainer: Trainer, before: HookKinds, after: HookKinds) -> None:
         """Create all hooks. before, after: platform hooks called before and after the run's callbacks, in order."""
         self._trainer, self._places = trainer, (tuple(before), tuple(after))
-        self.callbacks: dict[str, Callback] = {}  # name -> callback of the run
+        self.callbacks: dict[str, Callback] = {}  # name -> callback of the run; others may be added
         self._platform: dict[str, Callback] = {}
         names = [component.name for component in trainer.run.callbacks]
         if twice := {*names} & {*before, *after}:
@@ -134,32 +134,28 @@ class Hooks:
         for component in trainer.run.callbacks:
             with blamed(f"run.callbacks: {component.name} failed in __init__"):
                 self.callbacks[component.name] = registry.get("callback", component.name)(component.options, trainer)
-        if checkpoint is None or not self.callbacks:
-            return
-        for name, callback in self.callbacks.items():
-            if name not in trainer.state.callbacks:
-                log.info("callback %s begins at step %d: %s has nothing of it", name, trainer.state.step, checkpoint)
-            callback.state |= trainer.state.callbacks.get(name, {})
-        reader = Reader.open(checkpoint)
-        reader.fill([shard for shard in self.shards() if (shard.kind, shard.name) in reader.tensors])
+        if checkpoint is not None and self.callbacks:
+            for name, callback in self.callbacks.items():
+                if name not in trainer.state.callbacks:
+                    log.info(
+                        "callback %s begins at step %d: %s has nothing of it", name, trainer.state.step, checkpoint
+                    )
+                callback.state |= trainer.state.callbacks.get(name, {})
+            reader = Reader.open(checkpoint)
+            reader.fill([shard for shard in self.shards() if (shard.kind, shard.name) in reader.tensors])
 
-    def add(self, name: str, callback: Callback) -> None:
-        """Add a callback that is not in the configuration, after the others."""
-        self.callbacks[name] = callback
-
-    def ordered(self) -> Iterator[tuple[str, Callback]]:
-        """Yield names and hooks in call order."""
+    def ordered(self) -> dict[str, Callback]:
+        """Return name -> hook in call order."""
         in_place_of = {callback.replaces: name for name, callback in self.callbacks.items() if callback.replaces}
         before, after = ([in_place_of.get(name, name) for name in names] for names in self._places)
         further = [name for name, callback in self.callbacks.items() if callback.replaces is None]
         known = self._platform | self.callbacks
-        for name in (*before, *further, *after):
-            yield name, known[name]
+        return {name: known[name] for name in (*before, *further, *after)}
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every hook in order, and return the results."""
         results = []
-        for name, hook in self.ordered():
+        for name, hook in self.ordered().items():
             with blamed(f"run.callbacks: {name} failed in {method}") if name in self.callbacks else nullcontext():
                 results.append(getattr(hook, method)(*arguments))
         return results
@@ -170,8 +166,7 @@ class Hooks:
 
     def saved_states(self) -> dict[str, dict[str, Any]]:
         """Return name -> state of the run's callbacks, for a checkpoint."""
-        names = (name for name, _ in self.ordered())
-        states = dict(zip(names, self.call("saved_state"), strict=True))
+        states = dict(zip(self.ordered(), self.call("saved_state"), strict=True))
         return {name: states[name] for name in self.callbacks}
 
     def shards(self) -> list[Shard]:

@@ -16,8 +16,7 @@ def log_lines(
     megatron = options.format == "megatron"
     lines = [_megatron_line(metrics, max_iters, targets) if megatron else _line(metrics, max_iters)]
     if megatron or options.timers:
-        timers = [f"{phase}: {milliseconds:.2f}" for phase, milliseconds in metrics.timers.items()]
-        lines.append("time (ms) | " + " | ".join(timers))
+        lines.append("time (ms) | " + " | ".join(f"{phase}: {ms:.2f}" for phase, ms in metrics.timers.items()))
     if megatron and first:
         memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())
         lines.append("memory (MB) | " + " | ".join(memory))
@@ -44,8 +43,8 @@ def _line(metrics: StepMetrics, max_iters: int) -> str:
         parts.append(f"MFU {100 * metrics.mfu:.1f}%")
     parts.append(f"{metrics.memory['memory_peak_mb'] * 2**20 / 1e9:.1f} GB")
     if metrics.step < max_iters:
-        left = timedelta(milliseconds=(max_iters - metrics.step) * metrics.step_ms)
-        parts.append(f"eta {_clock(left)}")
+        left = timedelta(seconds=round((max_iters - metrics.step) * metrics.step_ms / 1000))
+        parts.append("eta " + str(left).removeprefix("0:").removeprefix("0"))  # 3:37, 2:03:37 or 1 day, 2:03:37
     return "  ".join(parts)
 
 
@@ -65,11 +64,6 @@ def _megatron_line(metrics: StepMetrics, max_iters: int, targets: str) -> str:
     if metrics.mfu is not None:
         parts.append(f"MFU {100 * metrics.mfu:.1f}%")
     return " | ".join(parts)
-
-
-def _clock(time: timedelta) -> str:
-    """Format as 3:37, 2:03:37 or 1 day, 2:03:37."""
-    return str(timedelta(seconds=round(time.total_seconds()))).removeprefix("0:").removeprefix("0")
 
 
 def shown(value: float | None, form: str) -> str:

@@ -15,7 +15,6 @@ from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
-from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import (
     first_batch,
@@ -143,42 +142,35 @@ def dry_run(config: Config, world_size: int) -> Preflight:
 
 def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
     """Build the model on the meta device, and list its pretrained weights that are not on this machine."""
-    described, absent = _without_weights(config.model, config.sized)
-    adapter = config.adapter
-    if adapter is not None:
-        adapter, more = _without_weights(adapter, adapter)
-        absent += more
-    return model_on_meta(replace(config, model=described, adapter=adapter)), absent
-
-
-def _without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:
-    """Remove and list pretrained weights in the options of a component that are not on this machine.
-
-    `sized` is the same component with all sizes from its presets; they replace the sizes of the missing weights.
-    """
     absent: list[str] = []
+    model = _without_weights(config.model, config.sized, absent)
+    adapter = _without_weights(config.adapter, config.adapter, absent)
+    return model_on_meta(replace(config, model=model, adapter=adapter)), absent
 
-    def strip(value: Any, sized: Any) -> Any:
-        if not is_dataclass(value) or isinstance(value, type):
-            return value
-        for key in ("pretrained",):
-            folder = getattr(value, key, None)
-            if not isinstance(folder, str) or (path := Path(folder).expanduser()).exists():
-                continue
-            if foreign := foreign_weights(path):
-                raise CheckpointError(f"{folder}: {foreign}")
-            if held := downloaded(folder):
-                value = replace(value, **{key: str(held)})
-                continue
+
+def _without_weights(value: Any, sized: Any, absent: list[str]) -> Any:
+    """Remove pretrained weights that are not on this machine from a component or its options, and add them to `absent`.
+
+    `sized` is the same value with all sizes from its presets; they replace the sizes of the missing weights.
+    """
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    folder = getattr(value, "pretrained", None)
+    if isinstance(folder, str) and not (path := Path(folder).expanduser()).exists():
+        if foreign := foreign_weights(path):
+            raise CheckpointError(f"{folder}: {foreign}")
+        if held := downloaded(folder):
+            value = replace(value, pretrained=str(held))
+        else:
             absent.append(folder)
             try:
-                value = replace(sized, **{key: None})
+                value = replace(sized, pretrained=None)
             except UserError:  # no option gives the sizes
                 said = f"{folder}: not on this machine, so the model's sizes are unknown"
                 fetch = f"`hf download {folder}` gets it, as a start without --dry-run does"
                 hint = near(path) or (fetch if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", folder) else "name another")
                 raise CheckpointError(f"{said}; {hint}") from None
-        changed = {f.name: strip(getattr(value, f.name), getattr(sized, f.name)) for f in fields(value) if f.init}
-        return replace(value, **changed)
-
-    return strip(component, sized), absent
+    parts = [f.name for f in fields(value) if f.init]
+    parts = [f.name for f in fields(value) if f.init]
+    changed = {part: _without_weights(getattr(value, part), getattr(sized, part), absent) for part in parts}
+    return replace(value, **changed)

@@ -84,8 +84,8 @@ def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: in
     if not by_token:
         return np.concatenate(found).reshape(len(dataset), -1)
     length = max(rows.shape[1] for rows in found)
-    padded = [np.pad(rows, ((0, 0), (0, length - rows.shape[1]))) for rows in found]
-    return np.concatenate(padded).reshape(len(dataset), -1, length)
+    found = [np.pad(rows, ((0, 0), (0, length - rows.shape[1]))) for rows in found]
+    return np.concatenate(found).reshape(len(dataset), -1, length)
 
 
 def _read(path: Path, digest: str) -> np.ndarray | None:
@@ -105,7 +105,6 @@ def _write(path: Path, values: np.ndarray, digest: str) -> None:
     """Write a checksum over the dataset's digest and the array, followed by the array in NumPy's format."""
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, _sum(file.getvalue(), digest) + file.getvalue())
 
 

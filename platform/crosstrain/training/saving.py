@@ -3,6 +3,7 @@
 import json
 import signal
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from crosstrain.checkpoint import folders
@@ -36,7 +37,7 @@ class Saving(Callback):
     def save(self, *, background: bool) -> None:
         """Save the current state unless it is already saved. Collective."""
         trainer = self.trainer
-        trainer.check_folder()
+        trainer.folder.check_kept()
         pointers, trainer.pointers = trainer.pointers, set()
         if trainer.runner.world.broadcast(self._is_saved()):
             return
@@ -74,4 +75,4 @@ class Saving(Callback):
         state.runner = {trainer.run.runner.name: json.loads(json.dumps(trainer.runner.state))}
         config = trainer.config.plain
         signed = {"signature": signature(config)} if trainer.is_main else {}
-        return state.document(world_size=trainer.runner.world.size, config=config, **signed)
+        return asdict(state) | {"world_size": trainer.runner.world.size, "config": config} | signed

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,17 +57,6 @@ class State:
         if any(len(row) != 3 for row in self.skipped):
             raise ValueError(f"skipped is {reprlib.repr(self.skipped)}, not rows of a step and two samples")
 
-    def improves(self, loss: float) -> bool:
-        """Return True and record `loss` if it is the best so far."""
-        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
-            return False
-        self.best_loss = loss
-        return True
-
-    def document(self, **more: Any) -> dict[str, Any]:
-        """Return the content of state.json for a checkpoint."""
-        return asdict(self) | more
-
     @staticmethod
     def load(checkpoint: Path) -> State:
         """Read a checkpoint's state. Raises CheckpointError if it is malformed."""
@@ -89,11 +77,23 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
     Returns None if there is neither. Raises CheckpointError if a run other than `run` wrote the newest checkpoint under
     `root`. Only rank 0 needs `run`.
     """
+
+    def check(folder: Path) -> None:  # on rank 0; the others help if the checkpoint is in a bucket
+        if (url := storage.origin(folder)) is None:
+            folders.verified(folder)
+        else:
+            _check_together(world.broadcast(url), world)
+
     result: Any = None
     if world.rank == 0:
         try:
-            found = _newest(root, resume_from, run, lambda folder: _check(folder, world))
-            result = [found and (storage.origin(found) or found)]
+            newest, damaged = folders.newest_valid(root, run, check)
+            folders.warn_of(damaged)
+            if newest is None and damaged:
+                raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
+            if newest is None and resume_from:
+                newest = folders.find_checkpoint(resume_from, check)
+            result = [newest and (storage.origin(newest) or newest)]
         except (UserError, OSError) as error:
             result = [error]
     while isinstance(order := world.broadcast(result), str):  # URLs of checkpoints to check, then the result
@@ -104,31 +104,10 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
     return order[0] and storage.local(order[0])  # this machine's path
 
 
-def _newest(root: Path, resume_from: str | None, run: str | None, check: Callable[[Path], object]) -> Path | None:
-    newest, damaged = folders.newest_valid(root, run, check)
-    folders.warn_of(damaged)
-    if newest is None and damaged:
-        raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
-    if newest is None and resume_from:
-        newest = folders.find_checkpoint(resume_from, check)
-    return newest
-
-
-def _check(folder: Path, world: Group) -> None:
-    """Check a checkpoint on rank 0; if it is in a bucket, the other ranks, which wait in `starting_point`, help."""
-    if (url := storage.origin(folder)) is None:
-        folders.verified(folder)
-    else:
-        _check_together(world.broadcast(url), world)
-
-
 def _check_together(url: str, world: Group) -> None:
     """Check a checkpoint in a bucket; each rank checks a part. One rank's error is raised on every rank. Collective."""
-
-    def check() -> None:
-        folders.verified(storage.local(url), share=(world.rank, world.size))
-
-    world.together(check)
+    share = world.rank, world.size
+    world.together(lambda: folders.verified(storage.local(url), share=share).folder)  # the reader itself is large
 
 
 def continues(checkpoint: Path, config: Config) -> bool:

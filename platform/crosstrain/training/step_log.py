@@ -1,7 +1,6 @@
 """The hook that logs steps: log lines, notes of other hooks, and the progress bar."""
 
 import sys
-from typing import Any
 
 from tqdm import tqdm
 
@@ -17,11 +16,9 @@ from crosstrain.utils.units import disjoint
 class StepLog(Callback):
     """Logs every `run.log_interval`-th step and the last step, and adds their metrics to `trainer.row`."""
 
-    def __init__(self, options: Any, trainer: Any) -> None:
-        super().__init__(options, trainer)
-        self._bar = tqdm(disable=True)  # until `on_start`
-        self._is_first = True
-        self._last: StepMetrics | None = None  # metrics of the last step; None: already logged
+    _bar = tqdm(disable=True)  # until `on_start`
+    _is_first = True
+    _last: StepMetrics | None = None  # metrics of the last step; None: already logged
 
     def on_start(self) -> None:
         self.close()

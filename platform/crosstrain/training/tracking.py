@@ -1,6 +1,6 @@
 """The hook that logs the metrics of a step to the run's trackers."""
 
-from typing import Any
+from collections.abc import Sequence
 
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.monitor.tracker import IsolatedTracker, TrackedRun
@@ -10,13 +10,12 @@ from crosstrain.training.callback import Callback
 class Tracking(Callback):
     """Logs `trainer.row` to the trackers on rank 0, after other hooks have filled it."""
 
-    def __init__(self, options: Any, trainer: Any) -> None:
-        super().__init__(options, trainer)
-        self._trackers: list[IsolatedTracker] = []
-        self._step = trainer.state.step
+    _trackers: Sequence[IsolatedTracker] = ()
+    _step = 0  # the last step with a row
 
     def on_start(self) -> None:
         trainer = self.trainer
+        self._step = trainer.state.step
         if trainer.is_main:
             run = TrackedRun(trainer.folder.path, trainer.config.plain, trainer.state.step)
             self._trackers = [IsolatedTracker(component, run) for component in trainer.run.trackers]
@@ -39,10 +38,9 @@ class Tracking(Callback):
 
     def _track(self) -> None:
         trainer = self.trainer
-        if not trainer.row:
-            return
-        trainer.check_folder()
-        self._step = trainer.state.step
-        row, trainer.row = {"step": self._step} | trainer.row, {}
-        for tracker in self._trackers:
-            tracker.call(lambda t: t.log(row))
+        if trainer.row:
+            trainer.folder.check_kept()
+            self._step = trainer.state.step
+            row, trainer.row = {"step": self._step} | trainer.row, {}
+            for tracker in self._trackers:
+                tracker.call(lambda t: t.log(row))

@@ -168,11 +168,6 @@ class Trainer:
             return self.state.samples // size > self._samples_before // size
         return interval is not None and self.state.step % interval == 0
 
-    def check_folder(self) -> None:
-        """Raise TrainingError on rank 0 if the run's folder was moved or deleted."""
-        if self.is_main:
-            self.folder.check_kept()
-
     # ---- samples
 
     def batches(self) -> Iterator[Step]:

@@ -1,7 +1,7 @@
 """Validation hooks: the loss on the val split, and the checkpoint with the lowest loss."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
 
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import named_splits, open_split
@@ -16,9 +16,7 @@ from crosstrain.utils.units import disjoint
 class Validation(Callback):
     """Validates every `run.eval_interval` steps and at the end, and then calls `on_validation` of all hooks."""
 
-    def __init__(self, options: Any, trainer: Any) -> None:
-        super().__init__(options, trainer)
-        self.last: LossMetrics | None = None  # validation result of the current step; None: no validation in this step
+    last: LossMetrics | None = None  # validation result of the current step; None: no validation in this step
 
     @property
     def at_end(self) -> bool:
@@ -41,11 +39,9 @@ class Validation(Callback):
     def on_end(self) -> None:
         """Log the final perplexity, with baselines from token statistics, and the loss on the test split, if any."""
         trainer = self.trainer
-        if trainer.stopped:
-            return
-        if trainer.val_dataset is not None and self.at_end:
+        if trainer.val_dataset is not None and self.at_end and not trainer.stopped:
             self._log_perplexity(trainer.val_dataset)
-        if "test" in named_splits(trainer.config):
+        if "test" in named_splits(trainer.config) and not trainer.stopped:
             log.info("test %s", self.measure(open_split(trainer.config, "test")).line(".6E"))
 
     def _log_perplexity(self, dataset: Dataset) -> None:
@@ -73,5 +69,8 @@ class BestPointer(Callback):
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         if (loss := metrics.get("val_loss")) is None:
             raise ConfigError("run.callbacks: the validation gives no val_loss, which the best checkpoint is chosen by")
-        if self.trainer.state.improves(loss) and self.trainer.run.save_best:
-            self.trainer.save_as("best")
+        state = self.trainer.state
+        if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
+            state.best_loss = loss
+            if self.trainer.run.save_best:
+                self.trainer.save_as("best")

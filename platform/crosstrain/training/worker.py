@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
+from crosstrain.checkpoint.checkpointer import Checkpointer, load_state
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.run_folder import RunFolder
@@ -70,7 +70,7 @@ def build_trainer(
         folder.release()
         raise
     if runner.world.rank == 0:
-        folder.describe()  # last, after all checks
+        folder.describe(config.plain)  # last, after all checks
     log_setup(trainer)
     return trainer
 
@@ -139,10 +139,8 @@ def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
 
 def _changes(start: Path | None, config: Config) -> list[str]:
     """Log and return the settings that changed since the run's own checkpoint."""
-    if start is None:
-        return []
-    changed = [*changes(load_state(start)["config"], config.plain)]
-    if changed:
+    changed = [*changes(load_state(start)["config"], config.plain)] if start is not None else []
+    if start is not None and changed:
         log.info("changed since %s: %s", start.name, ", ".join(changed[:_MOST_CHANGES]))
     return changed
 
@@ -169,18 +167,20 @@ def _make_checkpointer(
     tokenizer = dataset.tokenizer_path
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 
-    def write_assets(checkpoint: Path) -> None:
+    def write_assets(checkpoint: Path, reader: Reader) -> None:
         runner.model.export.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
         if dataset.end_tokens:
             add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
-
-    def write_parts(checkpoint: Path, reader: Reader) -> None:
         runner.model.export.save_parts(checkpoint, reader.names("param"), reader.whole)
 
-    retention = Retention(config.run.keep_last, config.run.keep_every)
     checkpointer = Checkpointer(
-        folder.checkpoints, runner.world.twin(), retention, write_assets, folder.run_id, write_parts
+        folder.checkpoints,
+        runner.world.twin(),
+        write_assets,
+        folder.run_id,
+        keep_last=config.run.keep_last,
+        keep_every=config.run.keep_every,
     )
     if saved_step is not None and runner.world.rank == 0:
         checkpointer.damaged = {step for step in folders.steps(folder.checkpoints) if step > saved_step}

@@ -6,13 +6,12 @@ A tokenizer's folder often holds a whole model. Only the files listed here are t
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import open_regular, write_json
+from crosstrain.utils.files import open_regular, read_regular, write_json
 from crosstrain.utils.logging import log
 
 # Files of tokenizers and processors in transformers and tokenizers: JSON, text, and protobuf vocabularies.
@@ -112,12 +111,10 @@ def copy_files(paths: Iterable[Path], folder: Path) -> None:
     A file that was deleted in the meantime is skipped with a warning, so that the weights are still saved.
     """
     for path in paths:
-        try:
-            source = open_regular(path)
-        except OSError as error:
-            log.warning("%s: not copied into %s (%s)", path, folder, error)
-            continue
-        with source:
-            if not (folder / path.name).exists():
-                with open(folder / path.name, "xb") as copy:
-                    shutil.copyfileobj(source, copy, 1 << 20)
+        if not (folder / path.name).exists():
+            try:
+                content = read_regular(path, _MOST_BYTES)
+            except OSError as error:
+                log.warning("%s: not copied into %s (%s)", path, folder, error)
+            else:
+                (folder / path.name).write_bytes(content)

@@ -57,8 +57,7 @@ def set_up_logging(log_file: Path | None, quiet: bool) -> None:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
     log.handlers.clear()
-    console = _Handler("the console", _print_above_bar)
-    log.addHandler(console)
+    log.addHandler(_Handler("the console", _print_above_bar))
     if log_file is not None:
         file = _Handler(str(log_file), partial(append, log_file))
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt=TIME_FORMAT))

@@ -14,9 +14,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 def home() -> Path:
     """Return the folder that holds plugins/, configs/ and projects/."""
     checkout = _PACKAGE.parent.parent
-    if _PACKAGE.parent.name == "platform" and (checkout / "plugins").is_dir():
-        return checkout
-    return _PACKAGE
+    return checkout if _PACKAGE.parent.name == "platform" and (checkout / "plugins").is_dir() else _PACKAGE
 
 
 def find(path: str | os.PathLike[str], named_in: str = "") -> Path:

@@ -126,12 +126,8 @@ def download(url: str, path: Path) -> None:
 
 def remove(url: str) -> None:
     """Delete an object, or everything below `url`. A missing object is not an error."""
-
-    def action(fs: Any, path: str) -> None:
-        with suppress(FileNotFoundError):
-            fs.rm(path, recursive=True)
-
-    tried(url, action)
+    with suppress(FileNotFoundError):
+        tried(url, lambda fs, path: fs.rm(path, recursive=True))
 
 
 def rename(url: str, other: str) -> None:
@@ -147,18 +143,17 @@ def rename(url: str, other: str) -> None:
 
 def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, int | None]:
     def action(fs: Any, path: str) -> dict[str, int | None]:
-        try:
-            found = find(fs, path)
-        except FileNotFoundError:
-            return {}
         base = path.rstrip("/") + "/"
         return {
             name.rstrip("/").removeprefix(base): None if entry["type"] == "directory" else entry["size"]
-            for name, entry in found.items()
+            for name, entry in find(fs, path).items()
             if name.startswith(base) and name != base and ".." not in name.split("/")  # `..` would leave the folder
         }
 
-    return tried(url, action)
+    try:
+        return tried(url, action)
+    except FileNotFoundError:
+        return {}
 
 
 def tried(url: str, action: Callable[[Any, str], T]) -> T:

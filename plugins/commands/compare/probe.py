@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crosstrain import Batch, Box, Callback, MatrixOptimizer, MicroBatch, Piece, Shard, Step
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.training.trainer import Trainer
@@ -41,7 +41,7 @@ class Probe(Callback):
         self._restore: Callable[[], None] = lambda: None
         self.steps: list[dict[str, Any]] = []
         self._files = {
-            kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
+            kind: Checkpointer(folder / kind, self.group, lambda *_: None, keep_last=None)
             for kind in ("gradients", "state")
         }
         self._keep("state", self.runner.held.shards())

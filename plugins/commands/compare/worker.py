@@ -54,7 +54,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
     first = trainer.state.step
     probe = Probe(trainer, job.folder, write=job.role == "reference", disturb=job.role == "noise")
-    trainer.hooks.add("probe", probe)
+    trainer.hooks.callbacks["probe"] = probe
     record: dict[str, Any] = {}
     if job.resumed:
         earlier = _checkpoint(trainer, first)

@@ -24,8 +24,7 @@ from torch.distributed.elastic import rendezvous as rdzv
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous, registry
 
 from crosstrain.distributed.launch.cluster_env import set_restart_reason
 from crosstrain.distributed.launch.signals import stop_signals
@@ -141,7 +140,7 @@ class _Agent(LocalElasticAgent):
             local_world_size=how.nproc_per_node,
             entrypoint=run_worker,
             args=(worker, args),
-            rdzv_handler=get_rendezvous_handler(rendezvous),
+            rdzv_handler=registry.get_rendezvous_handler(rendezvous),
             max_restarts=how.max_restarts,
             monitor_interval=0.1,
             local_addr=rendezvous.local_addr,

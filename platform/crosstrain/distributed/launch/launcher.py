@@ -55,9 +55,8 @@ class Launch:
     @property
     def world_sizes(self) -> list[int]:
         """All possible numbers of workers, in ascending order."""
-        if self.nodes is None:
-            return [self.world_size]
-        return [self.nproc_per_node * nodes for nodes in range(self.nodes.min_nodes, self.nodes.max_nodes + 1)]
+        least, most = (self.nodes.min_nodes, self.nodes.max_nodes) if self.nodes else (1, 1)
+        return [self.nproc_per_node * nodes for nodes in range(least, most + 1)]
 
 
 def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:

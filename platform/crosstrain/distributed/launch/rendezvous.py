@@ -123,8 +123,9 @@ def _address_towards(host: str, port: int, timeout: float) -> str:
                 return str(probe.getsockname()[0])
         except OSError as error:
             if time.monotonic() > deadline or not isinstance(error, socket.gaierror):
-                reason = error.strerror or error
-                raise ConfigError(f"--rdzv-endpoint: {host} cannot be reached from here ({reason})") from None
+                raise ConfigError(
+                    f"--rdzv-endpoint: {host} cannot be reached from here ({error.strerror or error})"
+                ) from None
             time.sleep(1)
 
 

@@ -27,9 +27,6 @@ _launcher_shows_errors = False  # our own launcher started this process
 class WorkerFailure(Exception):
     """A worker failed with an error that is not a UserError; the message holds the traceback."""
 
-    def __init__(self, rank: int, trace: str) -> None:
-        super().__init__(f"rank {rank} failed:\n{trace}")
-
 
 # ---- in a worker
 
@@ -62,20 +59,20 @@ def report_error(error: Exception) -> None:
     error = refusal(error) or _lost_connection(error) or error
     if not _launcher_shows_errors:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
-        return
-    details = {
-        "message": str(error) or type(error).__name__,
-        "extraInfo": {
-            "user_error": isinstance(error, UserError),
-            "rank_lost": isinstance(error, RankLost) if isinstance(error, UserError) else _is_lost_peer(str(error)),
-            "may_pass": isinstance(error, OutOfMemory),
-            "short": sentence(f"{type(error).__name__}: {error}")[:300],
-            "py_callstack": "".join(traceback.format_exception(error)),
-            "timestamp": str(int(time.time())),
-        },
-    }
-    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
-        json.dump({"message": details}, file)
+    else:
+        details = {
+            "message": str(error) or type(error).__name__,
+            "extraInfo": {
+                "user_error": isinstance(error, UserError),
+                "rank_lost": isinstance(error, RankLost) if isinstance(error, UserError) else _is_lost_peer(str(error)),
+                "may_pass": isinstance(error, OutOfMemory),
+                "short": sentence(f"{type(error).__name__}: {error}")[:300],
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(time.time())),
+            },
+        }
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
+            json.dump({"message": details}, file)
 
 
 def exit_silently(seconds: float) -> NoReturn:
@@ -141,9 +138,14 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
     lost = bool(extra.get("rank_lost"))
     summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'no word')}"
     if extra.get("user_error"):
-        final = not (lost or extra.get("may_pass"))
-        return Failure(UserError(message["message"]), summary, is_final=final, lost_another=lost)
+        return Failure(
+            UserError(message["message"]),
+            summary,
+            is_final=not (lost or extra.get("may_pass")),
+            lost_another=lost,
+        )
     if "py_callstack" not in extra:  # a library called exit
         summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and no error of Python's"
         return Failure(UserError(f"{summary}; its output may say why; {_AGAIN}"), summary, False, lost_another=False)
-    return Failure(WorkerFailure(rank, extra["py_callstack"]), summary, is_final=False, lost_another=lost)
+    error = WorkerFailure(f"rank {rank} failed:\n{extra['py_callstack']}")
+    return Failure(error, summary, is_final=False, lost_another=lost)

@@ -16,15 +16,17 @@ def find_desync(
 ) -> str | None:
     """Describe a call of another rank that does not match this rank's collective at the same position.
 
-    Only idle ranks are compared, unless a collective `failed`. `desynced` names a group whose latest calls are known to
-    mismatch, even if they differ only in location.
+    Only idle ranks are compared, unless a collective `failed` or a rank is aborting. `desynced` names a group whose
+    latest calls are known to mismatch, even if they differ only in location.
     """
     for group, here in mine.histories.items():
         for other in others:
             there = other.histories.get(group)
-            if there is None or there.ranks != here.ranks or not (failed or _idle(mine, other)):
+            settled = min(mine.idle_seconds, other.idle_seconds) >= SETTLED
+            judged = settled or failed or mine.aborting or other.aborting
+            if there is None or there.ranks != here.ranks or not judged:
                 continue
-            numbers = here.common(there)
+            numbers = range(max(here.first, there.first), min(here.next, there.next))
             pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
             evidence = [n for n, a, b in pairs if not a.matches(b)][:1]
             if evidence and evidence[0] < numbers.stop - FORGIVEN:
@@ -53,19 +55,12 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
     return None
 
 
-def find_mute(mine: RankReport, mute: list[int]) -> str | None:
+def describe_mute(mine: RankReport, mute: list[int]) -> str:
     """Describe the ranks that have not answered since this rank became idle, whether or not it is in a collective."""
-    if not mute:
-        return None
     return (
         f"{name_ranks(mute)} did not answer for {mine.idle_seconds:.0f} s, while rank {mine.rank} waited at "
         f"{mine.location}{_called_at(mine)}; a process that was stopped, or a machine that is lost, does this"
     )
-
-
-def _idle(one: RankReport, other: RankReport) -> bool:
-    """Return True if both ranks have been idle for long enough to be compared, or if either is aborting."""
-    return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= SETTLED
 
 
 def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, others: list[RankReport]) -> str:
@@ -162,9 +157,8 @@ def _activities(late: list[RankReport], group: str, number: int) -> list[str]:
 def _activity(report: RankReport, group: str, number: int) -> str:
     if report.waiting and (call := report.call(report.waiting.group, report.waiting.number)):
         return f"in {call} ({call.location}{_called_at(report)})"
-    if call := report.call(group, number):
-        return f"in {call} ({call.location})"
-    return f"at {report.location}{_called_at(report)}"
+    call = report.call(group, number)
+    return f"in {call} ({call.location})" if call else f"at {report.location}{_called_at(report)}"
 
 
 def _called_at(report: RankReport) -> str:

@@ -94,10 +94,6 @@ class History:
     def get(self, number: int) -> Call | None:
         return self.calls[number - self.first] if self.first <= number < self.next else None
 
-    def common(self, other: History) -> range:
-        """Return the sequence numbers of the calls in both histories."""
-        return range(max(self.first, other.first), min(self.next, other.next))
-
 
 @dataclass
 class Waiting:

@@ -4,7 +4,6 @@ If a torch version lacks one of them, collectives are not recorded; nothing fail
 """
 
 import ctypes
-import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,8 +36,6 @@ def delay_abort() -> Callable[[], None]:
     gloo aborts in its own thread if a message is longer than expected. The signal handler is the C function `sleep`,
     called with the signal number 6, so it sleeps for six seconds. No Python code runs in the broken process.
     """
-    if os.name != "posix":
-        return lambda: None
     libc = ctypes.CDLL(None)
     handle = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("signal", libc))
     before = handle(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from crosstrain.distributed import group
 from crosstrain.distributed.launch import worker_errors
-from crosstrain.distributed.watchdog.diagnosis import SETTLED, find_absent, find_desync, find_mute
+from crosstrain.distributed.watchdog.diagnosis import SETTLED, describe_mute, find_absent, find_desync
 from crosstrain.distributed.watchdog.flight_recorder import MAX_CALLS, FlightRecorder, RankReport, locate
 from crosstrain.distributed.watchdog.torch_hooks import delay_abort, is_aborting
 from crosstrain.utils.errors import RankLost, TrainingError, UserError
@@ -122,7 +122,8 @@ class Watchdog:
         if problem:
             self._end_run(TrainingError(problem))
         late = mine.idle_seconds >= self._limit and not failed
-        if late and (problem := find_absent(mine, answered, silent) or find_mute(mine, sorted(self._mute))):
+        mute = describe_mute(mine, sorted(self._mute)) if self._mute else None
+        if late and (problem := find_absent(mine, answered, silent) or mute):
             # A process that does not answer counts as lost, not as being in a different call.
             self._end_run(RankLost(problem) if silent else TrainingError(problem))
 
