@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
@@ -108,7 +108,7 @@ def _builder(project: ProjectLike, options: sources.Overrides, without: Key = ()
         else sources.read_yaml(paths.find(project))
     )
     if without:
-        base = sources.without(base, without)
+        base.tree = sources.without(base.tree, without)
     return _Builder(base, sources.read_options(options))
 
 
@@ -137,9 +137,8 @@ class _Builder:
     def __init__(self, base: sources.Layer, overrides: sources.Layer, presets: bool = True) -> None:
         self.base, self.overrides = base, overrides
         self.presets = presets  # whether names in `base` may be presets
-        self.origins = sources.Origins([base, overrides])
-        self.check = Checker(self.origins.where)
-        self.check.over_preset = self._over_preset
+        self.layers = [base, overrides]  # the lowest first; presets come below them
+        self.check = Checker(partial(sources.where, self.layers), self._over_preset)
         trees = copy.deepcopy([base.tree, overrides.tree])
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
         self.given = {name: self.tree[name] for name in base.tree | overrides.tree}  # sections of the user
@@ -157,7 +156,7 @@ class _Builder:
         mistakes.raise_all()
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
-        if left := [self.origins.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
+        if left := [self.check.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
             note = f"note: --options name other components, which leave behind {'; '.join(left)}"
             print(sentence(note), file=sys.stderr)
 
@@ -172,7 +171,7 @@ class _Builder:
                 continue
             reduce(getitem, key[:-1], self.tree).pop(key[-1])
         try:
-            tree = sources.resolve(self.tree, self.origins)
+            tree = sources.resolve(self.tree, self.layers)
         except UserError as error:  # further errors may follow from this one
             mistakes.append(error)
             mistakes.raise_all()
@@ -215,7 +214,7 @@ class _Builder:
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
-        given = sources.resolve(self.tree, self.origins, key)
+        given = sources.resolve(self.tree, self.layers, key)
         for i, folder in enumerate(self.check.value(list[bounds.FilePath], given, key)):
             with self.check.located((*key, str(i))):
                 registry.add_folder(paths.find(folder, self.base.label))
@@ -226,7 +225,7 @@ class _Builder:
         parent = reduce(getitem, section, self.tree)
         given = parent[own]
         if isinstance(given, str):
-            given = sources.resolve(self.tree, self.origins, key)
+            given = sources.resolve(self.tree, self.layers, key)
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
         if not isinstance(given, dict):
@@ -237,20 +236,20 @@ class _Builder:
         files = self._preset_files(kind, key)
         if naming not in given:
             others = [label for label in self.tree.get("datasets", ()) if label != own]
-            origins = {layer.label for layer in self.origins.layers if key in layer.lines}
+            origins = {layer.label for layer in self.layers if key in layer.lines}
             if kind == "dataset" and others and origins == {sources.OPTIONS}:  # probably a misspelled label
                 if own in (labels := others[0].split("+")):  # a saved run has the combined datasets as parts
                     part = f"datasets.{others[0]}.parts.{labels.index(own)}.dataset"
                     self.check.fail(key, f"unknown key; did you mean {part}?")
                 self.check.unknown_key(key, others)
             self.check.name_required(kind, at, files)
-        name = self.check.value(str, sources.resolve(self.tree, self.origins, at), at)
+        name = self.check.value(str, sources.resolve(self.tree, self.layers, at), at)
         name, presets = _presets(name, dict(files), key)
         with self.check.located(at):
             cls = options_class(kind, registry.get(kind, name, files))
         if kind == "model":
             presets = self._model_preset(name, given)
-        self.origins.layers[:0] = presets
+        self.layers[:0] = presets
         layers = [reduce(getitem, key, layer.tree) for layer in presets]
         below = reduce(sources.merge, layers, defaults(cls) | self._earlier(cls))
         if kind == "model" and (rest := self._unpublished(cls, below, given)) != below:
@@ -267,7 +266,7 @@ class _Builder:
             self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
         if not self.presets or given.get("model_type") is None:
             return []
-        variant = self.check.value(str, sources.resolve(self.tree, self.origins, key), key)
+        variant = self.check.value(str, sources.resolve(self.tree, self.layers, key), key)
         known = model_types(arch)
         if variant not in known:
             hint = did_you_mean(variant, known, f"known: {', '.join(known) or 'none'}")

@@ -109,13 +109,17 @@ class Checker:
 
     Types: bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict, dataclasses,
     `Annotated[Component, kind]` and the constraints of crosstrain.config.bounds. An int is accepted for a float;
-    nothing else is converted. `where(key)` returns the file, line and name of a key for error messages. Every method
-    raises ConfigError, or ConfigErrors for several mistakes at once.
+    nothing else is converted. `where(key)` returns the file, line and name of a key for error messages.
+    `over_preset(kind, given)` applies the preset that a component may name. Every method raises ConfigError, or
+    ConfigErrors for several mistakes at once.
     """
 
-    def __init__(self, where: Callable[[Key], str]) -> None:
-        self.where = where
-        self.over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given
+    def __init__(
+        self,
+        where: Callable[[Key], str],
+        over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given,
+    ) -> None:
+        self.where, self.over_preset = where, over_preset
 
     def fail(self, key: Key, message: str) -> NoReturn:
         raise ConfigError(self.sentence(key, message))
