@@ -22,9 +22,9 @@ from annotated_types import MinLen
 from crosstrain.config import bounds, sources
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, options_class, to_plain
+from crosstrain.config.schema import Checker, Component, Key, all_mistakes, defaults, options_class, to_plain
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError, did_you_mean, sentence
+from crosstrain.utils.errors import did_you_mean, sentence
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
@@ -146,14 +146,13 @@ class _Builder:
     def check_names(self) -> None:
         self.check.dataclass(_Names, self.given, ())
         self._add_plugins()
-        mistakes = Mistakes()
-        for kind, key in self._components():
-            at, files = (*key, sources.name_key(key)), self._preset_files(kind, key)
-            name = sources.named(self.tree, key)
-            if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
-                with mistakes, self.check.located(at):
-                    registry.get(kind, name, files)  # raises
-        mistakes.raise_all()
+        with all_mistakes() as mistakes:
+            for kind, key in self._components():
+                at, files = (*key, sources.name_key(key)), self._preset_files(kind, key)
+                name = sources.named(self.tree, key)
+                if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
+                    with mistakes, self.check.located(at):
+                        registry.get(kind, name, files)  # raises
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
         if left := [self.check.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
@@ -164,36 +163,31 @@ class _Builder:
         """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""
         self.check.dataclass(_Sections if self.presets else _Saved, self.given, ())
         self._add_plugins()
-        mistakes = Mistakes()
-        for kind, key in self._components():
-            with mistakes:
-                self._complete(kind, key)
-                continue
-            reduce(getitem, key[:-1], self.tree).pop(key[-1])
-        try:
-            tree = sources.resolve(self.tree, self.layers)
-        except UserError as error:  # further errors may follow from this one
-            mistakes.append(error)
-            mistakes.raise_all()
-            raise
         parts: dict[str, Any] = {"datasets": {}}
-        datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
-        ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
-        with mistakes:
-            if "model" in tree:
-                variant = tree["model"].get("model_type")
-                parts["model"] = self._model(tree["model"])
-                parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
-                parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
-        with mistakes:
-            adapter = tree.get("model", {}).get("adapter")
-            parts["adapter"] = self.check.value(Annotated[Component, "adapter"] | None, adapter, ("model", "adapter"))
-        for label, entry in datasets.items():
+        with all_mistakes() as mistakes:
+            for kind, key in self._components():
+                with mistakes:
+                    self._complete(kind, key)
+                    continue
+                reduce(getitem, key[:-1], self.tree).pop(key[-1])
+            tree = sources.resolve(self.tree, self.layers)  # an error ends the block: others may follow from it
+            datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
+            ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
             with mistakes:
-                parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
-        with mistakes:
-            parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
-        mistakes.raise_all()
+                if "model" in tree:
+                    variant = tree["model"].get("model_type")
+                    parts["model"] = self._model(tree["model"])
+                    parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
+                    parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
+            with mistakes:
+                adapter = tree.get("model", {}).get("adapter")
+                hint = Annotated[Component, "adapter"] | None
+                parts["adapter"] = self.check.value(hint, adapter, ("model", "adapter"))
+            for label, entry in datasets.items():
+                with mistakes:
+                    parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
+            with mistakes:
+                parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
         if len(datasets) > 1:
             each = [
                 {"label": label, "dataset": to_plain(part), "ratio": ratios[label]}

@@ -180,7 +180,8 @@ def named(tree: Any, key: Key) -> Any:
 def resolve(tree: dict[str, Any], layers: Sequence[Layer], key: Key = ()) -> Any:
     """Return the value at `key`, by default the whole tree, with every ${interpolation} replaced by its value.
 
-    Errors name the origins of keys in `layers`. Interpolations of interpolations can stand for endless text, so a process with limits resolves them.
+    Errors name the origins of keys in `layers`. Interpolations of interpolations can stand for endless text, so a
+    process with limits resolves them.
     """
     value = _value(tree, key)
     if not re.search(r"\$\{|\?\?\?", str(value)):

@@ -225,8 +225,7 @@ class _Migration:
 
     def _carry(self, key: Key, parts: list[str], value: Any) -> None:
         """Put a value under a key of the project, or into a note if its runner has no such option."""
-        given = self._project["run"].get("runner", DEFAULT_RUNNER)
-        runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
+        runner = sources.named(self._project, ("run", "runner")) or DEFAULT_RUNNER
         if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *_options_of(runner)]:
             self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
         else:
