@@ -181,8 +181,9 @@ class _Builder:
                     parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
             with mistakes:
                 adapter = tree.get("model", {}).get("adapter")
-                hint = Annotated[Component, "adapter"] | None
-                parts["adapter"] = self.check.value(hint, adapter, ("model", "adapter"))
+                parts["adapter"] = self.check.value(
+                    Annotated[Component, "adapter"] | None, adapter, ("model", "adapter")
+                )
             for label, entry in datasets.items():
                 with mistakes:
                     parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
