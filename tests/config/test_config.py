@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.run_options import AmpOptions, RunOptions
 from crosstrain.config.schema import Component, NoOptions
-from crosstrain.config.sources import Layer, Origins, escape, resolve
+from crosstrain.config.sources import Layer, escape, resolve
 from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_config import configured_home, edit, load, mistake, mistakes
 from fixtures_plugins import forget_plugins, plugin, write
@@ -270,7 +270,7 @@ def test_plain_spells_everything_out_and_reads_back(home: Path) -> None:
 def test_text_that_looks_like_an_interpolation_survives(prompt: str, name: str) -> None:
     text = f"{prompt}{name}{prompt}"
     tree = {"run": {"seed": 3, "prompt": escape(text)}}
-    assert resolve(tree, Origins([Layer("f", tree)]))["run"]["prompt"] == text
+    assert resolve(tree, [Layer("f", tree)])["run"]["prompt"] == text
 
 
 def test_an_escaped_interpolation_is_text_for_ever(home: Path) -> None:

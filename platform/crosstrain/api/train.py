@@ -38,10 +38,8 @@ def train(
     how = Launch.detect(nproc_per_node, config.run.device, max_restarts=config.run.max_restarts)
     run = Run(RunFolder(config.run.output_dir).path)
     with main_hidden():
-        how = replace(how, starts_workers=True)
-        stopped = start_training(project, options, config, how, fresh, defaults | given)
-    if stopped:
-        raise KeyboardInterrupt
+        if start_training(project, options, config, replace(how, starts_workers=True), fresh, defaults | given):
+            raise KeyboardInterrupt
     return run
 
 
@@ -77,8 +75,7 @@ def start_training(
 ) -> int:
     """Check everything, then start the workers. Returns the exit code. `config` is loaded from `project`."""
     config = check_start(project, options, config, how, fresh, given)
-    is_first_start = how.is_first and not was_restarted()
-    if fresh and is_first_start and (aside := RunFolder(config.run.output_dir).set_aside()):
+    if fresh and how.is_first and not was_restarted() and (aside := RunFolder(config.run.output_dir).set_aside()):
         print(f"starting over; the earlier run is kept in {aside}")
     try:
         return launch(train_worker, (config.plain, how.starts_workers), how)

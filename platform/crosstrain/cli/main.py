@@ -35,8 +35,8 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             other = _ELSEWHERE.get(value) if action.metavar == "VERB" else None
-            hint = f"did you mean {other}?" if other else ""
-            hint = hint or did_you_mean(str(value), known, f"choose from {', '.join(known)}")
+            nearest = did_you_mean(str(value), known, f"choose from {', '.join(known)}")
+            hint = f"did you mean {other}?" if other else nearest
             raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
@@ -22,9 +22,9 @@ from annotated_types import MinLen
 from crosstrain.config import bounds, sources
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, options_class, to_plain
+from crosstrain.config.schema import Checker, Component, Key, all_mistakes, defaults, options_class, to_plain
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError, did_you_mean, sentence
+from crosstrain.utils.errors import did_you_mean, sentence
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
@@ -108,7 +108,7 @@ def _builder(project: ProjectLike, options: sources.Overrides, without: Key = ()
         else sources.read_yaml(paths.find(project))
     )
     if without:
-        base = sources.without(base, without)
+        base.tree = sources.without(base.tree, without)
     return _Builder(base, sources.read_options(options))
 
 
@@ -137,9 +137,8 @@ class _Builder:
     def __init__(self, base: sources.Layer, overrides: sources.Layer, presets: bool = True) -> None:
         self.base, self.overrides = base, overrides
         self.presets = presets  # whether names in `base` may be presets
-        self.origins = sources.Origins([base, overrides])
-        self.check = Checker(self.origins.where)
-        self.check.over_preset = self._over_preset
+        self.layers = [base, overrides]  # the lowest first; presets come below them
+        self.check = Checker(partial(sources.where, self.layers), self._over_preset)
         trees = copy.deepcopy([base.tree, overrides.tree])
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
         self.given = {name: self.tree[name] for name in base.tree | overrides.tree}  # sections of the user
@@ -147,17 +146,16 @@ class _Builder:
     def check_names(self) -> None:
         self.check.dataclass(_Names, self.given, ())
         self._add_plugins()
-        mistakes = Mistakes()
-        for kind, key in self._components():
-            at, files = (*key, sources.name_key(key)), self._preset_files(kind, key)
-            name = sources.named(self.tree, key)
-            if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
-                with mistakes, self.check.located(at):
-                    registry.get(kind, name, files)  # raises
-        mistakes.raise_all()
+        with all_mistakes() as mistakes:
+            for kind, key in self._components():
+                at, files = (*key, sources.name_key(key)), self._preset_files(kind, key)
+                name = sources.named(self.tree, key)
+                if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
+                    with mistakes, self.check.located(at):
+                        registry.get(kind, name, files)  # raises
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
-        if left := [self.origins.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
+        if left := [self.check.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
             note = f"note: --options name other components, which leave behind {'; '.join(left)}"
             print(sentence(note), file=sys.stderr)
 
@@ -165,36 +163,32 @@ class _Builder:
         """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""
         self.check.dataclass(_Sections if self.presets else _Saved, self.given, ())
         self._add_plugins()
-        mistakes = Mistakes()
-        for kind, key in self._components():
-            with mistakes:
-                self._complete(kind, key)
-                continue
-            reduce(getitem, key[:-1], self.tree).pop(key[-1])
-        try:
-            tree = sources.resolve(self.tree, self.origins)
-        except UserError as error:  # further errors may follow from this one
-            mistakes.append(error)
-            mistakes.raise_all()
-            raise
         parts: dict[str, Any] = {"datasets": {}}
-        datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
-        ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
-        with mistakes:
-            if "model" in tree:
-                variant = tree["model"].get("model_type")
-                parts["model"] = self._model(tree["model"])
-                parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
-                parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
-        with mistakes:
-            adapter = tree.get("model", {}).get("adapter")
-            parts["adapter"] = self.check.value(Annotated[Component, "adapter"] | None, adapter, ("model", "adapter"))
-        for label, entry in datasets.items():
+        with all_mistakes() as mistakes:
+            for kind, key in self._components():
+                with mistakes:
+                    self._complete(kind, key)
+                    continue
+                reduce(getitem, key[:-1], self.tree).pop(key[-1])
+            tree = sources.resolve(self.tree, self.layers)  # an error ends the block: others may follow from it
+            datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
+            ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
             with mistakes:
-                parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
-        with mistakes:
-            parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
-        mistakes.raise_all()
+                if "model" in tree:
+                    variant = tree["model"].get("model_type")
+                    parts["model"] = self._model(tree["model"])
+                    parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
+                    parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
+            with mistakes:
+                adapter = tree.get("model", {}).get("adapter")
+                parts["adapter"] = self.check.value(
+                    Annotated[Component, "adapter"] | None, adapter, ("model", "adapter")
+                )
+            for label, entry in datasets.items():
+                with mistakes:
+                    parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
+            with mistakes:
+                parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
         if len(datasets) > 1:
             each = [
                 {"label": label, "dataset": to_plain(part), "ratio": ratios[label]}
@@ -215,7 +209,7 @@ class _Builder:
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
-        given = sources.resolve(self.tree, self.origins, key)
+        given = sources.resolve(self.tree, self.layers, key)
         for i, folder in enumerate(self.check.value(list[bounds.FilePath], given, key)):
             with self.check.located((*key, str(i))):
                 registry.add_folder(paths.find(folder, self.base.label))
@@ -226,7 +220,7 @@ class _Builder:
         parent = reduce(getitem, section, self.tree)
         given = parent[own]
         if isinstance(given, str):
-            given = sources.resolve(self.tree, self.origins, key)
+            given = sources.resolve(self.tree, self.layers, key)
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
         if not isinstance(given, dict):
@@ -237,20 +231,20 @@ class _Builder:
         files = self._preset_files(kind, key)
         if naming not in given:
             others = [label for label in self.tree.get("datasets", ()) if label != own]
-            origins = {layer.label for layer in self.origins.layers if key in layer.lines}
+            origins = {layer.label for layer in self.layers if key in layer.lines}
             if kind == "dataset" and others and origins == {sources.OPTIONS}:  # probably a misspelled label
                 if own in (labels := others[0].split("+")):  # a saved run has the combined datasets as parts
                     part = f"datasets.{others[0]}.parts.{labels.index(own)}.dataset"
                     self.check.fail(key, f"unknown key; did you mean {part}?")
                 self.check.unknown_key(key, others)
             self.check.name_required(kind, at, files)
-        name = self.check.value(str, sources.resolve(self.tree, self.origins, at), at)
+        name = self.check.value(str, sources.resolve(self.tree, self.layers, at), at)
         name, presets = _presets(name, dict(files), key)
         with self.check.located(at):
             cls = options_class(kind, registry.get(kind, name, files))
         if kind == "model":
             presets = self._model_preset(name, given)
-        self.origins.layers[:0] = presets
+        self.layers[:0] = presets
         layers = [reduce(getitem, key, layer.tree) for layer in presets]
         below = reduce(sources.merge, layers, defaults(cls) | self._earlier(cls))
         if kind == "model" and (rest := self._unpublished(cls, below, given)) != below:
@@ -267,7 +261,7 @@ class _Builder:
             self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
         if not self.presets or given.get("model_type") is None:
             return []
-        variant = self.check.value(str, sources.resolve(self.tree, self.origins, key), key)
+        variant = self.check.value(str, sources.resolve(self.tree, self.layers, key), key)
         known = model_types(arch)
         if variant not in known:
             hint = did_you_mean(variant, known, f"known: {', '.join(known) or 'none'}")

@@ -29,7 +29,7 @@ class _OutOfBounds(ConfigError):
 
 
 class Mistakes(list[UserError]):
-    """A collector of UserErrors: each `with mistakes:` block stores its error, to report all at once."""
+    """A collector of UserErrors: each `with mistakes:` block stores its error. `all_mistakes` raises all at once."""
 
     def __enter__(self) -> None: ...
 
@@ -38,12 +38,15 @@ class Mistakes(list[UserError]):
             self.append(error)
         return isinstance(error, UserError)
 
-    def raise_all(self) -> None:
-        """Raise the collected errors, if any: a single one unchanged, several as ConfigErrors."""
-        if len(self) == 1:
-            raise self[0]
-        if self:
-            raise ConfigErrors(self)
+
+@contextmanager
+def all_mistakes() -> Iterator[Mistakes]:
+    """Raise the errors that are collected in the block, or end it: one unchanged, several as ConfigErrors."""
+    mistakes = Mistakes()
+    with mistakes:
+        yield mistakes
+    if mistakes:
+        raise mistakes[0] if len(mistakes) == 1 else ConfigErrors(mistakes)
 
 
 @dataclass
@@ -109,13 +112,17 @@ class Checker:
 
     Types: bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict, dataclasses,
     `Annotated[Component, kind]` and the constraints of crosstrain.config.bounds. An int is accepted for a float;
-    nothing else is converted. `where(key)` returns the file, line and name of a key for error messages. Every method
-    raises ConfigError, or ConfigErrors for several mistakes at once.
+    nothing else is converted. `where(key)` returns the file, line and name of a key for error messages.
+    `over_preset(kind, given)` applies the preset that a component may name. Every method raises ConfigError, or
+    ConfigErrors for several mistakes at once.
     """
 
-    def __init__(self, where: Callable[[Key], str]) -> None:
-        self.where = where
-        self.over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given
+    def __init__(
+        self,
+        where: Callable[[Key], str],
+        over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given,
+    ) -> None:
+        self.where, self.over_preset = where, over_preset
 
     def fail(self, key: Key, message: str) -> NoReturn:
         raise ConfigError(self.sentence(key, message))
@@ -153,26 +160,25 @@ class Checker:
             self.fail(key, _expected(cls, value))
         hints = get_type_hints(cls, include_extras=True)
         known = [f.name for f in fields(cls) if f.init]
-        mistakes, meant = Mistakes(), set[str]()
-        former = getattr(cls, "former", {})
-        for name in [name for name in value if name not in known]:
-            if name in former and value[name] == former[name]:
-                continue
-            with mistakes:
-                if instead := getattr(cls, "elsewhere", {}).get(name):
-                    self.fail((*key, str(name)), f"not an option here: {instead}")
-                meant.update(nearest_key(str(name), known))
-                self.unknown_key((*key, str(name)), known)
-        arguments, plain = {}, defaults(cls)
-        for name in known:
-            with mistakes:
-                if name in value:
-                    arguments[name] = self.value(hints[name], value[name], (*key, name))
-                elif name not in meant | plain.keys():
-                    self.fail((*key, name), f"required, but missing; expected {describe(hints[name])}")
-                elif name in plain and (get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name])):
-                    arguments[name] = self.value(hints[name], plain[name], (*key, name))  # check nested components
-        mistakes.raise_all()
+        former, elsewhere = getattr(cls, "former", {}), getattr(cls, "elsewhere", {})
+        arguments, plain, meant = {}, defaults(cls), set[str]()
+        with all_mistakes() as mistakes:
+            for name in [name for name in value if name not in known]:
+                if name in former and value[name] == former[name]:
+                    continue
+                with mistakes:
+                    if name in elsewhere:
+                        self.fail((*key, str(name)), f"not an option here: {elsewhere[name]}")
+                    meant.update(nearest_key(str(name), known))
+                    self.unknown_key((*key, str(name)), known)
+            for name in known:
+                with mistakes:
+                    if name in value:
+                        arguments[name] = self.value(hints[name], value[name], (*key, name))
+                    elif name not in meant | plain.keys():
+                        self.fail((*key, name), f"required, but missing; expected {describe(hints[name])}")
+                    elif name in plain and (get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name])):
+                        arguments[name] = self.value(hints[name], plain[name], (*key, name))  # check nested components
         try:
             return cls(**arguments)
         except OptionError as error:
@@ -247,11 +253,12 @@ class Checker:
         return self.value(Annotated[type(value), bounds.AllowInfinity()], value, key)
 
     def _mapping(self, name_type: Any, item_type: Any, value: Mapping[Any, Any], key: Key) -> dict[Any, Any]:
-        mistakes, checked = Mistakes(), {}
-        for name, item in value.items():
-            with mistakes:
-                checked[self.value(name_type, name, (*key, str(name)))] = self.value(item_type, item, (*key, str(name)))
-        mistakes.raise_all()
+        checked = {}
+        with all_mistakes() as mistakes:
+            for name, item in value.items():
+                at = (*key, str(name))
+                with mistakes:
+                    checked[self.value(name_type, name, at)] = self.value(item_type, item, at)
         return checked
 
     def _sequence(self, origin: type, arguments: tuple[Any, ...], value: Any, key: Key, hint: Any) -> Any:
@@ -259,11 +266,11 @@ class Checker:
         hints = arguments if exact else [arguments[0] if arguments else Any] * len(value)
         if len(value) != len(hints):
             self.fail(key, f"expected {describe(hint)}, got {len(value)} values")
-        mistakes, checked = Mistakes(), []
-        for i, (item_type, item) in enumerate(zip(hints, value, strict=True)):
-            with mistakes:
-                checked.append(self.value(item_type, item, (*key, str(i))))
-        mistakes.raise_all()
+        checked = []
+        with all_mistakes() as mistakes:
+            for i, (item_type, item) in enumerate(zip(hints, value, strict=True)):
+                with mistakes:
+                    checked.append(self.value(item_type, item, (*key, str(i))))
         return origin(checked)
 
     def _union(self, hint: Any, value: Any, key: Key) -> Any:

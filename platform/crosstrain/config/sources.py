@@ -48,28 +48,22 @@ class Layer:
     lines: dict[Key, int | None] = field(default_factory=dict)
 
 
-@dataclass
-class Origins:
-    """The origins of the keys in a merged configuration. The lowest layer comes first."""
+def where(layers: Sequence[Layer], key: Key) -> str:
+    """Return `file:line: key` from the highest layer with `key`, or else from the nearest enclosing section.
 
-    layers: list[Layer] = field(default_factory=list)
-
-    def where(self, key: Key) -> str:
-        """Return `file:line: key` from the highest layer with `key`, or else from the nearest enclosing section.
-
-        The key is shown as written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
-        """
-        for layer in reversed(self.layers):
-            if key in layer.lines:
-                return _place(layer, key, key)
-            if key[-1:] == (name_key(key[:-1]),) and isinstance(_value(layer.tree, key[:-1]), str):
-                return _place(layer, key[:-1], key[:-1])
-        files = [layer for layer in reversed(self.layers) if layer.label != OPTIONS]
-        for length in range(len(key) - 1, 0, -1):
-            for layer in files:
-                if key[:length] in layer.lines:
-                    return _place(layer, key[:length], key)
-        return _place(files[0], (), key)
+    The lowest layer comes first. The key is shown as written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
+    """
+    for layer in reversed(layers):
+        if key in layer.lines:
+            return _place(layer, key, key)
+        if key[-1:] == (name_key(key[:-1]),) and isinstance(_value(layer.tree, key[:-1]), str):
+            return _place(layer, key[:-1], key[:-1])
+    files = [layer for layer in reversed(layers) if layer.label != OPTIONS]
+    for length in range(len(key) - 1, 0, -1):
+        for layer in files:
+            if key[:length] in layer.lines:
+                return _place(layer, key[:length], key)
+    return _place(files[0], (), key)
 
 
 def read_yaml(path: Path, at: Key = ()) -> Layer:
@@ -133,12 +127,12 @@ def plain_layer(label: str, tree: dict[str, Any]) -> Layer:
     return Layer(label, tree, {key: None for key, _ in _walk(tree)})
 
 
-def without(layer: Layer, key: Key) -> Layer:
-    """Return the layer without the value at `key`."""
-    tree = copy.deepcopy(layer.tree)
+def without(tree: dict[str, Any], key: Key) -> dict[str, Any]:
+    """Return a copy of the tree without the value at `key`."""
+    tree = copy.deepcopy(tree)
     if isinstance(parent := _value(tree, key[:-1]), dict):
         parent.pop(key[-1], None)
-    return Layer(layer.label, tree, {at: line for at, line in layer.lines.items() if at[: len(key)] != key})
+    return tree
 
 
 def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) -> Any:
@@ -183,28 +177,29 @@ def named(tree: Any, key: Key) -> Any:
     return value.get(name_key(key)) if isinstance(value, dict) else value
 
 
-def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
+def resolve(tree: dict[str, Any], layers: Sequence[Layer], key: Key = ()) -> Any:
     """Return the value at `key`, by default the whole tree, with every ${interpolation} replaced by its value.
 
-    Interpolations of interpolations can stand for endless text, so a process with limits resolves them.
+    Errors name the origins of keys in `layers`. Interpolations of interpolations can stand for endless text, so a
+    process with limits resolves them.
     """
     value = _value(tree, key)
     if not re.search(r"\$\{|\?\?\?", str(value)):
         return value  # fast path: OmegaConf would copy the whole tree
-    what = f"{origins.layers[0].label}: resolving its interpolations"
+    what = f"{layers[0].label}: resolving its interpolations"
     with closing(LimitedProcess(_resolve, what, memory=_MEMORY, seconds=5.0, advice="use fewer")) as process:
-        return process((tree, origins, key))
+        return process((tree, layers, key))
 
 
-def _resolve(given: tuple[dict[str, Any], Origins, Key]) -> Any:
-    tree, origins, key = given
+def _resolve(given: tuple[dict[str, Any], Sequence[Layer], Key]) -> Any:
+    tree, layers, key = given
     try:
         node: Any = OmegaConf.create(tree)
         for name in key:
             node = node[name]
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
-        raise _unresolved(error, origins, tree, key) from error
+        raise _unresolved(error, layers, tree, key) from error
 
 
 def keys(tree: Any) -> set[Key]:
@@ -219,19 +214,19 @@ def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
         yield from _walk(value, (*at, str(name)))
 
 
-def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str, Any], at: Key) -> ConfigError:
+def _unresolved(error: OmegaConfBaseException, layers: Sequence[Layer], tree: dict[str, Any], at: Key) -> ConfigError:
     key = tuple(_parts(str(error.full_key or "")))
     reason = first_line(error)
     if "Missing mandatory value" in reason:
         reason = "required, but still ???; give it a value, or null where the option has a default of null"
         left = [each for each, value in _walk(tree) if value == _MISSING and each[: len(at)] == at]
-        return ConfigErrors(ConfigError(sentence(f"{origins.where(each)}: {reason}")) for each in left or [key])
+        return ConfigErrors(ConfigError(sentence(f"{where(layers, each)}: {reason}")) for each in left or [key])
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
         near = nearest(target[1], [".".join(key) for key, _ in _walk(tree)])
         reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
     else:
         reason = f"the interpolation cannot be resolved: {reason}"
-    return ConfigError(sentence(f"{origins.where(key)}: {reason}"))
+    return ConfigError(sentence(f"{where(layers, key)}: {reason}"))
 
 
 def _place(layer: Layer, key: Key, shown: Key) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_checkpoint, add_weights
+from crosstrain.cli.flags import add_checkpoint, add_options, add_weights
 
 from ..units import read_bytes
 
@@ -28,13 +28,7 @@ class ExportCommand(Command):
         parser.add_argument(
             "--cfg-path", metavar="FILE", help="a project file, in place of the checkpoint's configuration"
         )
-        parser.add_argument(
-            "--options",
-            nargs="+",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change the configuration that names the source of frozen parameters",
-        )
+        add_options(parser, "change the configuration that names the source of frozen parameters")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Write the checkpoint to the output folder; return the exit code."""

@@ -126,11 +126,6 @@ class _Parameters:
     owned: tuple[str, ...]  # prefixes of the names to export
     prefix: str  # common prefix of these names; it is stripped from the exported names
 
-    def __post_init__(self) -> None:
-        if self.reader.frozen and self.pretrained is None:
-            name = next(iter(self.reader.frozen))
-            raise CheckpointError(f"{self.reader.folder}: {name} was frozen and its source is not known")
-
     def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return the dtypes and shapes of all exported parameters, as tensors on the meta device."""
         found = {n: (t.shape, _DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"}

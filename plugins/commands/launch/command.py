@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import shlex
 from functools import partial
 from typing import Any
 
@@ -11,21 +10,6 @@ import yaml
 from crosstrain import Command, registry
 from crosstrain.cli.flags import add_config, positive
 from crosstrain.utils import paths
-
-_GIVEN = (
-    "name",
-    "image",
-    "claim",
-    "gpu",
-    "queue",
-    "account",
-    "time",
-    "grace",
-    "spot",
-    "env",
-    "secret",
-    "node_selector",
-)
 
 
 @registry.register_command("launch")
@@ -63,11 +47,7 @@ class LaunchCommand(Command):
         """Print the manifest; return the exit code."""
         from .manifest import manifest
 
-        a, known = arguments, _known()
-        made_by = shlex.join(["crosstrain", *a.words])
-        given = {flag: dict(value) if isinstance(value := getattr(a, flag), list) else value for flag in _GIVEN}
-        text = manifest(a.cfg_path, a.options, a.to, a.nodes, a.nproc_per_node, known["gpus"], made_by, **given)
-        print(text, end="")
+        print(manifest(arguments, _known()["gpus"]), end="")
         return 0
 
 

@@ -1,5 +1,6 @@
 """Manifests that start a project on a cluster, rendered from the templates in configs/launch/."""
 
+import argparse
 import math
 import re
 import shlex
@@ -19,23 +20,23 @@ _SAVED = 5e8  # minimum number of bytes that a machine saves per second
 _RESTARTS = 20
 _VOLUME = "/crosstrain"  # mount path of the volume in the pods' templates
 _GIB = 2**30
+_FLAGS: dict[str, Any] = {  # flag -> its default; name and grace have others, and only some targets use each
+    "name": None, "image": "crosstrain", "claim": "crosstrain", "gpu": None, "queue": None, "account": None,
+    "time": "24:00:00", "grace": None, "spot": False, "env": {}, "secret": None, "node_selector": {},
+}  # fmt: skip
 
 
-def manifest(
-    project: str, options: list[str], to: str, nodes: int, nproc_per_node: int | None, gpus: dict[str, int],
-    made_by: str, **given: Any,
-) -> str:  # fmt: skip
-    """Return the manifest that starts a project on `nodes` machines of the target `to`.
+def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
+    """Return the manifest that starts a project on a cluster.
 
-    gpus: name -> GiB of device memory. made_by: the command, shown in the manifest. given: values of the flags `name`,
-    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and the mappings `env` and
-    `node_selector`; None: not given.
-
-    Raises UserError for a flag that the target does not use, and for a project that `crosstrain plan` refuses.
+    arguments: flags of `crosstrain launch`. gpus: name -> GiB of device memory. Raises UserError for a flag that the
+    target does not use, and for a project that `crosstrain plan` refuses.
     """
-    template, wanted = _template(to)
-    if unused := [flag for flag, value in given.items() if value is not None and flag not in wanted]:
-        raise UserError(f"--{unused[0].replace('_', '-')}: --to {to} has no use for it; leave it out")
+    project, options, nodes = arguments.cfg_path, arguments.options, arguments.nodes
+    template, wanted = _template(arguments.to)
+    given = {flag: value for flag in _FLAGS if (value := getattr(arguments, flag)) is not None}
+    if unused := [flag for flag in given if flag not in wanted]:
+        raise UserError(f"--{unused[0].replace('_', '-')}: --to {arguments.to} has no use for it; leave it out")
     config = load_config(project, options)
     output = config.run.output_dir
     if "claim" in wanted and not is_url(output) and not re.match(rf"({_VOLUME}/)?(output|data)/", f"{output}/"):
@@ -44,29 +45,28 @@ def manifest(
             f"output/, which is one, or a bucket"
         )
     on_gpu = config.run.device != "cpu"
-    nproc = nproc_per_node or (8 if on_gpu else 1)
+    nproc = arguments.nproc_per_node or (8 if on_gpu else 1)
     device = ["run.device=cuda"] if on_gpu else []
     made = plan(project, [*options, *device], world_size=nodes * nproc, presets=False)
     on_device = needs(made.chosen, made.project.device)
     fitting = [name for name, size in gpus.items() if on_device <= USABLE * size * _GIB]
-    if on_gpu and "gpus" in wanted and not (given.get("gpu") or fitting):
+    if on_gpu and "gpus" in wanted and not ("gpu" in given or fitting):
         raise UserError(f"a rank needs {show_bytes(on_device)}, more than any device has: see `crosstrain plan`")
     host = nproc * (_HOST + made.chosen.memory.on_host / _GIB) + _SHARED
     file = paths.find(project)
     restarts = config.run.max_restarts or _RESTARTS
-    facts: dict[str, Any] = {
-        "name": re.sub("[^a-z0-9]+", "-", file.stem.lower()).strip("-"), "image": "crosstrain", "claim": "crosstrain",
-        "queue": None, "account": None, "time": "24:00:00", "spot": False, "env": {}, "secret": None,
-        "node_selector": {}, "gpu": None,
+    facts = _FLAGS | {
+        "name": re.sub("[^a-z0-9]+", "-", file.stem.lower()).strip("-"),
         "grace": max(300, math.ceil(60 + made.project.checkpoint_bytes / nodes / _SAVED)),
-    }  # fmt: skip
-    facts |= {flag: value for flag, value in given.items() if value is not None}
+    }
+    facts |= given | {flag: dict(given[flag]) for flag in ("env", "node_selector") if flag in given}
     return template.render(
-        facts, project=project, made_by=made_by, output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name),
+        facts, project=project, made_by=shlex.join(["crosstrain", *arguments.words]), output=output,
+        file=re.sub("[^-._a-zA-Z0-9]", "_", file.name),
         text=file.read_text(encoding="utf-8").rstrip(),
         options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])],
-        restarts=restarts, nodes=nodes, nproc=nproc, nproc_per_node=nproc_per_node,
-        gpus_per_node=nproc if on_gpu else 0, gpus=[given["gpu"]] if given.get("gpu") else fitting,
+        restarts=restarts, nodes=nodes, nproc=nproc, nproc_per_node=arguments.nproc_per_node,
+        gpus_per_node=nproc if on_gpu else 0, gpus=[given["gpu"]] if "gpu" in given else fitting,
         device_memory=show_bytes(on_device), cpus=nproc * (2 + max(config.run.num_workers, 2)),
         memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
     )  # fmt: skip

@@ -1,10 +1,9 @@
 """`crosstrain migrate`: convert a configuration of a foreign program to a project file."""
 
 import argparse
-from contextlib import suppress
 from pathlib import Path
 
-from crosstrain import Command, DataError, UserError, registry
+from crosstrain import Command, UserError, registry
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.program import command
@@ -61,14 +60,5 @@ def _read(arguments: argparse.Namespace) -> tuple[str, list[str], int | None]:
     else:
         read_foreign(file)  # raises if the file cannot be read
         raise UserError(f"{file}: its settings do not tell whose they are: give --from, one of {', '.join(known)}")
-    text, notes, ranks = migrate(file, origin, _count)
+    text, notes, ranks = migrate(file, origin)
     return text, said + notes, ranks
-
-
-def _count(*files: str) -> int | None:
-    """Return the vocabulary size of a tokenizer, or of GPT-2's two files; None if they cannot be read."""
-    from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
-
-    with suppress(DataError):
-        return (load_gpt2(*files) if len(files) > 1 else load_tokenizer(*files)).vocab_size
-    return None

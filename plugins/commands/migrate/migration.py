@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from crosstrain import ConfigError, RunOptions, require
+from crosstrain import ConfigError, DataError, RunOptions, require
 from crosstrain.config import sources
 from crosstrain.config.load import preset_component
 from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE
@@ -36,7 +36,6 @@ _OWN = {f.name: f"run.{f.name}" for f in fields(RunOptions)} | {
     "plugins": f"{NONE}a file brings no code; name plugins that you trust in the project"
 }
 
-Count = Callable[..., int | None]
 Note = tuple[str, str, str]  # title, names of settings or of project keys, reason
 
 
@@ -95,13 +94,12 @@ def looks_like(path: Path) -> Origin | None:
     return found[max(found)] if max(found, default=0) >= 4 else None
 
 
-def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> tuple[str, list[str], int | None]:
+def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
     """Return the configuration at `path` as a project file, notes, and its number of ranks (None: unknown).
 
-    Every setting is in the project or in a note. `count` returns the vocabulary size of a tokenizer's files, or None if
-    it cannot read them. Raises ConfigError if the configuration cannot be read.
+    Every setting is in the project or in a note. Raises ConfigError if the configuration cannot be read.
     """
-    migration = _Migration(path, origin, count)
+    migration = _Migration(path, origin)
     project = migration.settled()
     ranks = project.pop("ranks", 0)
     project["run"] = run = {name: project["run"][name] for name in _OWN if name in project["run"]}
@@ -122,8 +120,8 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
 class _Migration:
     """Settings of a foreign program, the project that its template renders from them, and notes on the rest."""
 
-    def __init__(self, path: Path, origin: Origin, count: Count) -> None:
-        self._path, self._origin, self._count = path, origin, count
+    def __init__(self, path: Path, origin: Origin) -> None:
+        self._path, self._origin = path, origin
         self._tree = read_foreign(path, origin.calls)
         unread = self._tree.pop(UNKNOWN, {})
         with explained(f"{path}: a value in it cannot be understood"):
@@ -158,8 +156,14 @@ class _Migration:
         return next((str(file) for file in (self._path.parent / str(name), Path(str(name))) if there(file)), None)
 
     def _vocabulary(self, *names: Any) -> int | None:
-        found = [self._located(name, Path.exists) if name else None for name in names]
-        return None if None in found else self._count(*found)
+        """Return the vocabulary size of a tokenizer, or of GPT-2's two files; None if they cannot be read."""
+        from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
+
+        files = [file for name in names if name and (file := self._located(name, Path.exists))]
+        with suppress(DataError):
+            if len(files) == len(names):
+                return (load_gpt2(*files) if len(files) > 1 else load_tokenizer(*files)).vocab_size
+        return None
 
     def settled(self) -> Any:
         """Return the project; every setting is in it or in a note. Raises ConfigError for another program's file."""
@@ -221,8 +225,7 @@ class _Migration:
 
     def _carry(self, key: Key, parts: list[str], value: Any) -> None:
         """Put a value under a key of the project, or into a note if its runner has no such option."""
-        given = self._project["run"].get("runner", DEFAULT_RUNNER)
-        runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
+        runner = sources.named(self._project, ("run", "runner")) or DEFAULT_RUNNER
         if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *_options_of(runner)]:
             self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
         else:

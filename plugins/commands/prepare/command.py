@@ -2,12 +2,12 @@
 
 import argparse
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 from crosstrain import Command, FilePath, UserError, registry
 from crosstrain.cli.flags import add_options
 from crosstrain.config.schema import Checker
-from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
+from crosstrain.config.sources import merge, plain_layer, read_options, read_yaml, resolve, where
 from crosstrain.utils import paths
 from crosstrain.utils.errors import printable
 from crosstrain.utils.program import command
@@ -80,9 +80,8 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
         given["input"] = given["input"][0]
     layers = [read_yaml(paths.find(arguments.cfg_path))] if arguments.cfg_path else []
     layers += [plain_layer("prepare", given), read_options(arguments.options)]
-    origins = Origins(layers)
     tree = reduce(merge, (layer.tree for layer in layers))
-    return Checker(origins.where).dataclass(Recipe, resolve(tree, origins), ())
+    return Checker(partial(where, layers)).dataclass(Recipe, resolve(tree, layers), ())
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -27,15 +27,13 @@ def samples(
     prepare_data(config)
     dataset = open_split(config, split)
     seed = config.run.seed if split == "train" else 0
-    wanted = list(numbers)
-    for number in wanted:
-        if number < 0 or (split != "train" and number >= len(dataset)):
-            raise UserError(f"--number: {number} is none of the {len(dataset)} samples of the {split} split, from 0 on")
     if dataset.notice:
         log.warning(dataset.notice)
     tokenizer = None if dataset.tokenizer_path is None else load_tokenizer(dataset.tokenizer_path)
     views = []
-    for number in wanted:
+    for number in numbers:
+        if number < 0 or (split != "train" and number >= len(dataset)):
+            raise UserError(f"--number: {number} is none of the {len(dataset)} samples of the {split} split, from 0 on")
         index = dataset.training_index(seed, number) if split == "train" else number
         data: Mapping[str, Any] = dataset.get(index, sample_rng(seed, number))
         origin = (f"index {index} of {len(dataset)}", dataset.location(index))

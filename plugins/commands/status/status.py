@@ -1,7 +1,6 @@
 """Read the state of a run from the files in its folder: running, finished, stopped or died."""
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -40,11 +39,9 @@ class Status:
 def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
     """Yield the run folders in and below `places`, sorted by name; links to folders are not followed."""
     for place in places:
-        for path, below, files in os.walk(Path(place).expanduser()):
-            below.sort()
-            if "log.txt" in files and "config.yaml" in files:
-                below.clear()
-                yield Path(path)
+        for log in sorted(Path(place).expanduser().rglob("log.txt")):
+            if (log.parent / "config.yaml").exists():
+                yield log.parent
 
 
 def status(folder: Path) -> Status:
