@@ -36,7 +36,6 @@ DTYPES: dict[int, np.dtype] = {
 _HEADER = struct.Struct("<9sQBQQ")
 _SPOT_CHECKS = 16
 _COPY = 1 << 22  # bytes copied at once
-_DOCUMENTS = 1 << 16  # documents copied at once
 _CHUNK = 1 << 20  # index entries processed at once
 # Half-width of the search window, in documents, around the interpolated position; enough for random document lengths.
 _NEAR = 1 << 12
@@ -97,9 +96,9 @@ class TokenFile:
             raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, and it has {bin_size}")
         self.num_tokens = bin_size // self.dtype.itemsize
         self._tokens = _Column(self.bin_path, self._bin, self.dtype, 0, self.num_tokens)
-        for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
-            if self.num_sequences:
-                self._check(sequence, sequence + 1)
+        checks = min(_SPOT_CHECKS, self.num_sequences)
+        for sequence in np.linspace(0, self.num_sequences - 1, checks).astype(int).tolist():
+            self._check(sequence, sequence + 1)
 
     def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path]]:  # workers reopen the files
         return TokenFile, (self.prefix,)
@@ -192,10 +191,7 @@ class TokenWriter:
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = [code for code, known in DTYPES.items() if known == self.dtype]
-        if not codes:
-            raise ValueError(f"tokens are stored as integers of at most 64 bits, not {self.dtype}")
-        self._code = codes[0]
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._final = tuple(map(Path, _paths(prefix)))
         self._partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in self._final]
         self.num_documents = self.num_tokens = 0
@@ -206,9 +202,13 @@ class TokenWriter:
         """Append documents, each a list of token IDs. Raises DataError if an ID does not fit the dtype."""
         sizes = np.array([len(document) for document in documents], dtype="<i4")
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
-        self._write(tokens)
+        limits = np.iinfo(self.dtype)
+        if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+            raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
+        self._bin.write(tokens.astype(self.dtype).tobytes())
         self._sizes.append(sizes)
         self.num_documents += len(sizes)
+        self.num_tokens += len(tokens)
 
     def append(self, sizes: np.ndarray, file: Path) -> None:
         """Append documents from `file`, which must hold their tokens in this dtype; `sizes` has their lengths."""
@@ -220,23 +220,6 @@ class TokenWriter:
         self._sizes.append(sizes.astype("<i4"))
         self.num_documents += len(sizes)
         self.num_tokens += tokens
-
-    def copy(self, source: TokenFile, start: int, stop: int) -> None:
-        """Append documents [start, stop) of `source`. Raises DataError if an ID does not fit the dtype."""
-        for first in range(start, stop, _DOCUMENTS):
-            last = min(first + _DOCUMENTS, stop)
-            begins = np.array([source.document_start(document) for document in range(first, last + 1)])
-            for begin in range(int(begins[0]), int(begins[-1]), _CHUNK):
-                self._write(source.tokens(begin, min(begin + _CHUNK, int(begins[-1]))))
-            self._sizes.append(np.diff(begins).astype("<i4"))
-            self.num_documents += last - first
-
-    def _write(self, tokens: np.ndarray) -> None:
-        limits = np.iinfo(self.dtype)
-        if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
-            raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
-        self._bin.write(tokens.astype(self.dtype).tobytes())
-        self.num_tokens += len(tokens)
 
     def __enter__(self) -> Self:
         return self

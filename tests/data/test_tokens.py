@@ -188,8 +188,6 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "t", [[1, 65536]])
     with pytest.raises(DataError, match="-1 to 1 do not fit"):
         write(tmp_path / "t", [[1, -1]])
-    with pytest.raises(ValueError, match="integers"):
-        TokenWriter(tmp_path / "t", "float32")
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -287,18 +285,3 @@ def test_offsets_of_many_gigabytes(tmp_path: Path) -> None:
     assert file.tokens(3 * length - 2, 3 * length).tolist() == [0, 60_002]
     assert file.document(1)[-1] == 60_001
     assert (tmp_path / "large.bin").stat().st_blocks * 512 < 1 << 20
-
-
-def test_documents_are_copied_between_files_of_different_widths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from crosstrain_plugins.builtin.datasets import indexed_dataset as module
-
-    monkeypatch.setattr(module, "_CHUNK", 3)
-    monkeypatch.setattr(module, "_DOCUMENTS", 2)
-    megatron_files(tmp_path / "wide", [[[1, 2, 3], [4]], [[]], [[5, 6]], [[7]], [[70_000]]], 4)
-    with TokenWriter(tmp_path / "copy", "uint16") as writer:
-        writer.copy(TokenFile(tmp_path / "wide"), 0, 4)
-    assert reference_read(tmp_path / "copy") == (8, [[[1, 2, 3, 4]], [[]], [[5, 6]], [[7]]])
-    with pytest.raises(DataError, match="do not fit uint16"), TokenWriter(tmp_path / "none", "uint16") as writer:
-        writer.copy(TokenFile(tmp_path / "wide"), 0, 5)
