@@ -246,13 +246,15 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
             "r": int(rank),
             "lora_alpha": int() | float() as alpha,
             "target_modules": list(targets),
-        }:
+        } if (
+            type(rank) is int
+            and rank >= 1
+            and 0 < alpha < math.inf
+            and all(isinstance(target, str) for target in targets)
+        ):
             pass
         case _:
             raise CheckpointError(f"{folder / _CONFIG}: not the configuration of a LoRA adapter on named linear maps")
-    sound = type(rank) is int and rank >= 1 and 0 < alpha < math.inf and all(isinstance(t, str) for t in targets)
-    if not sound:
-        raise CheckpointError(f"{folder / _CONFIG}: rank {rank}, alpha {alpha} or its targets make no adapter")
     usual = require("peft", "model.adapter").LoraConfig().to_dict() | {"init_lora_weights": None}
     config["init_lora_weights"] = None if (start := config.get("init_lora_weights")) in _INITIAL else start
     others = [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]

@@ -27,17 +27,15 @@ _EMPTY = (None, "", [], {})  # values that count as missing
 _DATA = "data:"  # prefix of an image stored in the annotation itself, in base64
 
 
-def read_annotations(
-    path: Path, audit: RowAudit | None = None, used: frozenset[str] = frozenset(), max_dropped: float = 0.1
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_annotations(path: Path, audit: RowAudit, max_dropped: float = 0.1) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, annotation) of each sample; annotations have the form that `annotation_of` returns.
 
     The file holds rows in a format that `conversation_files.rows` reads, or an object with the rows under
-    `annotations`; in COCO's layout, `images` has the file names. `audit` counts rows, dropped rows and, if `used` is
-    not empty, keys. Raises DataError if the file cannot be read, and if the fraction of dropped rows is above
+    `annotations`; in COCO's layout, `images` has the file names. `audit` counts rows, dropped rows and, if it ignores
+    any keys, the others. Raises DataError if the file cannot be read, and if the fraction of dropped rows is above
     `max_dropped`.
     """
-    audit = audit or RowAudit(used)
+    used = audit.ignore_columns
     for entry, place in _entries(path, audit):
         try:
             sample, unread = annotation_of(entry)
@@ -62,7 +60,7 @@ def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
         described = [image for image in row.pop("images", None) or () if isinstance(image, dict)]
         by_id = {str(image.get("id")): image for image in described}
         annotations = row.pop("annotations")
-        audit.add(RowAudit().plain | {"unread": {key: [1, str(path)] for key in sorted(keys_of(row))}})
+        audit.add({"unread": {key: [1, str(path)] for key in sorted(keys_of(row))}})
         for number, entry in enumerate(annotations):
             if by_id and isinstance(entry, dict):
                 name = str(entry.pop("image_id", None))

@@ -94,7 +94,12 @@ class ImageText(ImageDataset):
         return self.samples.name(index)
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        return _parsed(*self.samples.read(index))
+        name, content = self.samples.read(index)
+        pictures = sorted((e for e in content if e.rpartition(".")[2] in IMAGES), key=_number)
+        annotation = _annotation(name, content)
+        if not pictures and not annotation.get("text_only"):
+            raise SampleError(f"{name} has no image")
+        return [open_image(content[e], f"{name}.{e}") for e in pictures], annotation
 
 
 def _keys(name: str, content: dict[str, bytes]) -> list[str]:
@@ -102,15 +107,6 @@ def _keys(name: str, content: dict[str, bytes]) -> list[str]:
         return keys_of(_annotation(name, content))
     except SampleError:  # reported when the sample is read
         return []
-
-
-def _parsed(name: str, content: dict[str, bytes]) -> tuple[list[Any], Annotation]:
-    """Return the images and the annotation of a sample in a shard."""
-    pictures = sorted((e for e in content if e.rpartition(".")[2] in IMAGES), key=_number)
-    annotation = _annotation(name, content)
-    if not pictures and not annotation.get("text_only"):
-        raise SampleError(f"{name} has no image")
-    return [open_image(content[e], f"{name}.{e}") for e in pictures], annotation
 
 
 def _number(extension: str) -> tuple[int, str]:

@@ -96,9 +96,9 @@ class TokenFile:
             raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, and it has {bin_size}")
         self.num_tokens = bin_size // self.dtype.itemsize
         self._tokens = _Column(self.bin_path, self._bin, self.dtype, 0, self.num_tokens)
-        for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
-            if self.num_sequences:
-                self._check(sequence, sequence + 1)
+        checks = min(_SPOT_CHECKS, self.num_sequences)
+        for sequence in np.linspace(0, self.num_sequences - 1, checks).astype(int).tolist():
+            self._check(sequence, sequence + 1)
 
     def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path]]:  # workers reopen the files
         return TokenFile, (self.prefix,)
@@ -191,10 +191,7 @@ class TokenWriter:
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = [code for code, known in DTYPES.items() if known == self.dtype]
-        if not codes:
-            raise ValueError(f"tokens are stored as integers of at most 64 bits, not {self.dtype}")
-        self._code = codes[0]
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._final = tuple(map(Path, _paths(prefix)))
         self._partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in self._final]
         self.num_documents = self.num_tokens = 0
@@ -209,9 +206,9 @@ class TokenWriter:
         if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
             raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
         self._bin.write(tokens.astype(self.dtype).tobytes())
-        self.num_tokens += len(tokens)
         self._sizes.append(sizes)
         self.num_documents += len(sizes)
+        self.num_tokens += len(tokens)
 
     def append(self, sizes: np.ndarray, file: Path) -> None:
         """Append documents from `file`, which must hold their tokens in this dtype; `sizes` has their lengths."""

@@ -87,5 +87,5 @@ class Instructions(ImageDataset):
 @lru_cache(maxsize=8)
 def _read(path: Path, _modified: int, used: frozenset[str], max_dropped: float) -> tuple[list[Entry], str]:
     audit = RowAudit(used)
-    entries = list(read_annotations(path, audit, used, max_dropped))
+    entries = list(read_annotations(path, audit, max_dropped))
     return entries, "; ".join(audit.notices())

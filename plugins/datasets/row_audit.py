@@ -28,27 +28,22 @@ class RowAudit:
 
     def row(self, place: str, unread: Iterable[str] = ()) -> None:
         """Count a row that is used, and the paths of its unread keys."""
-        self.plain["rows"] += 1
-        for path in unread:
-            if not self._ignored(path):
-                _count(self.plain["unread"], path, 1, place)
+        self.add({"rows": 1, "unread": {path: [1, place] for path in unread}})
 
     def drop(self, place: str, reason: str) -> None:
         """Count a dropped row. Reasons that differ only in their digits are the same kind."""
-        self.plain["rows"] += 1
-        self.plain["dropped"] += 1
-        _count(self.plain["reasons"], re.sub(r"\d+", "N", reason), 1, f"{place}: {reason}")
-        self.plain["named"] = [*self.plain["named"], f"{place}: {reason}"][:_NAMED]
+        said = f"{place}: {reason}"
+        self.add({"rows": 1, "dropped": 1, "reasons": {re.sub(r"\d+", "N", reason): [1, said]}, "named": [said]})
 
     def add(self, plain: dict[str, Any]) -> None:
-        """Merge `plain` from an audit of later rows, except ignored keys."""
+        """Merge counts of later rows, in the form of `plain` or a part of it, except ignored keys."""
         for name in ("rows", "dropped"):
-            self.plain[name] += plain[name]
+            self.plain[name] += plain.get(name, 0)
         for name in ("unread", "reasons"):
-            for key, (number, first) in plain[name].items():
+            for key, (number, first) in plain.get(name, {}).items():
                 if name == "reasons" or not self._ignored(key):
                     _count(self.plain[name], key, number, first)
-        self.plain["named"] = (self.plain["named"] + plain["named"])[:_NAMED]
+        self.plain["named"] += plain.get("named", [])[: _NAMED - len(self.plain["named"])]
 
     def notices(self) -> list[str]:
         """Return a sentence about unread keys and one about dropped rows, if there are any."""
@@ -75,8 +70,7 @@ class RowAudit:
             )
 
     def _ignored(self, path: str) -> bool:
-        parts = path.split(".")
-        return any(".".join(parts[:length]) in self.ignore_columns for length in range(1, len(parts) + 1))
+        return any(path == given or path.startswith(f"{given}.") for given in self.ignore_columns)
 
 
 def _count(counts: dict[str, list[Any]], key: str, number: int, first: str) -> None:

@@ -123,8 +123,11 @@ def describe(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
         pairs = [(a, b) for a, b in itertools.combinations(scene, 2) if getattr(a, axis) != getattr(b, axis)]
         for i in rng.permutation(len(pairs))[:3]:
             questions.append(_relation(kind, axis, *pairs[i], rng))
-    questions.append(_q("columns", "describe the columns", _by_columns(scene)))
-    return {"caption": _by_rows(scene), "questions": questions, "conversations": _conversation(scene, rng)}
+    by_columns = sorted(scene, key=lambda t: (t.column, t.row))
+    columns = " , ".join(f"{COLUMNS[t.column]} {ROWS[t.row]} {t}" for t in by_columns)
+    questions.append(_q("columns", "describe the columns", columns))
+    caption = " , ".join(f"{t} {_place(t)}" for t in sorted(scene, key=lambda t: t.cell))
+    return {"caption": caption, "questions": questions, "conversations": _conversation(scene, rng)}
 
 
 def _place(thing: Thing) -> str:
@@ -140,16 +143,6 @@ def _relation(kind: str, axis: str, a: Thing, b: Thing, rng: np.random.Generator
         a, b = b, a
     word = "above" if kind == "above" else "left of"
     return _q(kind, f"is the {a} {word} the {b}", "yes" if getattr(a, axis) < getattr(b, axis) else "no")
-
-
-def _by_rows(scene: Scene) -> str:
-    things = sorted(scene, key=lambda t: t.cell)
-    return " , ".join(f"{t} {_place(t)}" for t in things)
-
-
-def _by_columns(scene: Scene) -> str:
-    things = sorted(scene, key=lambda t: (t.column, t.row))
-    return " , ".join(f"{COLUMNS[t.column]} {ROWS[t.row]} {t}" for t in things)
 
 
 def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]]:

@@ -1,7 +1,6 @@
 """A synthetic vision benchmark: questions about pictures of coloured shapes."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,17 +8,19 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Interval
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from webdataset import ShardWriter
 
-from crosstrain import FilePath, NonNegativeInt, Processors, Split, Text, derive_seed, processors, registry
+from crosstrain import DataError, FilePath, NonNegativeInt, Processors, Split, Text, derive_seed, processors, registry
 from crosstrain.utils.files import write_json
 
+from ..commands.prepare.prepare import new_folder, output_lock
 from .image_text import ImageText
-from .shard_writer import Packed, write_once
 from .synthetic_scenes import describe, draw_scene, render, words
 from .webdataset import expand
 
 # (end of the phase in percent of the training pictures, (minimum, maximum) number of objects in a picture)
 _CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]
+_PER_SHARD = 5_000  # pictures
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _UNKNOWN = "<|unknown|>"  # token for all other words
 _CHATML = (
@@ -64,9 +65,20 @@ class Shapes(ImageText):
 
     @classmethod
     def prepare(cls, options: Any) -> None:
+        """Render the shards into a new folder that appears atomically. An existing folder is not changed.
+
+        Raises DataError if an existing folder was made with other options.
+        """
         made = {key: getattr(options, key) for key in ("images", "held_out", "data_seed", "curriculum")}
-        folder = Path(options.path).expanduser()
-        write_once(folder, made, lambda: _splits(options), per_shard=5_000, beside=write_tokenizer)
+        folder = Path(options.path).expanduser().absolute()
+        with output_lock(folder, wait=True):
+            if folder.exists():
+                _check_made(folder, made)
+            else:
+                with new_folder(folder) as partial:
+                    write_tokenizer(partial)
+                    _write_shards(partial, options)
+                    write_json(partial / "dataset.json", {"options": made})
         super().prepare(options)
 
     @classmethod
@@ -75,21 +87,31 @@ class Shapes(ImageText):
         return expand(f"{Path(options.path).expanduser()}/{name}-*.tar")
 
 
-def _splits(options: Any) -> Iterator[tuple[str, Packed]]:
+def _check_made(folder: Path, made: dict[str, Any]) -> None:
+    try:
+        there = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["options"]
+    except (OSError, ValueError, KeyError):
+        raise DataError(f"{folder} exists and holds no shards that were packed here: choose another folder") from None
+    for key in (key for key, value in made.items() if there.get(key) != value):
+        raise DataError(
+            f"{folder} was made with {key}={there.get(key)!r}, and that is now {made[key]!r}: choose another folder, "
+            f"or remove it"
+        )
+
+
+def _write_shards(folder: Path, options: Shapes.Options) -> None:
+    """Write SPLIT-NNNNNN.tar files."""
     for split in ("train", "val", "test", "novel"):
         number = options.images if split == "train" else options.held_out
-        yield split, _samples(split, number, options.data_seed, options.curriculum)
-
-
-def _samples(split: str, number: int, seed: int, curriculum: bool) -> Iterator[dict[str, Any]]:
-    for i in range(number):
-        rng = np.random.default_rng(derive_seed(seed, split, i))
-        least, most = (1, 4) if split == "train" else (2, 4)
-        if split == "train" and curriculum:
-            least, most = next(things for end, things in _CURRICULUM if 100 * i < end * number)
-        scene = draw_scene(split, rng, least, most)
-        annotation = json.dumps(describe(scene, rng)).encode()
-        yield {"__key__": f"{i:08d}", "jpg": render(scene, rng), "json": annotation}
+        with ShardWriter(str(folder / f"{split}-%06d.tar"), maxcount=_PER_SHARD, verbose=0) as writer:
+            for i in range(number):
+                rng = np.random.default_rng(derive_seed(options.data_seed, split, i))
+                least, most = (1, 4) if split == "train" else (2, 4)
+                if split == "train" and options.curriculum:
+                    least, most = next(things for end, things in _CURRICULUM if 100 * i < end * number)
+                scene = draw_scene(split, rng, least, most)
+                annotation = json.dumps(describe(scene, rng)).encode()
+                writer.write({"__key__": f"{i:08d}", "jpg": render(scene, rng), "json": annotation})
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -25,15 +25,13 @@ from crosstrain import (
     SplitOptions,
     registry,
 )
-from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
+from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer
 
 from ..commands.prepare.options import PrepareOptions
 from ..commands.prepare.prepare import prepare
 from ..commands.prepare.sources import sources
 from .indexed_dataset import TokenFile
 from .prepared import Summary, locate
-
-_BASELINE_TOKENS = 20_000_000  # enough to estimate token frequencies; counting them takes seconds
 
 
 @registry.register_dataset("text")
@@ -132,9 +130,17 @@ class TextDataset(Dataset):
             self.tokenizer_path, self.vocab_size, self.eod_id = override
         self._num_ids = np.uint64(self.vocab_size or 2**63)
         self.start, self.stop = self._range(share)
-        self._given = options
         if len(self) < 1:
-            raise self._empty(split)
+            tokens, own_files = self.stop - self.start, self.options is not options
+            number = ("first", "second", "third")[SPLITS.index(split)]
+            larger = "give it more text" if own_files else f"make the {number} number of split={options.split} larger"
+            shorter = f" or seq_length at most {tokens - 1}" if tokens > 1 else ""
+            raise EmptySplit(
+                f"the {split} split of {self.options.path} has no sample: it gets {tokens} of {self.file.num_tokens}"
+                f" tokens in {self.file.num_documents} documents, and one sample takes seq_length + 1 ="
+                f" {options.seq_length + 1}",
+                f"{larger}{shorter}, or add documents",
+            )
 
     def _range(self, split: Split) -> tuple[int, int]:
         """Return the token range [first, end) of a split."""
@@ -146,20 +152,6 @@ class TextDataset(Dataset):
             parts, start = self.file.num_tokens, int
         first, last = split_bounds(self.options.split, parts, rounding)[SPLITS.index(split) :][:2]
         return start(first), start(last)
-
-    def _empty(self, split: Split) -> EmptySplit:
-        k, tokens = SPLITS.index(split), self.stop - self.start
-        advice = f"make the {('first', 'second', 'third')[k]} number of split={self.options.split} larger"
-        if self._given is not self.options:
-            advice = "give it more text"
-        if tokens > 1:
-            advice += f" or seq_length at most {tokens - 1}"
-        return EmptySplit(
-            f"the {split} split of {self.options.path} has no sample: it gets {tokens} of {self.file.num_tokens} tokens"
-            f" in {self.file.num_documents} documents, and one sample takes seq_length + 1 ="
-            f" {self.options.seq_length + 1}",
-            f"{advice}, or add documents",
-        )
 
     def __len__(self) -> int:
         return max(self.stop - self.start - 1, 0) // self.options.seq_length
@@ -185,10 +177,8 @@ class TextDataset(Dataset):
     def location(self, index: int) -> str:
         first = self.start + index * self.options.seq_length
         documents = [self.file.document_at(position) for position in (first, first + self.options.seq_length)]
-        which = (
-            f"documents {documents[0]} to {documents[1]}" if documents[0] < documents[1] else f"document {documents[0]}"
-        )
-        return f"{which} of {self.options.path}"
+        which = "documents {} to {}" if documents[0] < documents[1] else "document {}"
+        return f"{which.format(*documents)} of {self.options.path}"
 
     def shorten(self, batch: Batch, length: int) -> Batch:
         return {key: tokens[:, :length] for key, tokens in batch.items()}
@@ -203,25 +193,6 @@ class TextDataset(Dataset):
                 f" {(self.vocab_size or 0) - 1}: the file was made with another tokenizer"
             )
         return tokens
-
-    def baselines(self) -> dict[str, float]:
-        """Return the perplexities of a uniform model and of the train split's unigram model on this split's targets.
-
-        Unigram counts use add-one smoothing. At most 20 million tokens are counted in each split.
-        """
-        if self.vocab_size is None:
-            return {}
-        train = TextDataset(self._given, "train") if self._given is not self.options else self
-        seen = train._counts(*train._range("train"))
-        targets = self._counts(self.start + 1, self.start + len(self) * self.options.seq_length + 1)
-        log_probability = np.log((seen + 1) / (seen.sum() + self.vocab_size))
-        unigram = float(np.exp(-(targets * log_probability).sum() / targets.sum()))
-        return {"uniform": float(self.vocab_size), "unigram": unigram}
-
-    def _counts(self, start: int, stop: int) -> np.ndarray:
-        """Count the occurrences of each token ID in the first 20 million tokens of [start, stop)."""
-        tokens = self._tokens(start, min(stop, start + _BASELINE_TOKENS))
-        return np.bincount(tokens, minlength=self.vocab_size or 0)
 
 
 def split_bounds(split: list[float], documents: int, rounding: str = "core") -> list[int]:
@@ -245,7 +216,6 @@ def _tokenizer_folder(
     tokenizer: str | None, vocab_file: str | None, merge_file: str | None
 ) -> tuple[Path, int, int] | None:
     """Return (folder, vocabulary size, end-of-text id) of the given tokenizer; None if no tokenizer is given."""
-    loaded: TextTokenizer
     if vocab_file is not None and merge_file is not None:
         loaded = load_gpt2(vocab_file, merge_file)
     elif tokenizer is not None:

@@ -8,7 +8,7 @@ import shutil
 import stat
 import tarfile
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .row_audit import RowAudit
 
 Files = dict[str, tuple[int, int]]  # extension -> (offset, size) in bytes
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
-_VERSION = 2
+_VERSION = 3
 TEXTS = ("json", "txt", "text", "caption")  # final file extensions of text members
 _TEXT_BYTES = 1 << 24  # maximum number of bytes of a text member to read for the index
 _COMMAND = "pipe:"
@@ -137,7 +137,7 @@ def _fetch(name: str, path: Path) -> None:
         os.replace(partial, path)
 
 
-# ---- the index: a header line, one line per sample, and a separate table with the offset of each line (int64)
+# ---- the index: a header line, one line per sample, and the offset of each of these lines (int64)
 
 
 def _index_path(path: Path, cache: Path) -> Path:
@@ -159,10 +159,8 @@ def _state(path: Path) -> dict[str, int]:
 def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
     """Return the header of a shard's index; None if the index is incomplete or outdated."""
     state = _state(path)
-    if not _index_path(path, cache).with_suffix(".table").exists():
-        return None
     try:
-        with open(_index_path(path, cache), encoding="utf-8") as file:
+        with open(_index_path(path, cache), "rb") as file:
             head = json.loads(file.readline())
     except (OSError, ValueError):
         return None
@@ -170,7 +168,7 @@ def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
 
 
 def _write_index(path: Path, cache: Path, keys: Keys) -> None:
-    """Write the index of a shard. The table is written first, so an existing index is complete."""
+    """Write the index of a shard."""
     lines, audit = [], RowAudit()
     with open_regular(path) as file:
         for key, files in _scan(path).items():
@@ -179,39 +177,28 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
             content = {e: os.pread(file.fileno(), min(size, _TEXT_BYTES), start) for e, (start, size) in texts.items()}
             audit.row(f"{path.name}: {key}", keys(key, dict.fromkeys(files, b"") | content))
     head = json.dumps(_state(path) | {"samples": len(lines), "audit": audit.plain}).encode() + b"\n"
-    index = _index_path(path, cache)
-    begin = np.array([0, *accumulate(map(len, lines))], np.int64) + len(head)
-    for target, content in ((index.with_suffix(".table"), begin.tobytes()), (index, head + b"".join(lines))):
-        write_atomically(target, content)
+    begin = np.array([len(head), *map(len, lines)], np.int64).cumsum()[:-1]
+    write_atomically(_index_path(path, cache), head + b"".join(lines) + begin.tobytes())
 
 
 def _scan(path: Path) -> dict[str, Files]:
-    """Return sample key -> files, in the order of first members; the members of a sample need not be adjacent."""
+    """Return sample key -> files, in the order of first members; the members of a sample need not be adjacent.
+
+    A key ends before the first dot of the file name. Raises DataError if two files have the same name.
+    """
     samples = dict[str, Files]()
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for key, extension, member in members(tar):
-                samples.setdefault(key, {})[extension] = (member.offset_data, member.size)
+            for member in filter(tarfile.TarInfo.isfile, tar):
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                files = samples.setdefault(f"{folder}{slash}{stem}", {})
+                if extension.lower() in files:
+                    raise tarfile.TarError(f"{member.name} is there twice")
+                files[extension.lower()] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"the shard {path} is not a readable tar file ({error})") from None
     return samples
-
-
-def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield (sample key, extension, tar entry) of each file; the key ends before the first dot of the file name.
-
-    Raises TarError if two files have the same name.
-    """
-    seen = set[tuple[str, str]]()
-    for member in tar:
-        folder, _, name = member.name.rpartition("/")
-        stem, _, extension = name.partition(".")
-        found = (f"{folder}/{stem}" if folder else stem, extension.lower())
-        if member.isfile() and found in seen:
-            raise tarfile.TarError(f"{member.name} is there twice")
-        if member.isfile():
-            seen.add(found)
-            yield *found, member
 
 
 class Shards:
@@ -256,11 +243,10 @@ class Shards:
         """Return (path of the shard, key, files) of a sample."""
         shard = int(np.searchsorted(self.starts, number, "right")) - 1
         index = _index_path(self.paths[shard], self.cache)
-        offset = 8 * (number - int(self.starts[shard]))
         try:
-            (begin,) = np.fromfile(index.with_suffix(".table"), np.int64, 1, offset=offset)
             with open(index, "rb") as file:
-                file.seek(int(begin))
+                file.seek(8 * (number - int(self.starts[shard + 1])), os.SEEK_END)
+                file.seek(int(np.fromfile(file, np.int64, 1)[0]))
                 return self.paths[shard], *json.loads(file.readline())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, IndexError) as error:
             raise DataError(f"{index}, an index of shards, was changed while it was read ({error})") from None

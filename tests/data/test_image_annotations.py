@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
 from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -342,7 +343,7 @@ def test_rows_of_any_shape_are_read_or_refused(document: Any) -> None:
         path = Path(folder) / "notes.json"
         path.write_text(json.dumps(document))
         try:
-            rows = [row for _, row in layouts.read_annotations(path, None, frozenset({"images", "caption"}), 0.99)]
+            rows = [row for _, row in layouts.read_annotations(path, RowAudit({"images", "caption"}), 0.99)]
         except DataError:
             rows = []
     for name in ("captions", "dialogue", "vqa"):
@@ -578,16 +579,3 @@ def test_layouts_of_files_are_read_in_shards_too(home: Path, words: Path) -> Non
     dataset = opened(home, captions(words, train=str(write_shard(home / "b.tar", video))))
     with pytest.raises(DataError, match="it has video, and only images and texts are read"):
         get(dataset)
-
-
-def test_packing_keeps_what_rows_say_and_names_what_is_dropped(
-    home: Path, words: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"image": {"bytes": base64_of(picture(home / "images" / "0.png", 0))}, "conversations": ASKED, "id": 3}] * 9
-    given = notes(home, words, [*rows, {"video": "a.mp4", "conversations": ASKED}])
-    pack = {"images": given["images"], "annotations": given["annotations"], "output": str(home / "packed")}
-    dataset = opened(home, captions(words, train=f"{home}/packed/train-*.tar", prepare=pack) | by("dialogue"))
-    assert "1 of 10 rows are dropped" in "\n".join(caplog.messages)
-    assert len(dataset) == 9
-    assert said(dataset) == "red <|im_end|>"
-    assert "id (9 of 9 rows" in dataset.notice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import sys
 from itertools import pairwise
@@ -228,7 +227,7 @@ def test_megatron_files_are_found_by_prefix_file_or_folder(tmp_path: Path) -> No
     for path in (prefix, prefix.with_suffix(".idx"), prefix.with_suffix(".bin"), tmp_path):
         assert len(dataset(path, seq_length=4, split=[1])) == 4
     data = dataset(prefix, seq_length=4, split=[1])
-    assert (data.vocab_size, data.tokenizer_path, data.baselines()) == (None, None, {})
+    assert (data.vocab_size, data.tokenizer_path) == (None, None)
     megatron(tmp_path / "other", [[1]])
     with pytest.raises(DataError, match=r"several token files .*meg-gpt2_text_document, other"):
         dataset(tmp_path, seq_length=4)
@@ -256,8 +255,6 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     data = dataset(output, seq_length=5, split=[1])
     with pytest.raises(DataError, match=r"tokens\.bin holds token 60000"):
         data.get(0, RNG)
-    with pytest.raises(DataError, match="token 60000"):
-        data.baselines()
 
 
 def test_a_missing_dataset_is_made_once_and_then_left_alone(tmp_path: Path) -> None:
@@ -287,18 +284,3 @@ def test_nothing_there_and_no_way_to_make_it_is_said_before_training(tmp_path: P
     assert TextDataset.is_prepared(options)
     with pytest.raises(DataError, match="crosstrain prepare"):
         TextDataset.prepare(options)
-
-
-# ---- baselines
-
-
-def test_baselines_are_perplexities_of_guessing(tmp_path: Path) -> None:
-    wanted, output = prepared(tmp_path, ["a b c"] * 20)
-    options = TextDataset.Options(path=str(output), seq_length=2, prepare=wanted, split=[1, 1])
-    TextDataset.prepare(options)
-    megatron(output / "tokens", [[7, 7, 7, 8], [9, 7, 8, 200, 7, 7]])
-    data = TextDataset(options, "val")
-    size = data.vocab_size  # the targets are 7, 8, 200, 7; the last token is beyond the last whole sample
-    p7, p8, p200 = (4 / (4 + size), 2 / (4 + size), 1 / (4 + size))
-    entropy = -(2 * math.log(p7) + math.log(p8) + math.log(p200)) / 4
-    assert data.baselines() == {"uniform": size, "unigram": pytest.approx(math.exp(entropy))}

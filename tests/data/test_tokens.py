@@ -188,8 +188,6 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "t", [[1, 65536]])
     with pytest.raises(DataError, match="-1 to 1 do not fit"):
         write(tmp_path / "t", [[1, -1]])
-    with pytest.raises(ValueError, match="integers"):
-        TokenWriter(tmp_path / "t", "float32")
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
-from crosstrain_plugins.builtin.evaluations.answers.contact_sheet import TILE
 from crosstrain_plugins.builtin.evaluations.answers.vqa import (
+    TILE,
     Answer,
     answer_questions,
     answer_sheet,

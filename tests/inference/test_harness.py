@@ -9,8 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +33,11 @@ TASKS = ["flow", "next", "goes_on"]
 harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval")
 
 
-def encode(tokenizer: Any) -> Callable[[str], list[int]]:
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+def opened(runner: Any, tokenizer: Any) -> Any:
+    """What the tasks use of an `OpenModel`."""
+    encoders = SimpleNamespace(encode=lambda kind, text: tokenizer(text, add_special_tokens=False)["input_ids"])
+    main = runner.world.rank == 0
+    return SimpleNamespace(runner=runner, tokenizer=tokenizer, encoders=encoders, is_main=main)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +164,7 @@ def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:
     made.setup()
     build_model(config, made, Path(checkpoint), for_training=False)
     tokenizer = open_tokenizer(Path(checkpoint))
-    results = run_tasks(made, tokenizer, encode(tokenizer), TASKS, f"{folder}/tasks", None, made.world.rank == 0)
+    results = run_tasks(opened(made, tokenizer), TASKS, f"{folder}/tasks", None)
     made.close()
     return results
 
@@ -216,7 +219,7 @@ def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
     ):
         tokenizer = open_tokenizer(checkpoint)
         with pytest.raises(UserError, match=complaint):
-            run_tasks(runner, tokenizer, encode(tokenizer), [task], str(place / folder), None, True)
+            run_tasks(opened(runner, tokenizer), [task], str(place / folder), None)
 
 
 def test_a_folder_of_tasks_alone_is_a_mistake(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

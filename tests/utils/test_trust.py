@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
 from crosstrain_plugins.builtin.datasets.prepared import Summary
+from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
 from crosstrain_plugins.builtin.datasets.vision.image import open_image_file
 from webdataset.gopen import gopen_schemes
 
@@ -249,7 +250,8 @@ def test_what_is_no_regular_file_is_never_read(tmp_path: Path, kind: str) -> Non
     vocabulary = tmp_path / "vocab.json"
     vocabulary.write_text("{}")
     uses: list[Callable[[], object]] = [
-        lambda: list(annotations.read_annotations(special)), lambda: shards.prepare([str(special)], tmp_path / "cache"),
+        lambda: list(annotations.read_annotations(special, RowAudit())),
+        lambda: shards.prepare([str(special)], tmp_path / "cache"),
         lambda: open_image_file(special), lambda: load_config(special),
         lambda: load_gpt2(vocabulary, special), lambda: TokenFile(special), lambda: Summary.read(special),
     ]  # fmt: skip

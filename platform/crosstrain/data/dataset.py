@@ -161,7 +161,3 @@ class Dataset(ABC):
     def collate(self, samples: list[Sample]) -> Batch:
         """Make a batch of samples. By default arrays of equal shape are stacked."""
         return default_collate(samples)
-
-    def baselines(self) -> dict[str, float]:
-        """Return perplexities of simple untrained models, by name; none by default."""
-        return {}

@@ -87,11 +87,10 @@ def evaluate_loss(
                 given = {key: value for key, value in micro.data.items() if key != "labels"}
                 outputs, batch = runner.evaluate(given).float(), to_device(micro.data, runner.device)
                 shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in {"outputs": outputs, **batch}.items())
-                sums = []
-                for metric in metrics:
+                for number, metric in enumerate(metrics):
                     with blamed(f"run.metrics: {type(metric).__name__} failed in sums, given {shapes}"):
-                        sums.append(metric.sums(outputs, batch).double().cpu())
-                scores = [a + (b if counts else torch.zeros_like(b)) for a, b in zip(scores, sums, strict=True)]
+                        sums = metric.sums(outputs, batch).double().cpu()
+                    scores[number] = scores[number] + (sums if counts else torch.zeros_like(sums))
             model.take_recorded()  # discard values recorded in the forward for metrics
             loss = runner.evaluate(micro.data, mode).item()
             if counts:

@@ -37,7 +37,7 @@ class Validation(Callback):
         trainer.row |= disjoint(row, trainer.hooks.scalars())
 
     def on_end(self) -> None:
-        """Log the final perplexity, with baselines from token statistics, and the loss on the test split, if any."""
+        """Log the final perplexity, and the loss on the test split, if any."""
         trainer = self.trainer
         if trainer.val_dataset is not None and self.at_end and not trainer.stopped:
             self._log_perplexity(trainer.val_dataset)
@@ -49,11 +49,9 @@ class Validation(Callback):
         if metrics is None:  # a resumed run with no steps left
             metrics = self.measure(dataset)
             log.info("validation %s", metrics.line(".6E"))
-        if not metrics.of_tokens:
-            return
-        log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets)
-        for name, perplexity in dataset.baselines().items() if self.trainer.is_main else ():
-            log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
+        if metrics.of_tokens:
+            perplexity, loss, tokens = metrics.perplexity, metrics.loss, metrics.targets
+            log.info("validation perplexity %.2f (loss %.4f, %d tokens)", perplexity, loss, tokens)
 
     def measure(self, dataset: Dataset) -> LossMetrics:
         """Measure the loss on the first `eval_iters` global batches of a split. Collective."""

@@ -55,7 +55,7 @@ def open_image(
 
 def open_image_file(path: Path) -> Any:
     """Read and decode an image file as `open_image` does."""
-    with os_errors_as(SampleError, f"{path} cannot be read"):
+    with os_errors_as(SampleError, f"{path} is not a readable image"):
         return open_image(read_regular(path, LARGEST_IMAGE), str(path))
 
 

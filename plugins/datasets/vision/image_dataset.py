@@ -30,8 +30,6 @@ from crosstrain import (
 )
 from crosstrain.data.chat import EncodeText
 from crosstrain.data.tokenizer import load_cached, load_tokenizer
-from crosstrain.utils.errors import os_errors_as
-from crosstrain.utils.files import read_regular
 
 from .conversations import IMAGE, ConversationEncoder, Style, check_images, collate
 
@@ -116,12 +114,10 @@ class ImagePrompts(PromptBuilder):
 
     def open(self, file: str) -> Any:
         """Return the image in a file as a PIL image."""
-        from .image import LARGEST_IMAGE, open_image
+        from .image import open_image_file
 
-        with os_errors_as(UserError, f"--image: {file} is not a readable image"):
-            data = read_regular(file, LARGEST_IMAGE)
         try:
-            return open_image(data, file)
+            return open_image_file(Path(file))
         except SampleError as error:
             raise UserError(f"--image: {error}") from None
 

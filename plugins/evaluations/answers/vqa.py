@@ -1,5 +1,6 @@
 """Visual question answering: answer questions with and without the image, score the answers, draw a contact sheet."""
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,13 @@ from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
 
-from .contact_sheet import contact_sheet
-
 _LONG = 4  # words; if the reference answers are longer on average, they are also scored as captions
 _BATCH = 64  # questions per batch
 _BLOCK = 32  # consecutive samples per rank; batches stay within a block, so they do not depend on the number of ranks
 _ON_SHEET = 48  # maximum number of images on a contact sheet
+_SIDE, _COLUMNS = 144, 6  # pixels of an image's side, images per row
+_LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines per text, characters per line, pixels per line
+TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its three texts
 
 
 @dataclass(frozen=True)
@@ -220,13 +222,22 @@ def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tup
 
 
 def answer_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:
-    """Draw PIL images with their answers: right answers in green, wrong ones in red, the truth below them in grey.
+    """Draw PIL images in rows, each with the question, the answer (green: right, red: wrong) and the truth in grey.
 
     Long texts are truncated here, but not in the JSON predictions.
     """
-    tiles = []
-    for answer, picture in shown:
-        text = (answer.text or "(nothing)", "darkgreen" if answer.right else "red")
+    image, draw_module = require("PIL.Image", "--sheet"), require("PIL.ImageDraw", "--sheet")
+    rows = max(1, -(-len(shown) // _COLUMNS))
+    sheet = image.new("RGB", (_COLUMNS * TILE[0], rows * TILE[1]), "white")
+    draw = draw_module.Draw(sheet)
+    for i, (answer, picture) in enumerate(shown):
+        x, y = i % _COLUMNS * TILE[0] + 4, i // _COLUMNS * TILE[1]
+        sheet.paste(picture.resize((_SIDE, _SIDE), image.NEAREST), (x, y + 2))
+        y += _SIDE + 4
         question = answer.question.replace("<image>", "").strip()
-        tiles.append((picture, [(question, "black"), text, (answer.truth, "grey")]))
-    contact_sheet(tiles, path)
+        text = (answer.text or "(nothing)", "darkgreen" if answer.right else "red")
+        for words, colour in ((question, "black"), text, (answer.truth, "grey")):
+            for line in textwrap.wrap(words, _WIDTH, max_lines=_LINES, placeholder=" ..."):
+                draw.text((x, y), line, fill=colour)
+                y += _HEIGHT
+    sheet.save(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from crosstrain import Evaluation, UserError, registry, require
@@ -34,13 +33,4 @@ class Tasks(Evaluation):
     def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
         from .lm_eval_harness import run_tasks
 
-        encode = partial(model.encoders.encode, "text")
-        return run_tasks(
-            model.runner,
-            model.tokenizer,
-            encode,
-            given["tasks"],
-            given["task_path"],
-            given["max_samples"],
-            model.is_main,
-        )
+        return run_tasks(model, given["tasks"], given["task_path"], given["max_samples"])

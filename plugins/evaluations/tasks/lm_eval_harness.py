@@ -6,7 +6,6 @@ This module needs the package lm_eval. Every rank runs the same requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from crosstrain import IGNORE_INDEX, Runner, UserError, log
+from crosstrain import IGNORE_INDEX, OpenModel, UserError, log
 from crosstrain.inference.decoder import DecodeState
 from crosstrain.inference.generation import Sampling, as_prompt, generate
 from crosstrain.utils.errors import did_you_mean, explained
@@ -26,7 +25,6 @@ from crosstrain.utils.units import finite
 _LENGTH = 2048  # maximum length in tokens if the model has no limit
 _NEW = 256  # maximum number of new tokens if the task does not set it
 _BOOTSTRAPS = 1000  # bootstrap samples for standard errors without a formula
-Encode = Callable[[str], list[int]]  # text -> token IDs
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
@@ -36,10 +34,10 @@ class HarnessModel(TemplateLM):
     Use it inside `runner.evaluating()`.
     """
 
-    def __init__(self, runner: Runner, tokenizer: Any, encode: Encode, quiet: bool) -> None:
+    def __init__(self, model: OpenModel) -> None:
         super().__init__()
-        self._runner, self.tokenizer, self._encode, self._quiet = runner, tokenizer, encode, quiet
-        self._length = runner.model.max_length or _LENGTH
+        self._runner, self.tokenizer, self._encoders = model.runner, model.tokenizer, model.encoders
+        self._length, self._quiet = model.runner.model.max_length or _LENGTH, not model.is_main
 
     @property
     def eot_token_id(self) -> int:
@@ -51,7 +49,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text without a beginning-of-text token, as in training."""
-        return self._encode(string)
+        return self._encoders.encode("text", string)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -110,15 +108,7 @@ class HarnessModel(TemplateLM):
         return True
 
 
-def run_tasks(
-    runner: Runner,
-    tokenizer: Any,
-    encode: Encode,
-    tasks: list[str],
-    folder: str | None,
-    limit: int | None,
-    is_main: bool,
-) -> dict[str, Any]:
+def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int | None) -> dict[str, Any]:
     """Return task -> metrics, the same on every rank. Collective.
 
     `folder`: task files in addition to the harness's own. `limit`: number of documents per task; None: all. Raises
@@ -133,14 +123,18 @@ def run_tasks(
         if name not in known:
             hint = did_you_mean(name, known, "--task-path names a folder with others")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
-    model = HarnessModel(runner, tokenizer, encode, quiet=not is_main)
-    with runner.evaluating(), explained("--tasks: the harness cannot do it"):  # missing data or a bad task file
+    with model.runner.evaluating(), explained("--tasks: the harness cannot do it"):  # missing data or a bad task file
         found = simple_evaluate(
-            model, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
+            HarnessModel(model),
+            tasks=tasks,
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=_BOOTSTRAPS,
+            log_samples=False,
         )
     results: dict[str, Any] = {}
     for name, metrics in (found or {"results": {}})["results"].items():  # only rank 0 gets results from the harness
         results[name] = {key: finite(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         known = ((key, value) for key, value in results[name].items() if value is not None and "," in key)
         log.info("%s | %s", name, " | ".join(f"{key.removesuffix(',none')} {value:.6g}" for key, value in known))
-    return runner.world.broadcast(results)
+    return model.runner.world.broadcast(results)

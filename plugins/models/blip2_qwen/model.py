@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ class Blip2Qwen(Model):
             name = options.language_model.model.name
             raise ConfigError(f"model.language_model.model: {name} is not a language model that takes embeddings")
         self.vision = vision.make_encoder(options.vision)
-        self.image_size = vision.image_size(self.vision)
+        self.image_size: tuple[int, int] = tuple(map(int, self.vision.patch_embed.img_size))  # type: ignore
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
         self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
         asked = self.qformer.config.hidden_size
@@ -156,15 +155,12 @@ class Blip2Qwen(Model):
         """Return torch.no_grad() if these parts are frozen; they must be the first parts of the forward."""
         return torch.no_grad() if all(getattr(self.options, part).freeze for part in parts) else nullcontext()
 
-    @contextmanager
-    def _precision(self, part: str, device: torch.device) -> Iterator[None]:
+    def _precision(self, part: str, device: torch.device) -> AbstractContextManager[Any]:
         """Autocast to the part's own precision; if it is None, keep the run's."""
         precision = getattr(self.options, part).precision
         if precision is None:
-            yield
-            return
-        with torch.autocast(device.type, DTYPES[precision] if precision != "fp32" else None, precision != "fp32"):
-            yield
+            return nullcontext()
+        return torch.autocast(device.type, DTYPES[precision] if precision != "fp32" else None, precision != "fp32")
 
     def train(self, mode: bool = True) -> Blip2Qwen:
         """Set the mode as in torch, but keep frozen parts in eval mode: no dropout, no stochastic depth."""

@@ -55,12 +55,6 @@ def make_encoder(options: Vision) -> nn.Module:
     return encoder
 
 
-def image_size(encoder: nn.Module) -> tuple[int, int]:
-    """Return the height and width of the encoder's input images in pixels."""
-    height, width = encoder.patch_embed.img_size  # type: ignore[union-attr]
-    return int(height), int(width)
-
-
 def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) -> None:
     """Fill in timm's initial values: truncated N(0, 0.02), biases 0, norms 1.
 
