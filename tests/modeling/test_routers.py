@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ def test_gradient_checkpointing_keeps_the_loss(mode: activation_checkpointing.Mo
     model, batch = build(), rows()
     wanted = trained(model, [batch])
     for blocks, chosen in model.structure.checkpointing(mode):
-        activation_checkpointing.apply(blocks, chosen)
+        activation_checkpointing.apply(blocks, chosen, nullcontext)
     assert distance(trained(model, [batch]), wanted) < EXACT
 
 
