@@ -78,12 +78,12 @@ def differentiable(collective: Collective, transpose: Collective) -> type[torch.
 
     class Differentiable(torch.autograd.Function):  # torch.compile can trace static methods with closures
         @staticmethod
-        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
             ctx.group = group
             return collective(x, group)
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             return transpose(grad, ctx.group), None
 
     return Differentiable

@@ -76,7 +76,7 @@ def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Para
     """Replace parameters in every module that uses them; tied parameters stay tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter in replaced:
+            if parameter is not None and parameter in replaced:
                 module._parameters[name] = replaced[parameter]
 
 
