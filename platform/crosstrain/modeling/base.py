@@ -103,7 +103,7 @@ class Model(nn.Module, ABC):
         """
         if has_values(values):
             counts = torch.ones_like(values) if counts is None else counts
-            sums = (values.detach() * counts).double().sum(), counts.double().sum()
+            sums: tuple[Any, Any] = (values.detach() * counts).double().sum(), counts.double().sum()
             add_sums(self._recorded[self.training], {name: sums})
 
     def record_load(self, name: str, counts: Tensor) -> None:
