@@ -40,13 +40,16 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
         VqaDataset,
         processors,
     )
-    from crosstrain_plugins.builtin.models.hugging_face.base import DropRate, TransformersModel
-    from crosstrain_plugins.builtin.models.hugging_face.export import TransformersExport
+    from crosstrain_plugins.builtin.models.hugging_face.base import (
+        DropRate,
+        TransformersExport,
+        TransformersModel,
+        TransformersStructure,
+        TransformersWeights,
+    )
     from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
-    from crosstrain_plugins.builtin.models.hugging_face.structure import TransformersStructure
-    from crosstrain_plugins.builtin.models.hugging_face.weights import TransformersWeights
     from crosstrain_plugins.builtin.optimizers.matrix_optimizer import MatrixOptimizer
-    from crosstrain_plugins.builtin.runners.elementwise import check_elementwise
+    from crosstrain_plugins.builtin.runners.sharding import check_elementwise
     from crosstrain_plugins.builtin.runners.used_parameters import UsedParameters
 
     from crosstrain.api.evaluate import evaluate
@@ -84,9 +87,9 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
     from crosstrain.engine.held_state import HeldState
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm
-    from crosstrain.engine.options import ContextOptions
     from crosstrain.engine.runner import (
         Capabilities,
+        ContextOptions,
         Runner,
         StepResult,
         seed_dropout,
@@ -97,13 +100,12 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
     from crosstrain.modeling.adapter import Adapter, Around
     from crosstrain.modeling.base import LanguageModel, Model
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
-    from crosstrain.modeling.export import Export, Merge, ReadParameter
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.objective import Objective, Policy, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
     from crosstrain.modeling.structure import Ends, Structure
-    from crosstrain.modeling.weights import Quantized, Weights
+    from crosstrain.modeling.weights import Export, Merge, Quantized, ReadParameter, Weights
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
     from crosstrain.training.callback import Callback

@@ -27,8 +27,7 @@ from crosstrain.utils.errors import did_you_mean, sentence
 
 from .hugging_face.attention import Attention
 from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
-from .hugging_face.internals import routers_of
-from .hugging_face.tables import keys_beside_fields
+from .hugging_face.internals import keys_beside_fields, routers_of
 
 # PreTrainedConfig keys that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}

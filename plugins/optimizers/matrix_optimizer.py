@@ -1,7 +1,5 @@
 """Optimizers that compute updates from whole matrices, even if the runner shards the matrices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

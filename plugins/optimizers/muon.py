@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crosstrain import MatrixOptimizer, PositiveFloat, registry
 
-from .adamw import AdamW, Beta
+from .elementwise import AdamW, Beta
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # coefficients of the quintic iteration, from Keller Jordan's blog post
 _EPS = 1e-7

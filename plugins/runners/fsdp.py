@@ -29,8 +29,7 @@ from crosstrain import (
 )
 from crosstrain.engine.precision import DTYPES
 
-from .half_weights import computes_in_half, is_linear, linear_weights
-from .shard_footprint import fully_sharded
+from .sharding import computes_in_half, fully_sharded, is_linear, linear_weights
 
 
 def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:

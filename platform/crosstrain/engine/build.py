@@ -1,7 +1,5 @@
 """Build the configured runner, model, optimizer and learning-rate schedule, for training and for evaluation."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable
 from dataclasses import replace
@@ -196,21 +194,15 @@ def build_model(
 def _wanted_shards(reader: Reader, shards: list[Shard], world: Group, config: Config, *, moments: bool) -> list[Shard]:
     """Select the shards to load from a checkpoint: all that it holds, or without `moments` the parameters.
 
-    Weights that a reference objective keeps are always loaded. Collective if `moments` is True.
-    """
-    if moments:
-        return _stored_shards(reader, shards, world, config)
-    reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
-    return [s for s in shards if s.kind == "param"] + as_stored(reader.kinds(), reference)
-
-
-def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:
-    """Match shards to the kinds in the checkpoint; a rank's own copy may be loaded from the copy shared by all ranks.
-
-    The checkpoint may lack the runner's own tensors; other runners' tensors are ignored. Raises CheckpointError unless
-    the checkpoint holds exactly the kinds of state that the configured optimizer keeps. Collective.
+    Weights that a reference objective keeps are always loaded. A rank's own copy may be loaded from the copy shared by
+    all ranks. The checkpoint may lack the runner's own tensors; other runners' tensors are ignored. With `moments`,
+    raises CheckpointError unless the checkpoint holds exactly the kinds of state that the configured optimizer keeps.
+    Collective if `moments` is True.
     """
     found = reader.kinds()
+    if not moments:
+        reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
+        return [s for s in shards if s.kind == "param"] + as_stored(found, reference)
     kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may have no trainable parameter
     there, here = (_optimizer_kinds(of) for of in (found, kinds))
     if there != here:

@@ -1,7 +1,5 @@
 """Checks that the parts of a run fit together, before and while they are built."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,8 +10,7 @@ from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.engine.float8 import check_float8
-from crosstrain.engine.options import context_size
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, context_size
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import ConfigError
@@ -48,20 +45,14 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
 
     Raises ConfigError if the layout, the batch sizes or the run's other settings are incompatible.
     """
-    runner = registry.get("runner", config.run.runner.name)
-    runner.check(config.run.runner.options, config.run)
-    if not runner.capabilities.exact:
-        _check_apart(config)
-    return BatchPlan.of(config.run, runner.data_parallel_size(config.run.runner.options, world_size))
-
-
-def _check_apart(config: Config) -> None:
-    """Raise ConfigError for settings that need all ranks in every step; this runner's ranks train independently."""
     name, run = config.run.runner.name, config.run
-    if run.amp.dtype == "fp16":
+    runner = registry.get("runner", name)
+    runner.check(run.runner.options, run)
+    if not runner.capabilities.exact and run.amp.dtype == "fp16":
         raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
-    if run.on_bad_step.policy != "stop":
+    if not runner.capabilities.exact and run.on_bad_step.policy != "stop":
         raise ConfigError(f"run.on_bad_step: under {name} a bad step is one rank's only; use stop")
+    return BatchPlan.of(run, runner.data_parallel_size(run.runner.options, world_size))
 
 
 def check_fit(objective: Objective, dataset: Dataset) -> None:

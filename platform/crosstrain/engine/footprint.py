@@ -1,10 +1,8 @@
 """Estimates of a rank's memory and communication, computed by a runner before any rank starts."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from torch import nn
 
@@ -70,8 +68,8 @@ class Sizes:
     largest_block: int
     outside_blocks: int
 
-    @staticmethod
-    def of(model: Model, among: Container[nn.Parameter] | None = None) -> Sizes:
+    @classmethod
+    def of(cls, model: Model, among: Container[nn.Parameter] | None = None) -> Self:
         """Return the sizes of all parameters, or only of the parameters in `among`."""
 
         def some(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -82,7 +80,7 @@ class Sizes:
         total, trained = numbers(everything), numbers(p for p in everything if p.requires_grad)
         inside = numbers(p for block in model.blocks() for p in some(block.parameters()))[0]
         largest = max((size for size, _ in blocks), default=0)
-        return Sizes(total[0], trained[0], trained[1], total[1], largest, total[0] - inside)
+        return cls(total[0], trained[0], trained[1], total[1], largest, total[0] - inside)
 
 
 def numbers(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:

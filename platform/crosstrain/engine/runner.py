@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import RunOptions
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.wait_for_ranks import wait_for_ranks
@@ -19,7 +20,6 @@ from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
 from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of
-from crosstrain.engine.options import context_size
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
@@ -29,6 +29,22 @@ from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
 from crosstrain.utils.types import Batch, MicroBatch
+
+
+@dataclass
+class ContextOptions:
+    """Options of runners with context parallelism."""
+
+    context_parallel: PositiveInt = 1  # ranks that share each sequence; each computes a part of its tokens
+
+    def replicas(self, world_size: int) -> list[list[int]]:
+        """Groups of ranks that copy or shard the same parameters and sum their gradients; default: all ranks."""
+        return [[*range(world_size)]]
+
+
+def context_size(options: Any) -> int:
+    """Number of ranks that share each sequence under a runner's options."""
+    return options.context_parallel if isinstance(options, ContextOptions) else 1
 
 
 @dataclass(frozen=True)

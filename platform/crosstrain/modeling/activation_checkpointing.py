@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from crosstrain.utils.optional_deps import require
 
 Mode = Literal["none", "full", "selective", "offload"]
 
 # Operations that cost the most to recompute per byte of output: matmuls and attention.
-_KEPT = {
+_KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -27,7 +27,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+]
 
 
 def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -41,7 +41,7 @@ def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractCo
         if mode == "full":
             block.forward = partial(_checkpointed, block.forward, noop_context_fn)
         elif mode == "selective":
-            contexts = partial(create_selective_checkpoint_contexts, _policy)
+            contexts = partial(create_selective_checkpoint_contexts, _KEPT)
             block.forward = partial(_checkpointed, block.forward, contexts)
         elif mode == "offload":
             _offload(block, autocast)
@@ -51,10 +51,6 @@ def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any], *arg
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:

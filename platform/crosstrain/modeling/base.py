@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from crosstrain.modeling.context import Context
-from crosstrain.modeling.export import Export
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.routers import Routers
 from crosstrain.modeling.structure import Structure
-from crosstrain.modeling.weights import Weights
+from crosstrain.modeling.weights import Export, Weights
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
@@ -104,15 +103,13 @@ class Model(nn.Module, ABC):
         """
         if has_values(values):
             counts = torch.ones_like(values) if counts is None else counts
-            seen = self._recorded[self.training]
-            total, count = seen.get(name, (0.0, 0.0))
-            seen[name] = total + (values.detach() * counts).double().sum(), count + counts.double().sum()
+            sums: tuple[Any, Any] = (values.detach() * counts).double().sum(), counts.double().sum()
+            add_sums(self._recorded[self.training], {name: sums})
 
     def record_load(self, name: str, counts: Tensor) -> None:
         """Add load counts [groups, n], such as tokens per expert; the log shows `max / mean`, averaged over groups."""
         if has_values(counts):
-            seen = self._recorded[self.training]
-            seen[name] = seen.get(name, (0.0, 0.0))[0] + counts, 1.0
+            add_sums(self._recorded[self.training], {name: (counts, 1.0)})
 
     # ---- tokens
 

@@ -5,17 +5,19 @@ heads for parts (DeepSpeed-Ulysses, Jacobs et al., 2023), so each rank computes 
 documents and dropout work as in a single process.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from crosstrain.utils.errors import ConfigError
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Context:
 
     group: dist.ProcessGroup
 
-    def __deepcopy__(self, memo: Any) -> Context:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     @property
@@ -59,16 +61,51 @@ class Context:
         times = math.lcm(keys, self.size) // keys
         if times > 1:
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        query, key, value = (_AllToAll.apply(x, self.group, 1, 2) for x in (query, key, value))
+        query, key, value = (_AllToAll.apply(x, self.group) for x in (query, key, value))
         return query, key, value
 
     def to_parts(self, x: Tensor) -> Tensor:
         """Invert the exchange for the attention output [batch, length, heads, width]."""
-        return _AllToAll.apply(x, self.group, 1, 2)
+        return _AllToAll.apply(x, self.group)
 
     def total(self, loss: Tensor) -> Tensor:
         """Sum the parts' losses over the ranks; in the backward, each rank gets the gradient of its own part."""
-        return _Sum.apply(loss, self.group)
+        return Reduce.apply(loss, self.group)
+
+
+def differentiable(collective: Collective, transpose: Collective) -> type[torch.autograd.Function]:
+    """Make an autograd function from a collective on activations and its transpose on gradients."""
+
+    class Differentiable(torch.autograd.Function):  # torch.compile can trace static methods with closures
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+            ctx.group = group
+            return collective(x, group)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return transpose(grad, ctx.group), None
+
+    return Differentiable
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors [ranks, *] of all ranks."""
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts
+
+
+def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x`, as an autograd function needs it."""
+    return x.view_as(x)
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks in new memory, because gradient checkpointing may keep `x`."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
@@ -79,24 +116,6 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tenso
     return torch.cat(out.unbind(), join)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        return _exchange(x, group, cut, join)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.group, ctx.join, ctx.cut), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = loss.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+_AllToAll = differentiable(partial(_exchange, cut=1, join=2), partial(_exchange, cut=2, join=1))
+# Forward: sum over the ranks. Backward: identity, because gradients are already equal on all ranks.
+Reduce = differentiable(summed, same)

@@ -6,16 +6,15 @@ no matmul is repeated. The gradients are computed in the forward, before the inc
 that gradient is a scalar, so the backward only multiplies by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crosstrain.modeling.context import gathered
 from crosstrain.utils.types import IGNORE_INDEX
 
 # fp16 rounds values below 6e-8 to zero, and such probabilities are common in a large vocabulary. The gradient of a
@@ -93,14 +92,16 @@ def token_cross_entropy(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    plan = _Plan(_Share.of(weight, vocab_size, group), chunk_tokens, dtype, logits, traced_rows, hits, token_losses)
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    first, vocab_size = rank * len(weight), vocab_size or ranks * len(weight)
+    columns = min(max(vocab_size - first, 0), len(weight))
+    plan = _Plan(first, columns, vocab_size, group, chunk_tokens, dtype, logits, traced_rows, hits, token_losses)
     inputs = hidden, weight, logits.bias
     needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
 
     def run(needed: tuple[bool, ...], factors: Tensor | None = None, each: bool = False) -> Tensor:
-        how = plan if factors is None else replace(plan, hits=None)
         return _TokenCrossEntropy.apply(
-            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), logits.bias, how, needed, factors, each
+            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), logits.bias, plan, needed, factors, each
         )
 
     if reduce is None:
@@ -116,36 +117,13 @@ def token_cross_entropy(
 
 
 @dataclass(frozen=True)
-class _Share:
-    """The columns of logits that this rank computes."""
-
-    first: int  # first column in the vocabulary
-    rows: int  # number of columns without padding
-    vocab_size: int
-    group: dist.ProcessGroup | None
-
-    @staticmethod
-    def of(weight: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None) -> _Share:
-        """Return the share of a rank that holds the rows `weight`. vocab_size: None: no padding."""
-        first = 0 if group is None else dist.get_rank(group) * len(weight)
-        if vocab_size is None:
-            vocab_size = len(weight) * (1 if group is None else dist.get_world_size(group))
-        return _Share(first, min(max(vocab_size - first, 0), len(weight)), vocab_size, group)
-
-    def gathered(self, logits: Tensor) -> Tensor:
-        """Gather the logits [n, vocab_size] of all ranks from this rank's [n, V/P]."""
-        if self.group is None:
-            return logits[:, : self.vocab_size]
-        shares = logits.new_empty(dist.get_world_size(self.group), *logits.shape)
-        dist.all_gather_single(shares.flatten(0, 1), logits, group=self.group)
-        return shares.transpose(0, 1).flatten(1)[:, : self.vocab_size]
-
-
-@dataclass(frozen=True)
 class _Plan:
     """Computes losses from a chunk's logits; holds arguments of `token_cross_entropy`."""
 
-    share: _Share
+    first: int  # this rank's first column of the logits
+    columns: int  # number of this rank's columns without padding
+    vocab_size: int
+    group: dist.ProcessGroup | None
     chunk_tokens: int
     dtype: torch.dtype  # dtype of the matmuls
     head: Logits
@@ -164,27 +142,40 @@ class _Plan:
             return self._given_losses_(self.token_losses, logits, labels, chunk, lift)
         targets, part = labels[:, None].masked_fill(labels[:, None] == IGNORE_INDEX, 0), slice(self.traced_rows)
         at_once = self.traced_rows or (CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else max(len(logits), 1))
-        if self.share.group is None:
+        if self.group is None:
             found = _losses_and_gradient(logits[part], targets[part], lift, at_once)
         else:
-            targets = targets - self.share.first
-            found = _losses_and_gradient_of_share(logits[part], targets[part], lift, at_once, self.share.group)
+            targets = targets - self.first
+            found = _losses_and_gradient_of_share(logits[part], targets[part], lift, at_once, self.group)
         return found if self.traced_rows is None else found.new_empty(len(logits))
 
     def _given_losses_(
         self, function: TokenLosses, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None
     ) -> Tensor:
-        share = self.share
         with torch.enable_grad():
-            exact = share.gathered(logits).to(exact_dtype(logits.dtype), copy=True).requires_grad_(lift is not None)
+            exact = self._gathered(logits).to(exact_dtype(logits.dtype), copy=True).requires_grad_(lift is not None)
             found = function(exact, slice(chunk.start, chunk.start + len(logits)))
             total = found.sum()
         if lift is not None:
             (gradient,) = torch.autograd.grad(total, exact)
             gradient.masked_fill_(labels[:, None] == IGNORE_INDEX, 0.0)
             logits.zero_()
-            logits[:, : share.rows] = gradient[:, share.first : share.first + share.rows].mul_(lift)
+            logits[:, : self.columns] = gradient[:, self.first : self.first + self.columns].mul_(lift)
         return found.detach()
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Gather the logits [n, vocab_size] of all ranks from this rank's [n, V/P]."""
+        if self.group is not None:
+            logits = gathered(logits, self.group).transpose(0, 1).flatten(1)
+        return logits[:, : self.vocab_size]
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """Return the token ID [n] of each row's highest logit; `logits` [n, V/P] are this rank's share."""
+        highest, ids = logits.max(-1)
+        if self.group is None:
+            return ids
+        shares = gathered(torch.stack([highest.double(), (ids + self.first).double()]), self.group)
+        return shares[:, 1].gather(0, shares[:, 0].argmax(0, keepdim=True))[0].long()
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -201,7 +192,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         each: bool,
     ) -> Tensor:
         """Sum the tokens' losses times `factors`. If `each` is True, return all losses [n], without gradients."""
-        dtype, hits = plan.dtype, plan.hits
+        dtype, hits = plan.dtype, plan.hits if factors is None else None  # with `factors`, they were reported before
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         exact = exact_dtype(dtype)
@@ -219,9 +210,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 h, skip = low_hidden[chunk], ignored[chunk, None]
                 logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
                 slope = plan.head.apply_(logits)
-                logits[:, plan.share.rows :] = -torch.inf
+                logits[:, plan.columns :] = -torch.inf
                 if hits is not None:
-                    right[chunk] = _likeliest(logits, plan.share) == labels[chunk]
+                    right[chunk] = plan.likeliest(logits) == labels[chunk]
                 losses[chunk] = plan.losses_(logits, labels, chunk, lift)
                 if slope is not None and lift is not None:
                     logits.mul_(slope)
@@ -259,17 +250,6 @@ class _TokenCrossEntropy(torch.autograd.Function):
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return hidden, weight, None, bias, *[None] * 4
-
-
-def _likeliest(logits: Tensor, share: _Share) -> Tensor:
-    """Return the token ID [n] of each row's highest logit; `logits` [n, V/P] are this rank's share."""
-    highest, ids = logits.max(-1)
-    if share.group is None:
-        return ids
-    mine = torch.stack([highest.double(), (ids + share.first).double()])
-    shares = mine.new_empty(dist.get_world_size(share.group), *mine.shape)
-    dist.all_gather_single(shares.view(-1, mine.shape[1]), mine, group=share.group)
-    return shares[:, 1].gather(0, shares[:, 0].argmax(0, keepdim=True))[0].long()
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:
@@ -310,9 +290,7 @@ def _losses_and_gradient_of_share(
     columns = targets.masked_fill(~here, 0)
     log_sums = torch.cat([x.to(exact).logsumexp(-1) for x in logits.split(rows)])
     of_targets = logits.gather(1, columns).to(exact).masked_fill(~here, 0.0)[:, 0]
-    mine = torch.stack([log_sums, of_targets])
-    all_shares = mine.new_empty(dist.get_world_size(group), *mine.shape)
-    dist.all_gather_single(all_shares.view(-1, mine.shape[1]), mine, group=group)
+    all_shares = gathered(torch.stack([log_sums, of_targets]), group)
     log_sum = all_shares[:, 0].logsumexp(0)
     if lift is not None:
         parts = (t.split(rows) for t in (logits, log_sum, columns, here))

@@ -6,7 +6,7 @@ library constructors are never used, and on the meta device they cost nothing.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -65,12 +65,19 @@ def parameters_on_meta(
 def materialize(model: M, device: torch.device) -> M:
     """Allocate zeros on `device` for every meta parameter, keep ties, and move the buffers to `device`."""
     made = {p: nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in model.parameters()}
+    replace_parameters(model, made)
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            module._parameters[name] = made[parameter]
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             module._buffers[name] = buffer.to(device)
     return model
+
+
+def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters in every module that uses them; tied parameters stay tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in replaced:
+                module._parameters[name] = replaced[parameter]
 
 
 def construct(make_model: Callable[[], M], device: torch.device) -> M:

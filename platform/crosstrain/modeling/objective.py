@@ -1,7 +1,5 @@
 """The interface of objective plugins: the loss that training minimizes. The default is the targets' cross-entropy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Find published models by name or path."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -11,12 +11,10 @@ All losses are means over layers and over documents, weighted by targets. They t
 ranks like the targets' losses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -51,8 +49,8 @@ class _Layer(NamedTuple):
     z: Tensor
     entropy: Tensor
 
-    @staticmethod
-    def of(logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int) -> _Layer:
+    @classmethod
+    def of(cls, logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int) -> Self:
         """Sum over the tokens of one layer.
 
         weight: [tokens], 1 for targets, else 0. owner: [tokens], document indices; there are `owners` documents.
@@ -65,7 +63,7 @@ class _Layer(NamedTuple):
         choices = weight.new_zeros(owners * experts).index_add(0, places, weight.repeat_interleave(chosen.shape[1]))
         mass = p.new_zeros(owners, experts).index_add(0, owner, p)
         z = (logits.logsumexp(-1).square() * weight).sum()
-        return _Layer(choices.view(owners, experts), mass, z, -torch.xlogy(p.detach(), p.detach()).sum())
+        return cls(choices.view(owners, experts), mass, z, -torch.xlogy(p.detach(), p.detach()).sum())
 
 
 @dataclass

@@ -39,7 +39,7 @@ class ExportCommand(Command):
         from crosstrain.data.tokenizer import warn_if_rebuilt
         from crosstrain.engine.precision import DTYPES
         from crosstrain.inference.open_checkpoint import open_config, outline
-        from crosstrain.modeling.export import Part
+        from crosstrain.modeling.weights import Part
 
         from .folder import export, export_adapter
 

@@ -22,7 +22,7 @@ from crosstrain import CheckpointError, Group, Merge, Model, Shard, UserError, w
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
-from crosstrain.modeling.export import Part
+from crosstrain.modeling.weights import Part
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
 from crosstrain.utils.errors import explained, os_errors_as, sentence
 from crosstrain.utils.files import write_json

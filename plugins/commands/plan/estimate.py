@@ -30,8 +30,8 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.engine.build import make_objective
 from crosstrain.engine.checks import batch_plan, check_held
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.options import context_size
 from crosstrain.engine.precision import DTYPES
+from crosstrain.engine.runner import context_size
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
 from crosstrain.utils.errors import explained, first_line

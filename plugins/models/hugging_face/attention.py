@@ -7,14 +7,12 @@ record the modules that respect the boundaries, and do the all-to-alls of contex
 transformers' detection of restarting positions, because an attention mask or a cache silently disables it.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +87,8 @@ class Documents:
     context: Context | None = None
     seen: set[int] = field(default_factory=set)
 
-    @staticmethod
-    def of(position_ids: Tensor, context: Context | None = None) -> Documents | None:
+    @classmethod
+    def of(cls, position_ids: Tensor, context: Context | None = None) -> Self | None:
         """Find the documents in position_ids [batch, length]; the positions of each document start at 0.
 
         Returns None if each row is a single document and there is no context. position_ids without values, as in a
@@ -102,7 +100,7 @@ class Documents:
             found = (position_ids.flatten() == 0).nonzero().flatten().tolist()
             assert set(starts) <= set(found), "a row begins with a document"
             starts = found
-        return Documents(rows, length, [*starts, rows * length], context) if len(starts) > rows or context else None
+        return cls(rows, length, [*starts, rows * length], context) if len(starts) > rows or context else None
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """Yield the row of each document and its slice in the row, in order."""
@@ -228,8 +226,8 @@ class _Seen:
         return getattr(self.of, name)
 
     @property
-    def config(self) -> _Seen:
-        return _Seen(self.of.config, self._attn_implementation)
+    def config(self) -> Self:
+        return type(self)(self.of.config, self._attn_implementation)
 
 
 def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

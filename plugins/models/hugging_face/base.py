@@ -1,7 +1,10 @@
-"""The base class for transformers' causal language models, whose modules are unmodified."""
+"""The base class for transformers' causal language models, whose modules are unmodified, and what describes them."""
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,14 +15,26 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from crosstrain import IGNORE_INDEX, PLAIN, ConfigError, ForwardMode, LanguageModel, Logits, has_values
+from crosstrain import (
+    IGNORE_INDEX,
+    PLAIN,
+    ConfigError,
+    DataError,
+    Ends,
+    Export,
+    ForwardMode,
+    LanguageModel,
+    Logits,
+    Structure,
+    Weights,
+    has_values,
+)
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.pretrained import Place, Stack
+from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 
 from . import internals
 from .attention import Documents, choose_attention, register_attention
-from .export import TransformersExport
-from .structure import TransformersStructure
-from .tables import COMPARE_NAMES
-from .weights import TransformersWeights
 
 # Keys that determine the shapes of weights, under the names that all configurations share.
 SIZES = (
@@ -30,6 +45,14 @@ LARGEST_SIZE, MOST_LAYERS = 10_000_000, 10_000
 Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # vocabulary size, width, length or number of heads
 Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
 DropRate = Annotated[float, Interval(ge=0, lt=1)]
+# transformers' name -> our name for a style in `Structure.tensor_parallel_plan`.
+_STYLES = {
+    "colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed",
+    "embedding_rowwise": "vocabulary",  # tied embeddings, in older transformers versions
+    "moe_tp_experts": "experts",
+}  # fmt: skip
+# Stacked expert weight -> names of its parts in a single MLP: first those of most families, then Mixtral's.
+_EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
 def check_published(published: PreTrainedConfig, given: Mapping[str, Any], source: Path) -> None:
@@ -56,7 +79,7 @@ class TransformersModel(LanguageModel):
         self.attention = self._under_masks = lm.config._attn_implementation
         if self.attention not in ("sdpa", "eager"):  # other kernels take no masks, but generation needs masks
             self._under_masks = choose_attention(None, type(lm), lm.config)
-        if self.attention != "sdpa" or config.model_type not in COMPARE_NAMES:
+        if self.attention != "sdpa" or config.model_type not in internals.COMPARE_NAMES:
             lm.config._attn_implementation = register_attention(self.attention, self._under_masks)
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
@@ -174,3 +197,164 @@ class TransformersModel(LanguageModel):
         cache = DynamicCache(config=self.lm.config)
         # Pure linear-attention models ask the cache for its length, and only attention layers have one.
         return cache if not cache.layers or any(isinstance(x, DynamicLayer) for x in cache.layers) else None
+
+
+class TransformersStructure(Structure):
+    """The structure of a model, read from its modules and its configuration in transformers."""
+
+    model: TransformersModel
+
+    def check_documents(self) -> None:
+        family = self.model.config.model_type
+        if not self.model.takes_positions:
+            raise ConfigError(f"model: {family} takes no positions, so documents cannot be kept apart")
+        if getattr(self.model.lm, "_is_stateful", False):
+            raise ConfigError(f"model: {family} carries a state from document to document")
+        if self.model.attention == "eager" and not self.model.sees_all:
+            raise ConfigError("model.attention: eager cannot keep documents apart where windows slide")
+
+    def check_context(self, ranks: int) -> None:
+        family, heads = self.model.config.model_type, getattr(self.model.config, "num_attention_heads", None) or ranks
+        if not self.model.takes_positions or getattr(self.model.lm, "_is_stateful", False) or not self.model.sees_all:
+            raise ConfigError(
+                f"run.runner.context_parallel: ranks can share sequences where every block attends to all of the past "
+                f"and the model takes positions, and {family} is another; leave it out"
+            )
+        if self.model.attention == "eager":
+            raise ConfigError("model.attention: eager wants whole sequences; context_parallel needs sdpa or a kernel")
+        if heads % ranks:
+            raise ConfigError(
+                f"run.runner.context_parallel: {ranks} ranks cannot share the {heads} heads of attention evenly; "
+                f"choose a divisor of {heads}"
+            )
+
+    def ends(self) -> Ends | None:
+        lm = self.model.lm
+        theirs = list(lm.config.base_model_pp_plan or {})
+        lists = {name for name, module in lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
+        blocks = [name for name in theirs if name in lists]
+        if len(blocks) != 1 or self.model.product is None:
+            return None
+        own = [f"lm.{lm.base_model_prefix}.{name}" for name in theirs]
+        at = theirs.index(blocks[0])
+        head = next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings())
+        return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
+
+    def experts(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self.model.named_modules() if internals.holds_experts(module)}
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Return transformers' plan, with a sharded vocabulary; empty if there is none or a style is not supported."""
+        theirs = dict(self.model.lm.config.base_model_tp_plan or {})
+        for stack in [pattern for pattern, style in theirs.items() if style == "moe_tp_experts"]:
+            theirs = {pattern: style for pattern, style in theirs.items() if not pattern.startswith(f"{stack}.")}
+        if not theirs or not set(theirs.values()) <= _STYLES.keys():
+            return {}
+        plan = {f"{self.model.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
+        # A plan is shared by a model family, and may name layers that this configuration does not have.
+        everything = (*self.model.named_modules(), *self.model.named_parameters())
+        names = [self.model.weights.canonical_name(name) for name, _ in everything]
+        plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+        words, head = self.model.lm.get_input_embeddings(), self.model.lm.get_output_embeddings()
+        cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)
+        if self.model.product is None:  # all ranks compute all logits
+            return plan
+        return plan | {name: "vocabulary" for name, module in self.model.lm.named_modules() if module in cut}
+
+    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
+        if mode == "offload" and any(routers.has_loss for routers in self.routers()):
+            raise ConfigError(
+                "run.gradient_checkpointing: offload hides the routers from their loss; use full, or model.router_loss="
+                "none"
+            )
+        return super().checkpointing(mode)
+
+    def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
+        """Yield each module's number of matrix elements and the fraction used per token; `experts`: only experts."""
+        for module in self.model.skeleton.modules():  # never sharded
+            expert = internals.holds_experts(module)
+            if not isinstance(module, nn.Embedding) and expert >= experts:
+                share = self.model.config.num_experts_per_tok / module.num_experts if expert else 1.0
+                yield sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1), share
+
+    @property
+    def idle_parameters(self) -> int:
+        return sum(round(elements * (1 - share)) for elements, share in self._matrices(experts=True))
+
+    def flops_per_token(self, sequence_length: int | None) -> float | None:
+        """Count six operations per matrix element used by a token, plus attention (Narayanan et al., 2021, 5.1)."""
+        length = sequence_length or self.model.max_length
+        layers, heads = (getattr(self.model.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
+        composite = self.model.text_config is not self.model.config
+        if composite or not self.model.sees_all or not (length and layers and heads):
+            return None
+        width = heads * (getattr(self.model.config, "head_dim", None) or self.model.hidden_size // heads)
+        used = sum(elements * share for elements, share in self._matrices(experts=False))
+        return 6 * used + 12 * layers * width * length
+
+
+def published_experts(name: str, available: set[str], experts: int) -> Place | None:
+    """Find an expert parameter in a published folder, stacked or as one tensor per expert; None if it is absent."""
+    for published in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+        stem, _, own = published.rpartition(".experts.")
+        for parts in _EXPERT_PARTS.get(own, ()) if stem else ():
+            names = [tuple(f"{stem}.experts.{n}.{part}.weight" for part in parts) for n in range(experts)]
+            if names and available.issuperset(names[0]):
+                return Stack(tuple(names))
+        if published in available:
+            return published
+    return None
+
+
+class TransformersWeights(Weights):
+    """Uses transformers' names and initial values, and pads the vocabulary."""
+
+    model: TransformersModel
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__(model)
+        lm = model.lm
+        self.vocabulary_multiple = model.options.make_vocab_size_divisible_by
+        # The bias of a head may be registered under two tied names.
+        words = (lm.get_input_embeddings(), lm.get_output_embeddings())
+        rows = {id(p) for module in words if module is not None for p in module.parameters(recurse=False)}
+        self._vocabulary = {n for n, p in lm.named_parameters(remove_duplicate=False) if id(p) in rows}
+
+    def canonical_name(self, name: str) -> str:
+        return name.removeprefix("lm.")
+
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        return torch.Size((self.model.vocab_size, *shape[1:])) if name in self._vocabulary else shape
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """Fill `value` with transformers' initial value."""
+        internals.initialize(self.model.skeleton, name, value, rng)
+
+    def folder(self) -> Path | None:
+        return self.model.source
+
+    def place(self, name: str, available: set[str]) -> Place:
+        """Return the name with or without the base model's prefix (GPT-2 has none); experts may be separate tensors."""
+        short = name.removeprefix(f"{self.model.lm.base_model_prefix}.")
+        return name if name in available else published_experts(name, available, self.model.num_experts) or short
+
+
+class TransformersExport(Export):
+    """Exports the configuration without padding, and the generation settings of the pretrained model."""
+
+    model: TransformersModel
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__(model)
+        self._generation: list[Path] = []
+        if model.source is not None:
+            with suppress(DataError):  # a link out of the folder is not copied; the model itself is fine
+                self._generation = plain_files(model.source, {GENERATION_CONFIG})
+
+    def save_config(self, folder: Path) -> None:
+        config = copy.deepcopy(self.model.config)
+        lm = self.model.lm
+        config.architectures = [type(lm).__name__]
+        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # dtype of the weights
+        config.save_pretrained(folder)
+        copy_files(self._generation, folder)

@@ -2,8 +2,8 @@
 
 - It uses `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, which constructors
   call.
-- `tables` lists the attributes for the scale and softcap of the logits. Models without an entry compute the full
-  logits.
+- `configs/transformers_families.yaml` lists the attributes for the scale and softcap of the logits. Models without an
+  entry compute the full logits.
 - Initial values are defined only in `_init_weights`, so that method is run.
 - `_can_record_outputs` names the class of the routers.
 - Expert modules are marked by the decorator `use_experts_implementation`.
@@ -16,13 +16,30 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosstrain import ConfigError, parameters_on_meta
+from crosstrain.utils import paths
 
 from .attention import Attention, choose_attention
-from .tables import NOT_CAUSAL, PRODUCTS, SCALES, SOFTCAPS
+
+_TABLE = yaml.safe_load((paths.home() / "configs" / "transformers_families.yaml").read_text(encoding="utf-8"))
+SOFTCAPS = {family: attribute for attribute, families in _TABLE["softcaps"].items() for family in families}
+SCALES = {  # family -> (attribute, exponent)
+    family: (attribute, exponent)
+    for kind, exponent in (("multiplied", 1), ("divided", -1))
+    for attribute, families in _TABLE[kind].items()
+    for family in families
+}
+PRODUCTS = {*_TABLE["plain"], *SCALES, *SOFTCAPS}
+NOT_CAUSAL, COMPARE_NAMES = set(_TABLE["not_causal"]), set(_TABLE["compare_names"])
+
+
+def keys_beside_fields(family: str) -> set[str]:
+    """Return the keys that a family's configuration reads in addition to its fields."""
+    return {*_TABLE["read_by_all"], *_TABLE["older_keys"].get(family, ())}
 
 
 def padded(

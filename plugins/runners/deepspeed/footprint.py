@@ -12,8 +12,7 @@ from torch import nn
 from crosstrain import Layout, Model, PlanContext, RunOptions, Sizes
 from crosstrain.engine.footprint import all_reduced, data_parallel, scattered
 
-from ..half_weights import computes_in_half, linear_weights
-from ..shard_footprint import share
+from ..sharding import computes_in_half, linear_weights, share
 
 _FP32 = 4
 _STAGE_0_BUCKET = 500_000_000  # elements per all-reduce of DeepSpeed's engine without ZeRO

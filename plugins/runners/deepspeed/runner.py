@@ -40,7 +40,7 @@ from crosstrain import (
 )
 from crosstrain.config.batch import BatchPlan
 
-from ..elementwise import check_elementwise
+from ..sharding import check_elementwise
 from ..used_parameters import UsedParameters
 from .footprint import half_weights, layout
 from .nvme import SwappedStage3, fitted, swap_folder

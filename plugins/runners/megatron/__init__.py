@@ -1,7 +1,6 @@
 """Megatron's parallelism for unmodified models.
 
-`options` defines the YAML keys. `plan` decides how to shard each parameter, `shard_spec` maps a slice to its place in
-the full parameter, and `shard_model` replaces the parameters. `tensor_parallel` computes with slices, using
-`collectives`, `vocabulary` and `rng_tracker`. `data_parallel` reduces gradients. `pipeline_stages` splits the model for
-`pipeline`. `runner` combines them, and `footprint` estimates memory.
+`options` defines the YAML keys. `plan` decides how to shard each parameter. `tensor_parallel` replaces parameters with
+slices and computes with them, with random numbers from `rng_tracker`. `data_parallel` reduces gradients. `pipeline`
+runs the stages of a model by `schedules`. `runner` combines them, and `footprint` estimates memory.
 """

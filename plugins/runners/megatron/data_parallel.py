@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from crosstrain import Box, Group, Model, Piece, flat_range_pieces
 
-from .shard_spec import ShardSpec
+from .plan import ShardSpec
 from .tensor_parallel import local
 
 MIB = 1 << 20
@@ -60,10 +59,6 @@ class DDPStrategy:
         self.group, self.bucket_size = group, bucket_mb * MIB
         self.shares: list[Share] = []
         self.buckets: list[_Bucket] = []
-
-    def over(self, group: Group) -> Self:
-        """Return the same strategy for `group`, the ranks that hold the same experts."""
-        return type(self)(group, self.bucket_size // MIB)
 
     def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
         """Return a view of the part of a parameter that this rank updates, and its start in the rank's slice."""
@@ -250,9 +245,6 @@ class FSDPStrategy(DDPStrategy):
         super().__init__(group, bucket_mb=1)
         self.model = model
         self.gradient_divisor = group.size
-
-    def over(self, group: Group) -> Self:
-        return type(self)(group, self.model)
 
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]

@@ -5,11 +5,9 @@ pipeline parallelism. It also reads split sizes from tensors, and tensors have n
 experts' forward is the one in transformers.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -66,7 +64,7 @@ class ExpertParallel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, dist.get_world_size(group)
 
-    def __deepcopy__(self, memo: Any) -> ExpertParallel:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     def shard(self, model: Model) -> set[str]:

@@ -1,7 +1,5 @@
 """Memory and traffic of ranks under the megatron runner, from a model sharded and split into stages as in training."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -9,26 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
 
 from crosstrain import Head, Layout, Model, PlanContext, Sizes
 from crosstrain.engine.footprint import replicated, scattered
-from crosstrain.modeling.context import Context
 
-from ..shard_footprint import fully_sharded, share
+from ..sharding import fully_sharded, share
 from .data_parallel import MIB
 from .expert_parallel import ExpertParallel
 from .options import Options
-from .pipeline_stages import StubHead, ends_of, replace_modules, spread, stubs, width_of
-from .plan import resolve
+from .pipeline import StubHead, replace_modules, spread, stubs, width_of
+from .plan import ShardSpec, ends_of, resolve
 from .rng_tracker import RngTracker
-from .schedules import bubble, in_flight, rank_of, stages_of
-from .shard_model import shard_model
-from .shard_spec import ShardSpec
-from .tensor_parallel import TensorParallel, local
-from .vocabulary import ParallelHead
+from .schedules import bubble, in_flight
+from .tensor_parallel import ParallelHead, TensorParallel, shard_model
 
 # Fields of Layout that are sums over the parameters, so that layouts of two sets of parameters can be added.
 _SUMS = (
@@ -39,43 +31,26 @@ _SUMS = (
 
 def layouts(options: Options, at: PlanContext) -> list[Layout]:
     """Return the layouts of a pipeline's first rank, with the most activations, and of its last rank, with the head."""
-    tensor = mesh = None
+    tensor = None
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
         tensor = TensorParallel(group, options.sequence_parallel, RngTracker(torch.device("cpu"), 0))
-        mesh = DeviceMesh.from_group(group, "cpu")
     ranks = dict.fromkeys((0, options.pipeline_parallel - 1))
-    return [_layout(options, at, tensor, mesh, rank) for rank in ranks]
+    return [_layout(options, at, tensor, rank) for rank in ranks]
 
 
-class _Head(ParallelHead):
-    """The vocabulary-parallel head for a model with slices that are plain tensors."""
-
-    def __init__(self, tensor: TensorParallel, mesh: DeviceMesh) -> None:
-        super().__init__(tensor)
-        self.mesh = mesh
-
-    def __call__(self, hidden: Tensor, weight: Tensor, *more: Any, **named: Any) -> Tensor:
-        slices = DTensor.from_local(weight, self.mesh, [Shard(0)], run_check=False)
-        return super().__call__(hidden, slices, *more, **named)
-
-
-def _layout(
-    options: Options, at: PlanContext, tensor: TensorParallel | None, mesh: DeviceMesh | None, rank: int
-) -> Layout:
+def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, rank: int) -> Layout:
     model, stages = copy.deepcopy(at.model), options.stages
     cuts: dict[str, ShardSpec] = {}
-    mine, hidden, head = stages_of(rank, options), 0, Head()
+    mine, hidden, head = options.stages_of(rank), 0, Head()
     is_first, is_last = 0 in mine, stages - 1 in mine
     if (experts := options.expert_parallel) > 1:
         ExpertParallel(dist.new_group(list(range(experts)))).shard(model)
     if tensor is not None:
-        assert mesh is not None
         plan = resolve(model, options.plan)
-        cuts = shard_model(model, plan, tensor, mesh)
+        cuts = shard_model(model, plan, tensor, None)
         tensor.has_dropout = False  # tensors have no values, so no random numbers are drawn
-        _plain(model)
-        head = _Head(tensor, mesh) if "vocabulary" in plan.modules.values() else ParallelHead(tensor)
+        head = ParallelHead(tensor, has_slice="vocabulary" in plan.modules.values())
     first, last = model.blocks()[0], model.blocks()[-1]
     if stages > 1:
         ends, blocks = ends_of(model, "pipeline_parallel"), model.blocks()
@@ -92,14 +67,7 @@ def _layout(
         if not is_first:
             first.register_forward_pre_hook(_receive(parts), prepend=True)
     if tensor is not None and options.sequence_parallel:
-        for routers in model.structure.routers():
-            routers.parts = Context(tensor.group)
-        if is_first:
-            first.register_forward_pre_hook(lambda _, x: (tensor.split_sequence(x[0]), *x[1:]), prepend=True)
-        closing = ends_of(at.model, "sequence_parallel").last[:-1]
-        if closing and is_last:
-            last = model.get_submodule(closing[-1])
-        last.register_forward_hook(tensor.set_aside)
+        tensor.hook(model, first if is_first else None, None if is_last else last)
     out = _with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
     full = {name: math.prod(cut.full) for name, cut in cuts.items()}
     out.whole = sum(full.get(name, p.numel()) for name, p in at.model.named_parameters())
@@ -139,28 +107,16 @@ def _receive(parts: int) -> Callable[..., tuple[Any, ...]]:
     return receive
 
 
-def _plain(model: Model) -> None:
-    """Replace DTensors with ordinary parameters of the local shape; tied parameters stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if isinstance(parameter, DTensor):
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(local(parameter.detach()), parameter.requires_grad)
-                module._parameters[name] = made[parameter]
-
-
 def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layout:
     """Return the layout of the parameters under the chosen data-parallel strategy."""
     if options.data_parallel_style == "fsdp" or options.offload == "cpu":
         return fully_sharded(sizes, at, copies, regather=True, offload=options.offload == "cpu", every=False)
-    zero1 = options.data_parallel_style == "zero1"
     exchanged = copies > 1
     once = at.batch.accumulation == 1
     bucket = min(options.bucket_mb * MIB, sizes.trainable) if exchanged else 0
     out = replicated(sizes, copies, once)
     out.gradient_buffers = bucket
-    if zero1:
+    if options.data_parallel_style == "zero1":
         out.updated = share(sizes.trainable_elements, copies)
         out.retained_grad_fraction += 1 / copies if exchanged and once else 0
         out.step_buffers = 2 * bucket
@@ -177,8 +133,8 @@ def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int
     out.bubble = bubble(options.pipeline_parallel, options.pipeline_chunks, count)
     out.in_flight = in_flight(options, rank, count)
     neighbours = sum(
-        0 <= other < options.stages and rank_of(other, options) != rank
-        for stage in stages_of(rank, options)
+        0 <= other < options.stages and options.rank_of(other) != rank
+        for stage in options.stages_of(rank)
         for other in (stage - 1, stage + 1)
     )
     out.buffers += neighbours * count * hidden

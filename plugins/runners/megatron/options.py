@@ -46,6 +46,14 @@ class Options(ContextOptions):
         """Number of stages of the whole pipeline."""
         return self.pipeline_parallel * self.pipeline_chunks
 
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank of a stage: round robin."""
+        return stage % self.pipeline_parallel
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a pipeline rank, in order."""
+        return list(range(rank, self.stages, self.pipeline_parallel))
+
     def mesh_shape(self, world_size: int) -> tuple[int, int, int]:
         """Return the sizes of the mesh dimensions (pipeline, data, tensor)."""
         copies = self.copies(world_size) * self.context_parallel

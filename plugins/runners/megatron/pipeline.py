@@ -1,7 +1,12 @@
-"""Train with torch's pipeline schedules; evaluation runs one stage after the other."""
+"""Pipelines: a rank's stage is an unmodified model with stubs for the modules on other ranks.
+
+Every stage runs the model's own forward, so masks and positions need no extra code. The stub of an embedding returns a
+tensor that takes no memory. A hook before this stage's first block replaces it with the hidden states of the previous
+stage. torch's schedules train; evaluation runs one stage after the other.
+"""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -12,15 +17,136 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from transformers import Cache
 
-from crosstrain import PLAIN, Group, Head, Model, Timers
+from crosstrain import PLAIN, ConfigError, Ends, Group, Head, Model, Timers
 
 from .options import Options
-from .pipeline_stages import StubHead, replace_modules
 from .rng_tracker import RngTracker
-from .schedules import make_schedule, rank_of
+from .schedules import make_schedule
 from .tensor_parallel import TensorParallel
 
 Inputs = dict[str, Any]  # arguments of the model's forward
+
+
+class StubBlock(nn.Module):
+    """Stub of a module of another stage: returns its input."""
+
+    weight = bias = None
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+class StubFirstBlock(StubBlock):
+    """Stub of the first block; adds tokens to the key/value cache, because models read the number of tokens from it."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for cache in (*args, *kwargs.values()):
+            if isinstance(cache, Cache):
+                nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # [batch, heads, length, width]
+                cache.update(nothing, nothing, 0)
+        return hidden
+
+
+class StubEmbedding(nn.Module):
+    """Stub of an embedding on the first stage; keeps the weight if this stage has a parameter tied to it."""
+
+    def __init__(self, embedding: nn.Embedding, keep_weight: bool) -> None:
+        super().__init__()
+        self.width, self.dtype = embedding.embedding_dim, embedding.weight.dtype
+        self.register_parameter("weight", embedding.weight if keep_weight else None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
+
+
+class _WithLoss(torch.autograd.Function):
+    """Identity on the hidden states; its backward also runs the backward of `loss`, multiplied by `weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight, ctx.dtype = weight, loss.dtype
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return grad, torch.full((), ctx.weight, dtype=ctx.dtype, device=grad.device), None
+
+
+class StubHead(Head):
+    """Stub of the head on all stages but the last: returns the hidden states, and records router losses."""
+
+    def __init__(self, tensor: TensorParallel | None) -> None:
+        self.tensor, self.weight, self.losses = tensor, 0.0, list[Tensor]()
+
+    def add(self, result: Tensor, loss: Tensor) -> Tensor:
+        self.losses.append(loss.detach().double())
+        return _WithLoss.apply(result, loss, self.weight)
+
+    def __call__(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden if self.tensor is None else self.tensor.taken(hidden)
+
+
+def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
+    """Return the block indices of each stage; earlier stages get the remainder, because the last also has the head.
+
+    given: number of blocks per stage; None: as even as possible. Raises ConfigError if there are fewer blocks than
+    stages, or if `given` does not add up to `blocks`.
+    """
+    if given is None:
+        if blocks < stages:
+            raise ConfigError(f"run.runner.pipeline_parallel: {stages} stages are too many for {blocks} blocks")
+        share, rest = divmod(blocks, stages)
+        given = [share + (stage < rest) for stage in range(stages)]
+    if sum(given) != blocks:
+        raise ConfigError(f"run.runner.pipeline_layers: {given} are {sum(given)} blocks, and the model has {blocks}")
+    starts = [sum(given[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, given, strict=True)]
+
+
+def tied_names(model: Model, ends: Ends) -> set[str]:
+    """Return the names of the parameters that both the first and the last stage use."""
+    last = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()}
+    first = [module for name in ends.first for module in model.get_submodule(name).modules()]
+    uses = {id(p) for module in first for p in module.parameters(recurse=False)}
+    return {name for name, p in model.named_parameters() if id(p) in last & uses}
+
+
+def stubs(
+    model: Model, ends: Ends, here: Container[int], is_first: bool, is_last: bool, counts: bool
+) -> dict[str, nn.Module]:
+    """Return module name -> stub for the modules outside of one part of the model, except for existing stubs.
+
+    here: indices of the blocks in the part. is_first: the part has the modules before the blocks. is_last: the part has
+    the modules after the blocks. counts: the stub of the first block adds tokens to the key/value cache.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    kept = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()} if is_last else set()
+    found: dict[str, nn.Module] = {
+        names[id(block)]: StubFirstBlock() if counts and number == 0 else StubBlock()
+        for number, block in enumerate(model.blocks())
+        if number not in here
+    }
+    for name in [] if is_first else ends.first:
+        module = model.get_submodule(name)
+        tied = isinstance(module, nn.Embedding) and id(module.weight) in kept
+        found[name] = StubEmbedding(module, tied) if isinstance(module, nn.Embedding) else StubBlock()
+    for name in [] if is_last else ends.last:
+        found[name] = StubBlock()
+    return {n: stub for n, stub in found.items() if not isinstance(model.get_submodule(n), StubBlock | StubEmbedding)}
+
+
+def replace_modules(model: Model, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Replace modules by name, and return the replaced ones."""
+    before = {name: model.get_submodule(name) for name in modules}
+    for name, module in modules.items():
+        model.set_submodule(name, module)
+    return before
+
+
+def width_of(model: Model, ends: Ends) -> int:
+    """Return the width of the hidden states."""
+    modules = (module for name in ends.first for module in model.get_submodule(name).modules())
+    return next(m.embedding_dim for m in modules if isinstance(m, nn.Embedding))
 
 
 class Stage(nn.Module):
@@ -43,13 +169,13 @@ class Stage(nn.Module):
         head: Head,
     ) -> None:
         super().__init__()
-        self.model, self.number, self.rng, self.autocast, self.timers = model, number, rng, autocast, timers
+        self.model, self.number, self.rng, self.tensor = model, number, rng, tensor
+        self.autocast, self.timers = autocast, timers
         self.is_first, self.is_last = number == 0, number == count - 1
         self.head = head if self.is_last else StubHead(tensor)
         self._stubs = stubs  # stubs for this rank's other stages, by module name
         self.received: Tensor | None = None
         self.length = 0  # sequence length of the hidden states sent between stages, including padding
-        self.part = 1  # number of ranks that split the sequence between blocks
         self.batch: Callable[[int], Inputs]  # returns the micro batch with a given index, and seeds dropout for it
         self.before_backward: Callable[[bool], None]  # called before each backward; True: the step's last
 
@@ -58,7 +184,7 @@ class Stage(nn.Module):
             batch = self.batch(number)
             if not self.is_first:
                 hidden, state = received
-                self.received = hidden[:, : self.tokens(batch) // self.part]
+                self.received = hidden[:, : self.tokens(batch)]
                 self.rng.set_state(state.cpu())
             out = self.compute(batch)
             if self.is_last:
@@ -69,9 +195,11 @@ class Stage(nn.Module):
             return out, self.rng.state().to(out.device)
 
     def tokens(self, batch: Inputs) -> int:
-        """Return the number of tokens per row on this context-parallel rank."""
+        """Return the number of tokens per row between the blocks of this rank."""
         context, length = self.model.context, batch["input_ids"].shape[1]
-        return length if context is None or "labels" not in batch else context.share(length)
+        if context is not None and "labels" in batch:
+            length = context.share(length)
+        return length // self.tensor.size if self.tensor is not None and self.tensor.splits_sequence else length
 
     def compute(self, inputs: Inputs) -> Tensor:
         """Run the model's forward with stubs in place of this rank's other stages."""
@@ -176,19 +304,17 @@ class Pipeline:
             if not stage.is_first:
                 stage.received = out
                 if number - 1 not in mine:
-                    shape = len(batch["input_ids"]), stage.tokens(batch), self.width
-                    stage.received = torch.empty(shape, device=self.device)
-                    dist.recv(stage.received, group=group, group_src=rank_of(number - 1, self.options))
+                    received = len(batch["input_ids"]), stage.tokens(batch), self.width
+                    stage.received = torch.empty(received, device=self.device)
+                    dist.recv(stage.received, group=group, group_src=self.options.rank_of(number - 1))
             out = stage.compute(batch).float().contiguous()
             layers[:1] = kept
             if not stage.is_last and number + 1 not in mine:
-                dist.send(out, group=group, group_dst=rank_of(number + 1, self.options))
+                dist.send(out, group=group, group_dst=self.options.rank_of(number + 1))
         # The output is a loss or has values per row, so its shape is sent first.
-        last = rank_of(self.options.stages - 1, self.options)
-        extents = torch.tensor([out.ndim, *out.shape, *[0] * (3 - out.ndim)], device=self.device)
-        dist.broadcast(extents, group=group, group_src=last)
+        last = self.options.rank_of(self.options.stages - 1)
+        shape = self.group.all_gather(out.shape)[last]
         if not self.has_last:
-            dims, *extent = extents.tolist()
-            out = out.new_empty(extent[:dims])
+            out = out.new_empty(shape)
         dist.broadcast(out, group=group, group_src=last)
         return out

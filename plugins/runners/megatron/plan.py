@@ -1,4 +1,4 @@
-"""Resolve a sharding plan (name pattern -> style) to a shard spec for each parameter of a model."""
+"""Resolve a sharding plan (name pattern -> style) to a shard spec: the place of a rank's slice in a parameter."""
 
 import math
 import re
@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import ConfigError, Model
+from crosstrain import Box, ConfigError, Ends, Model, Piece
 from crosstrain.modeling.base import no_match
-
-from .shard_spec import ShardSpec
 
 CUT_STYLES = {
     "column": "its output features",
@@ -24,6 +24,48 @@ CUT_STYLES = {
 }
 _HEADS = re.compile("(num|n)_((attention|kv|key_value)_)?heads?")
 STYLES = (*CUT_STYLES, "replicated", "summed", "divide")
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """A parameter of shape `full`, sharded along `dim` over `size` ranks.
+
+    With several `parts`, such as queries, keys and values in one matrix, each part is sharded separately, and a rank
+    holds its slices of the parts concatenated.
+    """
+
+    full: tuple[int, ...]
+    dim: int
+    size: int
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.full[self.dim] % (self.size * self.parts) == 0, self
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Return the shape of a rank's slice."""
+        return tuple(n // self.size if d == self.dim else n for d, n in enumerate(self.full))
+
+    @property
+    def placement(self) -> Placement:
+        return Shard(self.dim) if self.parts == 1 else _StridedShard(self.dim, split_factor=self.parts)
+
+    def whole(self, pieces: list[Piece], rank: int) -> list[Piece]:
+        """Convert pieces of the slice of `rank` to pieces of the full parameter."""
+        width = self.full[self.dim] // (self.size * self.parts)  # rows or columns of a rank's slice of one part
+        out = []
+        for piece in pieces:
+            first, count = piece.box.offset[self.dim], piece.box.shape[self.dim]
+            for part in range(self.parts):
+                low, high = max(first, part * width), min(first + count, (part + 1) * width)
+                if low < high:
+                    offset, shape = list(piece.box.offset), list(piece.box.shape)
+                    offset[self.dim] = (part * self.size + rank) * width + low - part * width
+                    shape[self.dim] = high - low
+                    data = piece.data.narrow(self.dim, low - first, high - low)
+                    out.append(Piece(Box(tuple(offset), tuple(shape)), data))
+        return out
 
 
 @dataclass
@@ -133,6 +175,20 @@ def _check_heads(model: Model, user: str, plan: Resolved) -> None:
                 f"run.runner.plan: {model.weights.canonical_name(user)}.{attribute} is {value}, and a rank has a part "
                 f"of the heads; add {pattern}: divide"
             )
+
+
+def ends_of(model: Model, key: str) -> Ends:
+    """Return the modules before and after the model's blocks.
+
+    Raises ConfigError, with the option `key` in its message, if the model does not define them.
+    """
+    ends = model.structure.ends()
+    if ends is None:
+        raise ConfigError(
+            f"run.runner.{key}: {type(model).__name__} does not say what runs before and after its blocks, or its head "
+            f"is more than a matrix product; leave {key} out"
+        )
+    return ends
 
 
 def user_of(model: Model, name: str) -> str:

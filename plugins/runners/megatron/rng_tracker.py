@@ -5,8 +5,6 @@ Where each rank holds its own heads or its own part of the sequence, equal masks
 the ranks, so each rank forks the common state.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

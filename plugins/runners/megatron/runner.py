@@ -1,11 +1,9 @@
 """The megatron runner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,9 +38,8 @@ from crosstrain import (
     to_device,
     without_padding,
 )
-from crosstrain.modeling.context import Context
 
-from ..elementwise import check_elementwise
+from ..sharding import check_elementwise
 from .data_parallel import (
     DDPStrategy,
     FSDPStrategy,
@@ -54,15 +51,10 @@ from .data_parallel import (
 from .expert_parallel import ExpertParallel, check_experts
 from .footprint import layouts
 from .options import Options
-from .pipeline import Pipeline, Stage
-from .pipeline_stages import ends_of, replace_modules, spread, stubs, tied_names, width_of
-from .plan import resolve, shard_specs
+from .pipeline import Pipeline, Stage, replace_modules, spread, stubs, tied_names, width_of
+from .plan import ShardSpec, ends_of, resolve, shard_specs
 from .rng_tracker import RngTracker
-from .schedules import rank_of, stages_of
-from .shard_model import shard_model
-from .shard_spec import ShardSpec
-from .tensor_parallel import TensorParallel, local
-from .vocabulary import ParallelHead
+from .tensor_parallel import ParallelHead, TensorParallel, local, shard_model
 
 
 @dataclass
@@ -181,8 +173,6 @@ class MegatronRunner(Runner):
             cut.specs = shard_model(model, plan, self.tensor, self.mesh["tensor"])
             self.head = ParallelHead(self.tensor)
         cut.summed |= self._on_split_sequences(model, cut.specs)
-        for routers in model.structure.routers() if self.options.sequence_parallel and self.tensor else []:
-            routers.parts = Context(self.tensor.group)
         return cut
 
     def _share(self, name: str, parameter: nn.Parameter, cut: _Cut, tied: bool) -> Share:
@@ -230,7 +220,7 @@ class MegatronRunner(Runner):
         ends, last = ends_of(model, "pipeline_parallel"), options.stages - 1
         ranges = spread(len(blocks), options.stages, options.pipeline_layers)
         tied, width = tied_names(model, ends), width_of(model, ends)
-        mine = stages_of(self.stages.rank, options)
+        mine = options.stages_of(self.stages.rank)
         here = {number for stage in mine for number in ranges[stage]}
         replace_modules(model, stubs(model, ends, here, 0 in mine, last in mine, counts=True))
         self.spans = [(blocks[ranges[stage][0]], blocks[ranges[stage][-1]]) for stage in mine]
@@ -238,7 +228,7 @@ class MegatronRunner(Runner):
         more = self.rng, self.tensor, self.precision.autocast, self.timers, self.head
         stages = [Stage(model, stage, options.stages, others[stage], *more) for stage in mine]
         self.pipeline = Pipeline(stages, self.stages, options, width, self.device)
-        return tied if rank_of(last, options) > 0 else set()
+        return tied if options.rank_of(last) > 0 else set()
 
     def _choose_strategies(self, model: Model) -> torch.device:
         """Choose the data-parallel strategies, the experts' last, and return the device of the parameters."""
@@ -247,13 +237,13 @@ class MegatronRunner(Runner):
         experts = self.expert_mesh["expert_data"] if options.expert_parallel > 1 else None
         if style == "fsdp" or offloads:
             shard_parameters(model, self.mesh["data"], experts, offloads)
-            self.data_parallel: DDPStrategy = FSDPStrategy(self.copies, model)
+            make: Callable[[Group], DDPStrategy] = partial(FSDPStrategy, model=model)
         else:
-            kind = ZeRO1Strategy if style == "zero1" else DDPStrategy
-            self.data_parallel = kind(self.copies, options.bucket_mb)
+            make = partial(ZeRO1Strategy if style == "zero1" else DDPStrategy, bucket_mb=options.bucket_mb)
+        self.data_parallel = make(self.copies)
         self.strategies = [self.data_parallel]
         if experts is not None:
-            self.strategies.append(self.data_parallel.over(Group(experts.get_group())))
+            self.strategies.append(make(Group(experts.get_group())))
         return torch.device("cpu") if offloads else self.device
 
     def _hook_blocks(self, model: Model) -> None:
@@ -262,17 +252,13 @@ class MegatronRunner(Runner):
         The pre-hooks run before FSDP's pre-hook, which reads the inputs.
         """
         stages: list[Any] = [None] if self.pipeline is None else self.pipeline.stages
-        split = self.tensor if self.options.sequence_parallel else None
         for stage, (first, last) in zip(stages, self.spans, strict=True):
-            if stage is not None and not stage.is_first:
+            receives = stage is not None and not stage.is_first
+            if receives:
                 first.register_forward_pre_hook(stage.take_received, prepend=True)
-            elif split is not None:
-                first.register_forward_pre_hook(lambda _, x: (split.split_sequence(x[0]), *x[1:]), prepend=True)
-            if split is not None:
-                closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
-                if closing and (stage is None or stage.is_last):
-                    last = model.get_submodule(closing[-1])
-                last.register_forward_hook(split.set_aside)
+            if self.tensor is not None and self.tensor.splits_sequence:
+                sends = stage is not None and not stage.is_last
+                self.tensor.hook(model, None if receives else first, last if sends else None)
 
     # ---- training
 
@@ -296,10 +282,8 @@ class MegatronRunner(Runner):
             seed_dropout(self, micro_batches[number])
             return self.objective.inputs(to_device(micro_batches[number].data, self.device))
 
-        part = self.tensor.size if self.tensor is not None and self.tensor.splits_sequence else 1
-        for stage in pipeline.stages:
-            stage.part = part
-        rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data) // part) for m in micro_batches)
+        stage = pipeline.stages[0]
+        rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data)) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self.data_parallel.before_backward)
         self.micro_losses = list(losses) if pipeline.has_last else []

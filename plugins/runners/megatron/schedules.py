@@ -16,16 +16,6 @@ _LOOPED: dict[str, Callable[..., Any]] = {
 }
 
 
-def rank_of(stage: int, options: Options) -> int:
-    """Return the pipeline rank of a stage: round robin."""
-    return stage % options.pipeline_parallel
-
-
-def stages_of(rank: int, options: Options) -> list[int]:
-    """Return the stages of a pipeline rank, in order."""
-    return list(range(rank, options.stages, options.pipeline_parallel))
-
-
 def make_schedule(name: str, stages: list[Any], count: int, **more: Any) -> Any:
     """Return torch's schedule of `count` micro batches for the `stages` of one rank.
 

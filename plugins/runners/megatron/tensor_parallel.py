@@ -1,25 +1,65 @@
-"""Sharded modules that compute with this rank's slices.
+"""Shard a model for tensor parallelism: its modules compute with this rank's slices of their parameters.
 
 Parameters are DTensors, but the arithmetic is local: `forward` is replaced on the module instance and uses plain
 tensors, so there is no DTensor dispatch overhead.
+
+Each collective has its transpose in the backward. The pairs are Megatron-LM's (Shoeybi et al., 2019; Korthikanti et
+al., 2022). Activations are [batch, length, width]. The collectives are those of torch.distributed, so that the watchdog
+can monitor them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import ConfigError, Model
+from crosstrain import ConfigError, ForwardMode, Head, Logits, Model, token_cross_entropy
+from crosstrain.modeling.context import Context, Reduce, differentiable, gathered, same, summed
+from crosstrain.modeling.meta_init import replace_parameters
 
-from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
 from .expert_parallel import local_forward
-from .plan import user_of
+from .plan import Resolved, ShardSpec, ends_of, shard_specs, user_of
 from .rng_tracker import RngTracker
+
+
+def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, length, width] -> this rank's [batch, part, width]."""
+    part = x.shape[1] // dist.get_world_size(group)
+    return x.narrow(1, dist.get_rank(group) * part, part).contiguous()
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, part, width] of each rank -> [batch, length, width]."""
+    return gathered(x, group).transpose(0, 1).reshape(x.shape[0], -1, x.shape[2])
+
+
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, length, width] -> this rank's [batch, part, width] of the sum."""
+    size = dist.get_world_size(group)
+    parts = x.reshape(x.shape[0], size, -1, x.shape[2]).transpose(0, 1).contiguous()
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
+    return out
+
+
+# Forward: identity. Backward: sum over the ranks, because each rank used its copy differently.
+Copy = differentiable(same, summed)
+# Forward: gather the parts of a sequence. Backward: sum over the ranks, and each rank keeps its part.
+Gather = differentiable(_gather, _scatter_sum)
+# Forward: sum over the ranks, and each rank keeps its part of the sequence. Backward: gather.
+ReduceScatter = differentiable(_scatter_sum, _gather)
+# Forward: this rank's part of a sequence that all ranks hold. Backward: gather.
+Split = differentiable(_part, _gather)
+# Forward: gather the parts of a sequence. Backward: this rank's part, because gradients are equal on all ranks.
+Unsplit = differentiable(_gather, _part)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -85,6 +125,19 @@ class TensorParallel:
         if self.has_dropout:
             self.rng.fork()
         return Split.apply(x, self.group)
+
+    def hook(self, model: Model, first: nn.Module | None, last: nn.Module | None) -> None:
+        """Split the sequence between two blocks of a stage.
+
+        first: block before which the sequence is split; None: the stage receives a part. last: the stage's last block;
+        None for the last stage, whose modules up to the head run on a part.
+        """
+        if first is not None:
+            first.register_forward_pre_hook(lambda _, x: (self.split_sequence(x[0]), *x[1:]), prepend=True)
+        if last is None:
+            closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
+            last = model.get_submodule(closing[-1]) if closing else model.blocks()[-1]
+        last.register_forward_hook(self.set_aside)
 
 
 class TPRegion:
@@ -181,7 +234,7 @@ def _experts(tensor: TensorParallel, forward: Callable[..., Tensor], *inputs: Te
     return tensor.leave(forward(*map(tensor.enter, inputs)))
 
 
-def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorParallel) -> None:
+def _compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorParallel) -> None:
     """Make the modules named in `styles` compute with slices."""
     tensor.has_dropout = has_dropout(model)
     regions: dict[nn.Module, TPRegion] = {}
@@ -205,3 +258,68 @@ def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPara
             module.forward, region.last_row = partial(region.row, module), module
         else:
             module.forward, region.last_column = partial(region.column, module), module
+
+
+def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh | None) -> dict[str, ShardSpec]:
+    """Replace parameters of a model on the meta device with this rank's slices, and make the modules compute with them.
+
+    The slices are DTensors on `mesh`; without a mesh, plain tensors. Returns parameter name -> shard spec. Raises
+    ConfigError as `shard_specs` does.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    cuts: dict[str, ShardSpec] = {}
+    slices: dict[nn.Parameter, nn.Parameter] = {}
+    for (module_name, attribute), cut in shard_specs(model, plan, tensor.size).items():
+        parameter = model.get_submodule(module_name).get_parameter(attribute)
+        cuts[names[parameter]] = cut
+        mine = torch.empty(cut.local, dtype=parameter.dtype, device="meta")
+        if mesh is not None:
+            whole = torch.empty(cut.full, device="meta")
+            mine = DTensor.from_local(
+                mine, mesh, [cut.placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        slices[parameter] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+    replace_parameters(model, slices)
+    for module_name, attribute in plan.attributes:
+        owner = model.get_submodule(module_name)
+        setattr(owner, attribute, getattr(owner, attribute) // tensor.size)
+    _compute_with_slices(model, plan.modules, tensor)
+    for routers in model.structure.routers() if tensor.splits_sequence else []:
+        routers.parts = Context(tensor.group)
+    return cuts
+
+
+class ParallelHead(Head):
+    """The head for ranks that hold parts of the vocabulary or of the sequence: no rank gathers the logits of a loss."""
+
+    def __init__(self, tensor: TensorParallel, has_slice: bool = False) -> None:
+        """has_slice: the weight is a slice of the vocabulary even if it is no DTensor, as in a memory plan."""
+        self.tensor, self.has_slice = tensor, has_slice
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None,
+        labels: Tensor | None,
+        vocab_size: int,
+        logits: Logits,
+        mode: ForwardMode,
+    ) -> Tensor:
+        hidden = self.tensor.taken(hidden)
+        if weight is None or not (self.has_slice or isinstance(weight, DTensor)):
+            return super().__call__(self.tensor.whole_sequence(hidden), weight, labels, vocab_size, logits, mode)
+        if logits.bias is not None:
+            logits = replace(logits, bias=local(logits.bias))
+        if labels is not None:
+            return token_cross_entropy(
+                self.tensor.enter(hidden),
+                local(weight),
+                labels,
+                vocab_size=vocab_size,
+                group=self.tensor.group,
+                logits=logits,
+                **mode.of_loss(),
+            )
+        mine = functional.linear(hidden[:, -1], local(weight)).float()
+        logits.apply_(mine)
+        return gathered(mine, self.tensor.group).transpose(0, 1).reshape(len(mine), -1)[:, :vocab_size]

@@ -1,7 +1,55 @@
-"""Memory and traffic of ranks that hold shards of the parameters, for `crosstrain plan`."""
+"""Functions of runners that shard parameters: a check of optimizers, weights to send in bf16, and memory plans."""
 
-from crosstrain import Layout, PlanContext, Sizes
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from crosstrain import ConfigError, Layout, MakeOptimizer, Model, PlanContext, RunOptions, Sizes
 from crosstrain.engine.footprint import all_reduced, scattered
+
+
+def check_elementwise(make_optimizer: MakeOptimizer) -> None:
+    """Raise ConfigError unless the optimizer is elementwise, for runners that split parameters.
+
+    The check runs the optimizer: updating a matrix must give the same values as updating its two halves separately.
+    """
+    numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def moved(cut: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
+        parameters = [nn.Parameter(part.clone()) for part in cut(numbers[0])]
+        optimizer = make_optimizer(((str(i), p) for i, p in enumerate(parameters)), lambda _: numbers[0].shape)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        for gradient in numbers[1:]:
+            for p, part in zip(parameters, cut(gradient), strict=True):
+                p.grad = part.clone()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    if not torch.allclose(moved(lambda t: [t]), moved(lambda t: t.flatten().split(8)), rtol=1e-5):
+        raise ConfigError(
+            "run.optimizer: it treats a parameter as a whole, and the runner cuts parameters into pieces; use an "
+            "optimizer such as adamw or muon, or a runner such as ddp"
+        )
+
+
+def linear_weights(model: Model) -> list[nn.Parameter]:
+    """Parameters of the linear layers in blocks; autocast rounds them before each use."""
+    layers = [module for block in model.blocks() for module in block.modules() if is_linear(module)]
+    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D  # imported here so that runners load without transformers
+
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def computes_in_half(run: RunOptions, model: Model) -> bool:
+    """True if only bf16 matmuls read the weights of linear layers, so the weights may be rounded in advance."""
+    in_bf16 = (run.amp.dtype, run.amp.linear, run.compile) == ("bf16", None, "none")
+    return in_bf16 and not (model.structure.reads_across or model.weights.quantized())
 
 
 def share(size: int, ranks: int) -> int:
