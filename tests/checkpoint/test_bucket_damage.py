@@ -297,7 +297,7 @@ def test_a_report_downloads_only_what_it_reads(bucket: Bucket, tmp_path: Path, m
         storage.write(f"{RUN}/{name}", bytes(1 << 20))
     bucket.sent.clear()
     (run,) = read_runs([RUN])
-    assert (list(run.curves["loss"].values), run.config["run.seed"]) == ([1.0, 1 / 2, 1 / 3], "1")
+    assert (list(run.curves["loss"].values()), run.config["run.seed"]) == ([1.0, 1 / 2, 1 / 3], "1")
     assert run.log_end.endswith("late")
     assert sum(bucket.sent.values()) < 100_000
     storage.write(f"{RUN}/config.yaml", b"")

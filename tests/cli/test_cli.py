@@ -103,7 +103,7 @@ def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
         (["chat", "--url", "http://127.0.0.1:1"], "there is no 'chat'; did you mean evaluate --interactive --chat?"),
         (["compare", "--runners", "ddp", "zero2", "--options", "run.seed=1", "x.yml"], "required: --cfg-path; see "),
         (["evaluate", "--checkpoint", "out", "x.yaml"], "unrecognized arguments: x.yaml; see "),
-        (["prepare", "x.yaml"], "x.yaml is a recipe, not a dataset; see "),
+        (["prepare", "x.yaml"], "there is no 'x.yaml'; choose from inspect; see "),
         (["train", "--cfg-path", "projects/quikstart.yaml"], "quickstart.yaml"),
         (["trian", "--cfg-path", "x.yaml"], "did you mean train?; see "),
         (["train", "--config", "x.yaml"], "there is no flag --config; a project file has the flag --cfg-path; see "),
@@ -310,7 +310,7 @@ def test_a_run_from_nothing_to_text(
     assert main(["evaluate", "--checkpoint", "out", *split]) == 0
     assert "test is left out: datasets.tiny: the test split" in caplog.text
     assert main(["evaluate", "--checkpoint", "out", "--splits", "val", "test", *split]) == 1
-    assert capsys.readouterr().err.endswith("; name others\n")
+    assert capsys.readouterr().err.endswith("; name other splits\n")
     assert "larger" not in caplog.text
 
     two = [*arguments[:-1], str(workspace.path / "two.json"), "--options", "run.micro_batch_size=3"]

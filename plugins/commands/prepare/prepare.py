@@ -7,13 +7,13 @@ report.json              counts of documents read, kept and dropped, with reason
 """
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 
 from crosstrain import DataError
 from crosstrain.utils import storage
@@ -88,13 +88,30 @@ def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
         raise DataError(f"{output} cannot be replaced as a whole: choose another output")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(output.with_name(f".{output.name}.lock"), timeout=-1 if wait else 0):
+        with _locked(output.with_name(f".{output.name}.lock"), wait):
             yield
-    except Timeout:
+    except BlockingIOError:
         raise DataError(f"another process is preparing {output}: wait for it, or choose another output") from None
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise DataError(f"{output} cannot be made ({error.strerror}{where})") from None
+
+
+@contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[None]:
+    """Hold the lock file `path`, then remove it, as filelock does not. Raises BlockingIOError if a process holds it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.fstat(file).st_nlink:  # otherwise the last holder removed the file
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)  # the lock is still held
+                return
+        finally:
+            os.close(file)
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
