@@ -1,7 +1,5 @@
 """QLoRA: low-rank adapters on linear layers with frozen weights in four bits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 
@@ -50,7 +48,7 @@ class QLora(Lora):
 class _QuantizedWeights(Around):
     """Weights of a model with some parameters in four bits."""
 
-    def quantized(self) -> dict[str, NF4Linear]:
+    def quantized(self) -> "dict[str, NF4Linear]":
         return {
             self.model.weights.canonical_name(f"{name}.weight"): module
             for name, module in self.model.named_modules()

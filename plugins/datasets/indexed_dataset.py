@@ -11,8 +11,6 @@ This is the format of `megatron/core/datasets/indexed_dataset.py`. Dtype codes 6
 rejected: tokens were never stored as floats, and the meaning of these codes has changed once.
 """
 
-from __future__ import annotations
-
 import bisect
 import os
 import shutil
@@ -100,7 +98,7 @@ class TokenFile:
         for sequence in np.linspace(0, self.num_sequences - 1, checks).astype(int).tolist():
             self._check(sequence, sequence + 1)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path]]:  # workers reopen the files
+    def __reduce__(self) -> "tuple[type[TokenFile], tuple[str | Path]]":  # workers reopen the files
         return TokenFile, (self.prefix,)
 
     def _check(self, first: int, stop: int) -> None:

@@ -1,7 +1,5 @@
 """The summary and files of a prepared dataset."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -35,7 +33,7 @@ class Summary:
     options: dict[str, Any]  # the PrepareOptions that were used
 
     @classmethod
-    def read(cls, folder: Path) -> Summary:
+    def read(cls, folder: Path) -> "Summary":
         """Read the summary of a prepared folder. Raises DataError if this version cannot read it."""
         path = folder / "dataset.json"
         try:

@@ -1,7 +1,5 @@
 """Audit the rows of a dataset: count unread keys, and rows that cannot be used."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from typing import Any

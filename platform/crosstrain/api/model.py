@@ -1,7 +1,5 @@
 """A checkpoint's model in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -6,8 +6,6 @@ fused projection is three, and a contiguous range of a flattened tensor (ZeRO) i
 boxes that they hold and readers ask for the boxes that they need, so neither depends on the other's layout.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict
@@ -42,7 +40,7 @@ class Box:
     shape: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> Box:
+    def whole(shape: tuple[int, ...]) -> "Box":
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -55,7 +53,7 @@ class Box:
             o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
         )
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, other: "Box") -> "Box | None":
         """Return the intersection of two boxes, or None if it is empty."""
         low = tuple(map(max, self.offset, other.offset))
         high = tuple(
@@ -65,7 +63,7 @@ class Box:
             return None
         return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
-    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
         """Return the slices that select this box from the data of `outer`."""
         return tuple(
             slice(o - base, o - base + n) for o, n, base in zip(self.offset, self.shape, outer.offset, strict=True)

@@ -9,8 +9,6 @@ versions used SHA-256. Either kind of checksum detects corruption; neither prote
 together with its checksum.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -179,7 +177,7 @@ class Reader:
     _fetched: set[str] = field(default_factory=set)  # files of a bucket whose local copies are whole
 
     @staticmethod
-    def open(folder: Path, weights: str | None = None) -> Reader:
+    def open(folder: Path, weights: str | None = None) -> "Reader":
         """Open a checkpoint. Raises CheckpointError as `read_manifest` does. Only `verify` checks the checksums.
 
         weights: name of a callback; its tensors are read in place of the parameters of the same names.
@@ -190,7 +188,7 @@ class Reader:
         return reader
 
     @staticmethod
-    def open_hugging_face(folder: Path) -> Reader:
+    def open_hugging_face(folder: Path) -> "Reader":
         """Open a plain Hugging Face folder: every tensor is whole and has kind "param"."""
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:

@@ -4,8 +4,6 @@ Frozen parameters are not stored: a checkpoint has only their hashes. Loading th
 the pretrained folders and compares the hashes, to detect weights other than those that the run started from.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class PretrainedWeights:
     parts: list[tuple[Source, Reader]]
 
     @staticmethod
-    def of(model: Model) -> PretrainedWeights:
+    def of(model: Model) -> "PretrainedWeights":
         """Open the model's folders. Raises CheckpointError if one is neither a checkpoint nor a Hugging Face folder."""
         return PretrainedWeights([(source, open_weights(source.folder)) for source in model.weights.sources()])
 

@@ -5,8 +5,6 @@ exist yet. Only one of several processes succeeds, and a higher number revokes a
 object. If an object is neither renewed nor marked as ended, its process was killed.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os
@@ -39,7 +37,7 @@ class Writer:
     renewals: int = 0
 
     @staticmethod
-    def claim(url: str, killed: str | None) -> Writer:
+    def claim(url: str, killed: str | None) -> "Writer":
         """Become the writer. Waits while the previous writer may be alive.
 
         killed: ID of a writer that is known to have been killed. A damaged claim may belong to a living process, which

@@ -1,7 +1,5 @@
 """The interface of the verbs of the command line. Verbs are plugins."""
 
-from __future__ import annotations
-
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command line: finds the verbs, which are plugins, and runs one. Only the chosen verb's module is imported."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

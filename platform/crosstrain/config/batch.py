@@ -1,7 +1,5 @@
 """Batch arithmetic: global batch = micro batch x accumulation x data-parallel ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -19,7 +17,7 @@ class BatchPlan:
     dp_size: int
 
     @classmethod
-    def of(cls, run: RunOptions, dp_size: int) -> BatchPlan:
+    def of(cls, run: RunOptions, dp_size: int) -> "BatchPlan":
         """Compute the batch plan for `dp_size` data-parallel ranks. Omitted sizes are derived, or are 1.
 
         Raises ConfigError for inconsistent sizes, with the nearest valid global batch size.

@@ -1,7 +1,5 @@
 """The interface of plugins that give hints about settings of other programs."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Set
 from pathlib import Path

@@ -3,8 +3,6 @@
 Layers, lowest first: the components' defaults, `configs/`, the project file, `--options a.b=c`.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -59,7 +57,7 @@ class Config:
     @staticmethod
     def from_plain(
         plain: Mapping[str, Any], options: sources.Overrides = (), label: str = "config", trust: Trust = Trust.COMMANDS
-    ) -> Config:
+    ) -> "Config":
         """Read a configuration with all options explicit, and apply overrides. Only the overrides may name presets.
 
         `label` names the configuration in errors. Raises ConfigError as `load_config` does.
@@ -67,7 +65,7 @@ class Config:
         spelled_out, overrides = sources.plain_layer(label, sources.escape(dict(plain))), sources.read_options(options)
         return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
 
-    def continuing(self, state: Mapping[str, Any]) -> Config:
+    def continuing(self, state: Mapping[str, Any]) -> "Config":
         """Return this configuration with legacy values for the keys that the resumed checkpoint's run did not have.
 
         A run that was resumed this way stores these values in its configuration and keeps them. state: the
@@ -101,7 +99,7 @@ def check_names(project: ProjectLike, options: sources.Overrides = ()) -> None:
     _builder(project, options).check_names()
 
 
-def _builder(project: ProjectLike, options: sources.Overrides, without: Key = ()) -> _Builder:
+def _builder(project: ProjectLike, options: sources.Overrides, without: Key = ()) -> "_Builder":
     base = (
         sources.plain_layer("config", to_plain(project))
         if isinstance(project, Mapping)

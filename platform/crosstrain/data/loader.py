@@ -6,8 +6,6 @@ number of its first sample seeds its dropout, so dropout does not depend on the 
 the next sample number is stored, and nothing is replayed.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The form of a chat's prompts: that of the training dataset, or the tokenizer's chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,7 @@ class ChatForm:
     builder: PromptBuilder | None = None  # the form of the training dataset; None: the chat template, without files
 
     @staticmethod
-    def of_template(encoders: Encoders) -> ChatForm:
+    def of_template(encoders: Encoders) -> "ChatForm":
         """Return the form of the tokenizer's chat template."""
 
         def prompt(messages: Conversation, _: list[Any]) -> Sample:
@@ -38,7 +36,7 @@ class ChatForm:
         return ChatForm(prompt, encoders.ends)
 
     @staticmethod
-    def of_training(config: Config, checkpoint: Path, encoders: Encoders | None = None) -> ChatForm:
+    def of_training(config: Config, checkpoint: Path, encoders: Encoders | None = None) -> "ChatForm":
         """Return the form of the configured dataset. Raises UserError if it has none, or none that is usable."""
         component = training_dataset(config)
         encode = None if encoders is None else partial(encoders.encode, "words")
@@ -49,7 +47,7 @@ class ChatForm:
         return ChatForm(builder.ask, [builder.end_id], builder)
 
     @staticmethod
-    def possible(config: Config, checkpoint: Path, encoders: Encoders) -> ChatForm | None:
+    def possible(config: Config, checkpoint: Path, encoders: Encoders) -> "ChatForm | None":
         """Return the form of the configured dataset; None if it has none that is usable."""
         try:
             return ChatForm.of_training(config, checkpoint, encoders)

@@ -1,7 +1,5 @@
 """Compute the loss, the perplexity and the metrics of a split."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from itertools import islice

@@ -1,7 +1,5 @@
 """The mode of a forward selects the result that a model returns; by default, it is the sum of the losses."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +31,7 @@ class Head:
         labels: Tensor | None,
         vocab_size: int,
         logits: Logits,
-        mode: ForwardMode,
+        mode: "ForwardMode",
     ) -> Tensor:
         """Return the loss for labels [batch, length]; without labels, fp32 logits [batch, vocab_size].
 
@@ -49,7 +47,7 @@ class Head:
         replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
         return last
 
-    def _of_whole(self, logits: Tensor, labels: Tensor | None, mode: ForwardMode) -> Tensor:
+    def _of_whole(self, logits: Tensor, labels: Tensor | None, mode: "ForwardMode") -> Tensor:
         """Implement `__call__` for full logits [batch, length, vocab_size]."""
         if labels is None:
             return logits[:, -1].float()
@@ -93,7 +91,7 @@ class ForwardMode:
         names = ("reduce", "hits", "token_losses", "traced_rows")
         return {name: getattr(self, name) for name in names}
 
-    def arguments(self) -> dict[str, ForwardMode]:
+    def arguments(self) -> "dict[str, ForwardMode]":
         """Return keyword arguments that pass this mode to a model's forward; empty for the plain mode."""
         return {} if self == PLAIN else {"mode": self}
 

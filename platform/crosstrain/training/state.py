@@ -1,7 +1,5 @@
 """The state of a run without its tensors, and the choice of the checkpoint to resume from."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
@@ -58,7 +56,7 @@ class State:
             raise ValueError(f"skipped is {reprlib.repr(self.skipped)}, not rows of a step and two samples")
 
     @staticmethod
-    def load(checkpoint: Path) -> State:
+    def load(checkpoint: Path) -> "State":
         """Read a checkpoint's state. Raises CheckpointError if it is malformed."""
         saved = load_state(checkpoint)
         if lacking := _ALWAYS - saved.keys():

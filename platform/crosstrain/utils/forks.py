@@ -1,7 +1,5 @@
 """Forked processes that start reliably even if the parent process has threads."""
 
-from __future__ import annotations
-
 import os
 import select
 from multiprocessing.context import ForkContext, ForkProcess
@@ -22,7 +20,7 @@ class _CheckedProcess(ForkProcess):
     began: int  # the child's end of a pipe
 
     @staticmethod
-    def _Popen(process_obj: _CheckedProcess) -> Popen:  # type: ignore[override]
+    def _Popen(process_obj: "_CheckedProcess") -> Popen:  # type: ignore[override]
         for _ in range(_TRIES):
             reading, process_obj.began = os.pipe()
             child = Popen(process_obj)

@@ -1,7 +1,5 @@
 """Differences between recorded runs, and the limits below which they count as rounding error."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable
@@ -88,7 +86,7 @@ class Tolerance:
     noise: Record | None = None  # None: only the floors apply
 
     @staticmethod
-    def of(dtype: str, reference: Record, noise: Record | None) -> Tolerance:
+    def of(dtype: str, reference: Record, noise: Record | None) -> "Tolerance":
         least, most, floor, shows = (2e-6, 1e-3, 1e-5, 1e-4) if dtype == "fp32" else (2e-5, 2e-2, 2e-3, 0.5)
         found = 0.0 if noise is None else max(number_difference(noise, reference, k) for k in ("loss", "grad_norm"))
         return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)

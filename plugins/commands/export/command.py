@@ -1,7 +1,5 @@
 """`crosstrain export`: write a checkpoint as a plain Hugging Face model folder."""
 
-from __future__ import annotations
-
 import argparse
 
 from crosstrain import Command, UserError, registry

@@ -4,8 +4,6 @@ Tensors are copied one at a time from the checkpoint's boxes to the new files. M
 not the model.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

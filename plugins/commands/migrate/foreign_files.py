@@ -1,7 +1,5 @@
 """Read configurations of other programs: YAML, JSON, TOML, Python, command lines. Nothing is executed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Keys of other programs' configurations and their counterparts in a project, from configs/foreign_keys."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from dataclasses import dataclass
 from functools import lru_cache

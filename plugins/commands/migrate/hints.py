@@ -1,7 +1,5 @@
 """Hints for keys of other programs, from the tables in configs/foreign_keys."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Make projects from configurations of other programs, using the key lists and templates in configs/foreign_keys."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

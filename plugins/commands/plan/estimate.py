@@ -1,7 +1,5 @@
 """Estimate memory, FLOPs and traffic of a run from its ranks' layouts and a traced micro batch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A fake process group, to plan for ranks that do not exist."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Check the memory of a training run before it starts."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from typing import Any

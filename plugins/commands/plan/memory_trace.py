@@ -8,8 +8,6 @@ Equal blocks of a chain are not computed one by one. The trace runs once with th
 once with only one block. The difference is the cost of each further block.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import weakref
@@ -111,7 +109,7 @@ def _alike(chain: list[nn.Module]) -> list[nn.Module]:
     return max(kinds.values(), key=len, default=[])
 
 
-def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) -> Trace:
+def _extended(out: Trace, ends: "_Tracker", one: "_Tracker", chain: int, more: int) -> Trace:
     """Return `out` with `more` blocks in the middle of a chain; each costs the difference between `ends` and `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
@@ -143,7 +141,7 @@ def _measure(
     head: Head,
     objective: Objective,
     left_out: dict[int, list[nn.Module]],
-) -> _Tracker:
+) -> "_Tracker":
     absent = [block for blocks in left_out.values() for block in blocks]
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()
@@ -188,7 +186,7 @@ def _measure(
     return tracker
 
 
-def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+def _pass_on(tracker: "_Tracker", chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """Replace the forward of a left-out block; a hook records when the backward reaches it."""
     if hidden.requires_grad:
         hidden.register_hook(lambda _: tracker.comes_by(chain))

@@ -1,7 +1,5 @@
 """A plan: costs of a project under its runner, other runners and checkpointing modes, as text and JSON."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path

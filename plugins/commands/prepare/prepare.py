@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
 from crosstrain import DataError
 from crosstrain.utils import storage
 from crosstrain.utils.files import cache_folder

@@ -1,7 +1,5 @@
 """The page of a report: summary, curves, timings, memory, differences, events and texts of one or several runs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Callable, Sequence

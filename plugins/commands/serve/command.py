@@ -1,7 +1,5 @@
 """`crosstrain serve`: serve a checkpoint through an OpenAI-compatible API."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """uvicorn connections (tested with 0.54) with time limits, and with errors in OpenAI's format."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -58,7 +56,7 @@ class Connection(H11Protocol):
     that send nothing cannot keep others out.
     """
 
-    def __init__(self, limits: Limits, arriving: dict[Connection, None], **given: Any) -> None:
+    def __init__(self, limits: Limits, arriving: "dict[Connection, None]", **given: Any) -> None:
         """`arriving`: connections of this server with incomplete requests, oldest first."""
         super().__init__(**given)
         self.conn = StrictHttp(h11.SERVER)

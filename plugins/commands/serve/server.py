@@ -1,7 +1,5 @@
 """The server's processes: rank 0 serves HTTP and plans, the other ranks follow."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import socket

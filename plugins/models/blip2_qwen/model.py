@@ -1,7 +1,5 @@
 """BLIP-2 (Li et al., 2023): a vision transformer, a Q-Former and a projection in front of a language model."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +160,7 @@ class Blip2Qwen(Model):
             return nullcontext()
         return torch.autocast(device.type, DTYPES[precision] if precision != "fp32" else None, precision != "fp32")
 
-    def train(self, mode: bool = True) -> Blip2Qwen:
+    def train(self, mode: bool = True) -> "Blip2Qwen":
         """Set the mode as in torch, but keep frozen parts in eval mode: no dropout, no stochastic depth."""
         super().train(mode)
         for part in _PREFIXES:

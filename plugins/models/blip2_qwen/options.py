@@ -1,7 +1,5 @@
 """Options of the model's parts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """timm vision transformers: construction, initial values, and parameter names in Hugging Face's BLIP-2."""
 
-from __future__ import annotations
-
 import math
 import re
 

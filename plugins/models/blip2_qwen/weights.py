@@ -1,7 +1,5 @@
 """Pretrained weights of each part: their folders, and the parameter names in them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

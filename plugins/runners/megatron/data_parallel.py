@@ -4,8 +4,6 @@ The optimizer updates plain tensors that share memory with the model's parameter
 ranges of slices under ZeRO-1, rows of slices under FSDP. Gradients are summed over the data-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +33,7 @@ class Share:
     owned: nn.Parameter  # the part that the optimizer updates
     norm_weight: float  # weight of its squared gradient norm in the sum over all ranks
     summed: bool  # True: each tensor-parallel rank computes one term of its gradient
-    strategy: DDPStrategy  # reduces its gradient
+    strategy: "DDPStrategy"  # reduces its gradient
     start: int = 0  # first element of `owned` in the rank's slice: a flat index, or a row under FSDP
 
     @property
@@ -90,7 +88,7 @@ class DDPStrategy:
             bucket.awaited = backwards * len(bucket.shares)
             bucket.finish = None
 
-    def _accumulated(self, bucket: _Bucket, _: nn.Parameter) -> None:
+    def _accumulated(self, bucket: "_Bucket", _: nn.Parameter) -> None:
         bucket.awaited -= 1
         if bucket.awaited == 0:
             for candidate in self.buckets:  # all ranks must launch collectives in the same order

@@ -5,8 +5,6 @@ one machine, or on several if the same command is started on each. A single work
 process. Started by torchrun, srun or mpirun, the program is a worker and joins the others.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class Launch:
     start_method: str = "spawn"  # multiprocessing start method
 
     @staticmethod
-    def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> Launch:
+    def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> "Launch":
         """Join the launcher found in the environment; otherwise count workers from flags, visible GPUs and nodes."""
         # A process with the node flags starts its machine's workers itself, even under srun or Kubeflow. Kubeflow sets
         # RANK to the machine's index and does not set LOCAL_RANK.

@@ -1,7 +1,5 @@
 """The nodes of a run: their number, their addresses, and their rendezvous."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket
@@ -37,7 +35,7 @@ class Nodes:
         rdzv_endpoint: str | None,
         local_addr: str | None,
         rdzv_conf: str | None = None,
-    ) -> Nodes | None:
+    ) -> "Nodes | None":
         """Parse the command-line flags. Returns None for a single node. Raises ConfigError for invalid flags."""
         found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes or "1")
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)

@@ -1,7 +1,5 @@
 """Records collectives called from Python, at a cost of microseconds per call, and reports the state of a rank."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -70,7 +68,7 @@ class Call:
     size: str  # such as "7 float32"; empty if it may differ between ranks
     location: Location
 
-    def matches(self, other: Call) -> bool:
+    def matches(self, other: "Call") -> bool:
         """True if both calls can be the same collective. Locations may differ, because code may branch on the rank."""
         return (self.operation, self.size) == (other.operation, other.size)
 
@@ -135,7 +133,7 @@ class RankReport:
         return zlib.compress(_REPORTS.dump_json(self), 1)
 
     @staticmethod
-    def loads(data: bytes) -> RankReport:
+    def loads(data: bytes) -> "RankReport":
         return _REPORTS.validate_json(zlib.decompress(data))
 
 
@@ -203,7 +201,7 @@ class FlightRecorder:
 
         return recorded
 
-    def _log(self, group: Any) -> _GroupLog | None:
+    def _log(self, group: Any) -> "_GroupLog | None":
         if group is None:
             group = dist.group.WORLD
         name = getattr(group, "group_name", None)

@@ -6,8 +6,6 @@ from every rank through the launcher's store. It ends the run with a one-sentenc
 match, or if a rank does not enter the collective.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -34,7 +32,7 @@ _FEW_CALLS = 64  # calls per group in the first reports
 _ALL_CALLS_AFTER = 3 * SETTLED  # idle seconds after which reports hold all recorded calls
 _EXIT_DELAY = 5.0  # seconds until other ranks exit, so that the rank with the report exits first and is blamed
 
-_watchdog: Watchdog | None = None
+_watchdog: "Watchdog | None" = None
 
 
 def install(limit: float | None) -> None:
