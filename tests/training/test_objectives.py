@@ -259,6 +259,8 @@ def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace)
 def test_a_reference_is_read_from_the_bucket_of_an_earlier_run(workspace: Workspace, home: Path) -> None:
     runner, data = built(project(workspace, "dpo"))
     given = data, runner, 2, 0
+    for name in ("first", "own"):
+        (home / name).mkdir()
     add_reference(*given, home / "first", None)
     measured, file = data.reference, "reference_train.bin"
     storage.write(f"memory://bucket/run/{file}", (home / "first" / file).read_bytes())

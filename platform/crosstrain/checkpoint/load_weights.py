@@ -187,8 +187,8 @@ def load_shards(
                 f"state anew with run.resume_optimizer=false"
             )
     pretrained.fill(borrowed)
-    _check_shared(reader, shards)
     reader.fill([s for s in shards if s.name not in reader.frozen])  # optimizer state of the others starts at zero
+    _check_shared(reader, shards)
     return {s.name for s in borrowed}
 
 
