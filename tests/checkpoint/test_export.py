@@ -339,6 +339,7 @@ def test_an_invented_architecture_is_left_out(tmp_path: Path, named: Any) -> Non
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_parts_of_a_vision_language_model_open_alone(
     frozen: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -69,6 +69,7 @@ def chats(workspace: Workspace) -> Workspace:
     return workspace
 
 
+@pytest.mark.slow
 def test_what_a_sample_trains_is_shown(chats: Workspace) -> None:
     shown = crosstrain(chats.path, "samples", "--cfg-path", "project.yaml")
     title, text = shown.split("\n", 1)

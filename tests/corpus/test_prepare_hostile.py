@@ -55,7 +55,7 @@ def plant(path: bytes, kind: str, content: bytes) -> None:
             os.symlink(b".", path)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.tuples(NAME, ENDING), st.tuples(KIND, CONTENT), max_size=4))
 def test_any_folder_is_prepared_or_refused_in_a_sentence(
     tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, planted: dict[tuple[bytes, str], tuple[str, bytes]]

@@ -121,6 +121,7 @@ def test_an_interrupted_crawl_goes_on(server: Server, tmp_path: Path, monkeypatc
     assert len(read(again)) == 6
 
 
+@pytest.mark.slow
 def test_a_host_whose_rules_cannot_be_had_is_left_alone(server: Server, tmp_path: Path) -> None:
     server.failures["/robots.txt"] = 9
     server.content["/a"] = page(1)

@@ -46,7 +46,7 @@ class Faulty(DDP):
     ("how", "expected"),
     [
         pytest.param("raise", "ZeroDivisionError: a bug in a plugin", marks=pytest.mark.slow),
-        ("kill", "rank 1 was killed by SIGKILL"),
+        pytest.param("kill", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
         pytest.param("user", "error: the moon is in the wrong phase; wait a week", marks=pytest.mark.slow),
     ],
 )

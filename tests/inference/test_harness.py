@@ -222,6 +222,7 @@ def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
             run_tasks(opened(runner, tokenizer), [task], str(place / folder), None)
 
 
+@pytest.mark.slow
 def test_a_folder_of_tasks_alone_is_a_mistake(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--checkpoint", str(run.folder), "--task-path", "tasks"]) == 1
     assert "--task-path: name tasks with --tasks" in capsys.readouterr().err

@@ -144,6 +144,7 @@ def trained(shared_workspace: Workspace) -> Workspace:
     return shared_workspace
 
 
+@pytest.mark.slow
 def test_peft_opens_a_checkpoint_and_export_merges_it(trained: Workspace, tmp_path: Path) -> None:
     folder = trained.path / "tuned" / "checkpoints" / "step_000008"
     plain = AutoModelForCausalLM.from_pretrained(trained.path / "base" / "checkpoints" / "step_000002")

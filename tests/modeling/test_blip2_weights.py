@@ -317,6 +317,7 @@ def test_a_second_stage_begins_with_the_weights_of_the_first(published: Path, pr
     assert not torch.equal(initial, first["language_projection.weight"]), "training changed something"
 
 
+@pytest.mark.slow
 def test_every_tensor_of_an_earlier_stage_is_accounted_for(published: Path, projection: Run, adapted: Run) -> None:
     run = train(published, "stage2", f"model.pretrained={projection.folder}", "model.projector.freeze=true", *LORA)
     said = (run.folder / "log.txt").read_text()

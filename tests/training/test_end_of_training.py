@@ -54,6 +54,7 @@ def test_a_named_test_split_without_a_sample_is_refused_before_training(workspac
         preflight(config, 1)
 
 
+@pytest.mark.slow
 def test_the_log_has_a_rank_s_parameters_and_those_of_all_with_padding(workspace: Workspace) -> None:
     def numbers(name: str, *more: str, size: int = 1) -> tuple[str, ...]:
         log = (train(workspace.project, name, *SHORT, *more, size=size).folder / "log.txt").read_text()

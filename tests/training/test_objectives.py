@@ -394,6 +394,7 @@ def test_an_objective_and_a_dataset_that_do_not_fit(workspace: Workspace) -> Non
             check_fit(objective, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
 def test_a_run_is_evaluated_with_its_objective(workspace: Workspace, objective: str) -> None:
     """On the numbers of training's own validation; another split has no reference."""

@@ -98,7 +98,7 @@ def test_resume_on_another_number_of_workers(
 
 
 @pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
-@pytest.mark.parametrize("nproc", mostly_slow([1, 2], [2]))
+@pytest.mark.parametrize("nproc", mostly_slow([1, 2], [1]))
 def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Signals, nproc: int) -> None:
     folder = workspace.path / "out"
     process = start_as_user(workspace, "out", "run.max_iters=100000", "run.num_workers=1", nproc=nproc)

@@ -116,6 +116,7 @@ def opened_without_harm(some: list[Case], trained: Path, place: Path, root: Path
     return f"{len(seen)} checkpoints, {opened} of them opened; at most {longest:.1f} s and {most >> 20} MiB"
 
 
+@pytest.mark.slow
 def test_hostile_checkpoints_do_no_harm(trained: Path, tmp_path: Path) -> None:
     place = place_of_harm(tmp_path / "place")
     drawn = itertools.islice(cases(1, str(place)), 12)
