@@ -1,6 +1,5 @@
 """Evaluate a checkpoint on workers: losses on splits, and what evaluation plugins measure."""
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.api.evaluation import asked_evaluations, evaluations
+from crosstrain.api.keywords import with_defaults
 from crosstrain.api.model import OpenModel
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.registry import registry
@@ -48,15 +48,10 @@ def evaluate(
     and answers=["test"]. The workers are separate processes. Raises UserError, and KeyboardInterrupt if the workers
     were stopped.
     """
-    flags = argparse.ArgumentParser()
-    for evaluation in evaluations().values():
-        evaluation.add_arguments(flags)
-    defaults = vars(flags.parse_args([]))
-    if unknown := given.keys() - defaults.keys():
-        raise TypeError(f"evaluate() has no keyword {min(unknown)!r}; evaluations take {', '.join(defaults)}")
+    flags = with_defaults(given, evaluations().values(), "evaluate", "evaluations")
     with tempfile.TemporaryDirectory() as folder, main_hidden():
         output = Path(folder) / "results.json"
-        job = defaults | given | {
+        job = flags | {
             "checkpoint": checkpoint, "cfg_path": project, "options": options, "trust_data": trust_data,
             "nproc_per_node": nproc_per_node, "splits": splits, "max_samples": max_samples, "output": output,
             "max_new_tokens": max_new_tokens, "weights": weights,

@@ -1,10 +1,10 @@
 """Training from Python."""
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from crosstrain.api.keywords import with_defaults
 from crosstrain.api.run import Run
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.load import Config, ProjectLike, load_config
@@ -28,17 +28,12 @@ def train(
     and KeyboardInterrupt is raised. Raises UserError for mistakes and for errors that end training, and WorkerFailure
     with its traceback for any other error.
     """
-    flags = argparse.ArgumentParser()
-    for check in preflight_checks():
-        check.add_arguments(flags)
-    defaults = vars(flags.parse_args([]))
-    if unknown := given.keys() - defaults.keys():
-        raise TypeError(f"train() has no keyword {min(unknown)!r}; checks take {', '.join(defaults)}")
+    flags = with_defaults(given, preflight_checks(), "train", "checks")
     config = load_config(project, options)
     how = Launch.detect(nproc_per_node, config.run.device, max_restarts=config.run.max_restarts)
     run = Run(RunFolder(config.run.output_dir).path)
     with main_hidden():
-        if start_training(project, options, config, replace(how, starts_workers=True), fresh, defaults | given):
+        if start_training(project, options, config, replace(how, starts_workers=True), fresh, flags):
             raise KeyboardInterrupt
     return run
 
