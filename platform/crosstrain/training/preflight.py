@@ -46,7 +46,6 @@ class Preflight:
     config: Config
     plan: BatchPlan
     model: Model  # on the meta device, with the run's frozen parameters
-    max_iters: int | None  # steps of the whole run; None: the run is set in epochs and its data was not opened
     dataset: Dataset | None = None  # the training split; None: not opened
     absent: list[str] = field(default_factory=list)  # names of pretrained weights that are not on this machine
 
@@ -124,20 +123,21 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
         check_trackers(run.trackers)
         for callback in run.callbacks:
             registry.get("callback", callback.name).check(callback.options, run)
+        # None: the run is set in epochs and its data was not opened.
         max_iters = run.max_iters if dataset is None else plan.steps(run, len(dataset))
         if max_iters is not None:
             make_schedule(config, max_iters)
         optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # raises for bad options
     if run.profile is not None and max_iters is not None:
         run.profile.check(max_iters, world_size)
-    return Preflight(config, plan, model, max_iters, dataset, absent)
+    return Preflight(config, plan, model, dataset, absent)
 
 
 def dry_run(config: Config, world_size: int) -> Preflight:
     """Build the parts that a plan needs; nothing is downloaded or prepared, so weights and data may be absent."""
     model, absent = _model_without_weights(config)
     freeze(model, config.run.freeze)
-    return Preflight(config, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
+    return Preflight(config, batch_plan(config, world_size), model, absent=absent)
 
 
 def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
