@@ -1,4 +1,4 @@
-"""Add plugins/, configs/ and projects/ of the checkout to the package in a wheel."""
+"""Copy the folders plugins/, configs/ and projects/ of the checkout into the package of a wheel."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildWithPlugins(build_py):
-    """Copy the folders into the wheel's package; an editable install uses the checkout's."""
+    """Copy the folders into the wheel's package; an editable install uses the checkout's folders."""
 
     def run(self) -> None:
         super().run()

@@ -1,9 +1,9 @@
-"""A run with background saves against the same run with none, and against plain torch.save of the same state.
+"""Compare background saves with no saves, and with plain torch.save of the same state.
 
     python benchmarks/checkpoint.py [--rounds 3] [--steps 24] [--every 6]
 
-Wall time of `steps` training steps of a small GPT-2 (6 layers x 384, vocabulary 50,304: 364 MB of weights and moments),
-alternating the three ways of saving.
+Measures the wall time of `steps` training steps of a small GPT-2 (6 layers x 384, vocabulary 50,304: 364 MB of weights
+and moments). The three ways of saving take turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WAYS = ("background saves", "no save", "torch.save")
 
 
 def measure(way: str, steps: int, every: int) -> Result:
-    """Seconds of the training loop, the last save included; and how long the loop stood still for saving."""
+    """Return the seconds of the training loop, including the last save, and the seconds that it waited for saves."""
     sys.path.insert(0, str(ROOT / "platform"))
     import numpy as np
     import torch

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: a project to train, interleaved rounds, and ratios with their spread."""
+"""Functions shared by the benchmarks: a project to train, interleaved rounds, and ratios with their spread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = dict[str, float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """A GPT-2, and the sequences that it sees."""
+    """The sizes of a GPT-2 and of its training sequences."""
 
     layers: int = 6
     hidden: int = 384
@@ -29,14 +29,14 @@ class Sizes:
     vocabulary: int = 50257  # the model pads it to 50,304
 
     def samples(self) -> Any:
-        """Random tokens of 64 sequences, each with one token more, its last target."""
+        """Return the random tokens of 64 sequences, [64, length + 1]; the last token is only a target."""
         import numpy as np
 
         return np.random.default_rng(0).integers(0, self.vocabulary, (64, self.length + 1))
 
 
 def standard_library() -> Iterator[str]:
-    """The texts of the running Python's standard library."""
+    """Yield the texts of the running Python's standard library."""
     from crosstrain.config.registry import registry
 
     reader = registry.get("reader", "stdlib")(None)
@@ -45,7 +45,7 @@ def standard_library() -> Iterator[str]:
 
 
 def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:
-    """A project file that trains a GPT-2 on random tokens, which are written beside it."""
+    """Write random tokens and a project file that trains a GPT-2 on them; return the path of the project file."""
     from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
     with TokenWriter(folder / "tokens", best_dtype(sizes.vocabulary)) as writer:
@@ -61,7 +61,7 @@ def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:
 
 
 def child(script: str, *arguments: str, env: dict[str, str] | None = None) -> Result:
-    """Run `script` with `arguments` in a process of its own; the last line that it prints is its result as JSON."""
+    """Run `script` with `arguments` in a new process, and return its result: the last line that it prints, as JSON."""
     done = subprocess.run(
         [sys.executable, script, *arguments],
         capture_output=True,
@@ -69,12 +69,12 @@ def child(script: str, *arguments: str, env: dict[str, str] | None = None) -> Re
         env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | (env or {}),
     )
     if done.returncode:
-        raise SystemExit(f"{arguments} failed:\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(f"{script} {' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def rounds(contestants: Sequence[str], run: Callable[[str], Result], count: int) -> dict[str, list[Result]]:
-    """`count` results of every contestant, taken in turn, so that a slow minute hits all alike."""
+    """Return `count` results of every contestant. They take turns, so that a slow minute affects all equally."""
     results: dict[str, list[Result]] = {name: [] for name in contestants}
     for number in range(count):
         for name in contestants if number % 2 == 0 else reversed(contestants):
@@ -84,13 +84,13 @@ def rounds(contestants: Sequence[str], run: Callable[[str], Result], count: int)
 
 
 def ratio(ours: list[Result], theirs: list[Result], key: str) -> str:
-    """Median of the pairwise ratios ours / theirs, with the smallest and the largest."""
+    """Return the median of the pairwise ratios ours / theirs, with the smallest and the largest ratio."""
     pairs = [a[key] / b[key] for a, b in zip(ours, theirs, strict=True)]
     return f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
 
 
 def interval(pairs: Sequence[float], draws: int = 10_000) -> str:
-    """Median of ratios, with its 95 % confidence interval by bootstrap."""
+    """Return the median of ratios with its bootstrap confidence interval of 95 %."""
     import numpy as np
 
     drawn = np.random.default_rng(0).choice(np.asarray(pairs), (draws, len(pairs)))
@@ -99,6 +99,6 @@ def interval(pairs: Sequence[float], draws: int = 10_000) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

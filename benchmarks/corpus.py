@@ -1,9 +1,10 @@
-"""Near-duplicates, random reads and start-up, against the plain ways.
+"""Compare near-duplicate search and random reads with plain implementations, and measure the time to the first batch.
 
     python benchmarks/corpus.py [--quick] [--parts near read start] [--rounds 5]
 
-The corpus is the Python standard library as JSON lines, several times over with its lines shuffled within documents
-(--quick: once). Everything runs on all cores.
+The corpus is five copies of the Python standard library as JSON lines (--quick: one copy). In all copies except the
+first, the lines of each document are shuffled. Crosstrain's near-duplicate search uses all cores, and datasketch uses
+one process.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from crosstrain_plugins.builtin.commands.prepare.pool import cores
 from crosstrain_plugins.builtin.commands.prepare.shards import CorpusShard
 from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile, TokenWriter
 
-WORDS = 5  # in a shingle
+WORDS = 5  # words in a shingle
 
 
 def make_corpus(folder: Path, copies: int) -> int:
-    """`corpus.jsonl`; returns the bytes of text."""
+    """Write `corpus.jsonl`, and return the bytes of text."""
     texts = [text for text in standard_library() if text.strip()]
     rng, size = random.Random(0), 0
     with open(folder / "corpus.jsonl", "w") as file:
         for copy in range(copies):
             for text in texts:
                 lines = text.splitlines(keepends=True)
-                if copy:  # the same words in documents that no cache has seen
+                if copy:  # new documents with the same words, so that no cache helps
                     rng.shuffle(lines)
                 text = "".join(lines)
                 size += len(text.encode())
@@ -55,7 +56,7 @@ def read_corpus(folder: Path) -> list[str]:
 
 
 def our_near(folder: Path) -> Result:
-    """From texts in memory to marks, through the files that are in between."""
+    """Find near-duplicates with Crosstrain, from texts in memory, including the intermediate files."""
     from crosstrain_plugins.builtin.commands.prepare.dedup import find_duplicates
 
     texts = read_corpus(folder)
@@ -79,7 +80,7 @@ def _write(shard: CorpusShard, texts: list[str]) -> None:
 
 
 def datasketch(folder: Path) -> Result:
-    """MinHash and MinHashLSH as the library's documentation uses them."""
+    """Find near-duplicates with MinHash and MinHashLSH, as in the documentation of datasketch."""
     from datasketch import MinHash, MinHashLSH
 
     texts = read_corpus(folder)
@@ -108,7 +109,7 @@ def near(folder: Path, count: int) -> None:
 
 
 def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) -> None:
-    """Samples at random, as int64 inputs and labels: through the dataset, and from a bare memmap."""
+    """Read random samples as int64 inputs and labels, through the dataset and from a bare memmap."""
     from crosstrain.config.registry import registry
 
     tokens = np.random.default_rng(0).integers(0, 30_000, 50_000_000, dtype=np.uint16)
@@ -145,7 +146,7 @@ def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) ->
 
 
 def start(folder: Path) -> None:
-    """Opening 10^12 tokens and the first batch of training; the file is sparse, 2 TB that the disk does not hold."""
+    """Measure the time to open 10^12 tokens and get the first batch. The file of 2 TB is sparse."""
     from crosstrain.config.batch import BatchPlan
     from crosstrain.config.registry import registry
     from crosstrain.data.loader import training_steps

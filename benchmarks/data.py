@@ -1,9 +1,10 @@
-"""Preparation against tokenizing one document at a time, and the cost of finding a sample in ever larger datasets.
+"""Compare `prepare` with tokenizing one document at a time, and measure sample look-up in datasets of growing size.
 
     python benchmarks/data.py [--rounds 3]
 
-Preparation: the text of the Python standard library with a tokenizer trained on it before the clock starts. Samples:
-simulated lengths up to 10^12 tokens; only the order is computed, as nothing else depends on the size.
+Preparation: the input is the text of the Python standard library; a tokenizer is trained on it before the clock starts.
+Look-up: datasets of up to 10^12 tokens are simulated. Only the sample order is computed, because nothing else depends
+on the size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from crosstrain.data.tokenizer import load_tokenizer
 
 
 def whole(folder: Path) -> dict[str, float]:
-    """`crosstrain prepare`."""
+    """Prepare the texts as `crosstrain prepare` does."""
     options = PrepareOptions(input="stdlib", tokenizer=str(folder / "tokenizer"))
     started = time.perf_counter()
     tokens = prepare(options, folder / "prepared", progress=False, overwrite=True).tokens
@@ -37,7 +38,7 @@ def whole(folder: Path) -> dict[str, float]:
 
 
 def one_at_a_time(folder: Path) -> dict[str, float]:
-    """The same input, tokenizer and output, a document after the other."""
+    """Tokenize one document after the other, with the same input, tokenizer and output format."""
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     started = time.perf_counter()
     with TokenWriter(folder / "plain", best_dtype(tokenizer.vocab_size)) as writer:
@@ -47,7 +48,7 @@ def one_at_a_time(folder: Path) -> dict[str, float]:
 
 
 def look_up(tokens: int, length: int = 1024, count: int = 2000) -> float:
-    """Microseconds per sample number, its first use of an epoch included."""
+    """Return the microseconds per sample index, including the first use of an epoch."""
     samples = tokens // length
     times = []
     for repeat in range(7):

@@ -1,6 +1,6 @@
-"""The same training twice: through the platform, and by the engine's own interface in the loop that anyone would write.
+"""Two ways to run the same training: through the platform, and in a bare loop that calls the engine directly.
 
-Each is what a rank of a `turns.Contestant` runs. An order is to take some steps and to save every so many of them.
+A rank of a `turns.Contestant` runs `platform` or `direct`. An order asks for a number of steps, and for saves.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ from crosstrain.utils.types import Batch
 
 @dataclass(frozen=True)
 class Order:
-    """Take `steps` steps, saving after each whose number is a multiple of `every`; the last save belongs to the time.
+    """An order to take `steps` steps, and to save after every multiple of `every`; the time includes the last save.
 
-    What is still in memory then is written to the disk before anybody's next turn, and belongs to nobody's time.
+    Data that is still in memory when the clock stops is written to disk before the next turn, and this time does not
+    count.
     """
 
     steps: int
     every: int | None = None
-    bare: bool = False  # by the engine's own interface, where the platform has it beside itself
+    bare: bool = False  # True: use the bare loop that the platform's processes also hold
 
 
 class Clock:
-    """Seconds of a turn: from where all ranks have met to where this one's device has finished."""
+    """A clock for a turn: from a barrier of all ranks until this rank's device has finished."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if dist.is_initialized():  # one process may do without
+        if dist.is_initialized():  # a single process may have no process group
             dist.barrier()
         self.started = time.perf_counter()
 
@@ -72,12 +73,12 @@ class Clock:
 
 
 class Gate(StopRequest):
-    """Lets `Trainer.fit` take as many steps as were ordered; between two steps it is asked whether to stop."""
+    """Makes `Trainer.fit` take the ordered steps; the trainer checks this stop request between steps."""
 
     trainer: Trainer
     clock: Clock | None = None
     rival: Bare | None = None
-    ended = False  # no order is left
+    ended = False  # True: there are no more orders
 
     def __init__(self, line: Line) -> None:
         self.received, self.under_launcher = None, False
@@ -86,7 +87,7 @@ class Gate(StopRequest):
         self.result: Result = {}
 
     def watch(self, trainer: Trainer) -> None:
-        """Note the losses of `trainer`, and for how long its loop stands still to save."""
+        """Record the losses of `trainer`, and the time that its loop waits for saves."""
         self.trainer = trainer
         race, paused = self, trainer.throughput.paused
 
@@ -131,9 +132,9 @@ class Gate(StopRequest):
 
 
 def platform(line: Line, project: str, options: list[str], beside: bool = False) -> None:
-    """`crosstrain train`, from the tokens on disk to the log, TensorBoard and the watchdog.
+    """Run `crosstrain train`, from the tokens on disk to the log, TensorBoard and the watchdog.
 
-    With `beside` the same processes also hold the bare loop, with a model of its own, for orders that ask for it.
+    With `beside`, the same processes also hold the bare loop, with a separate model, for orders with `bare`.
     """
     config = load_config(project, options)
     runner = make_runner(config)
@@ -150,9 +151,9 @@ def platform(line: Line, project: str, options: list[str], beside: bool = False)
 
 
 class Bare:
-    """The engine alone, in a process group that exists: nothing is logged, counted or agreed upon.
+    """A bare loop around the engine, in an existing process group; it logs and counts nothing.
 
-    The batches of eight steps lie in memory.
+    The batches of eight steps are kept in memory and repeated.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -188,7 +189,7 @@ class Bare:
 
 
 def direct(line: Line, project: str, options: list[str]) -> None:
-    """The engine alone in processes of its own."""
+    """Run the bare loop in separate processes."""
     config = load_config(project, options)
     device = torch.device(config.run.device)
     if device.type == "cuda":
@@ -206,12 +207,12 @@ def direct(line: Line, project: str, options: list[str]) -> None:
 
 
 class ZeRO:
-    """`deepspeed.initialize`, `engine`, `engine.backward`, `engine.step`, `engine.save_checkpoint`."""
+    """A bare loop with DeepSpeed: its engine's forward, backward, step and save_checkpoint."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         import deepspeed
 
-        # What it would compile here, for half a minute, serves inference alone.
+        # DeepSpeed would spend half a minute compiling a collective that only its inference engine calls.
         with patch("deepspeed.comm.torch.build_shm_op", lambda: None):
             deepspeed.init_distributed(dist.get_backend(), verbose=False)
         plan = BatchPlan.of(config.run, dist.get_world_size())
@@ -248,7 +249,7 @@ class ZeRO:
 
 
 class FSDP:
-    """`fully_shard` of every block and the whole, `clip_grad_norm_`, AdamW."""
+    """A bare loop with FSDP2: `fully_shard` of every block and of the model, `clip_grad_norm_` and AdamW."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -281,7 +282,7 @@ class FSDP:
 
 
 def _fill(model: Model, name: str, parameter: Tensor, seed: int) -> None:
-    """Put the platform's initial value into one whole parameter."""
+    """Fill a full parameter with the platform's initial value."""
     parameter.data.zero_()
     shape = tuple(model.weights.logical_shape(name, parameter.shape))
     fill_initial(model, [Shard("param", name, shape, whole_pieces(parameter.data, shape))], seed)
@@ -295,7 +296,7 @@ def _optimizer(model: Model, config: Config) -> torch.optim.Optimizer:
 
 
 def _autocast_forward(model: Model, config: Config, device: torch.device) -> None:
-    """Lower the forward's matrix products, and nothing else, as the platform does: DeepSpeed's own modes do more."""
+    """Run the forward under autocast, as the platform does, because DeepSpeed's own modes lower more than that."""
     dtype = DTYPES[config.run.amp.dtype]
     if dtype != torch.float32:
         model.forward = torch.autocast(device.type, dtype)(model.forward)  # type: ignore[method-assign]

@@ -1,14 +1,15 @@
-"""A mixture of experts beside a dense model: does it learn more? And expert parallelism beside FSDP: is it as fast?
+"""Compare the losses of a mixture of experts and a dense model, or the speed of expert parallelism and FSDP.
 
     python benchmarks/experts.py            # validation losses, some minutes for each run
     python benchmarks/experts.py --speed    # time of a step on two ranks
 
-Losses: projects/qwen3_moe_tiny.yaml, with and without its router loss, and the same model with MLPs in place of
-experts, as wide as those that a token uses together; the same samples, steps and learning rate for all.
+Losses: the models are projects/qwen3_moe_tiny.yaml, with and without its router loss, and the same model with MLPs
+instead of experts. An MLP is as wide as all experts of a token together. All runs have the same samples, steps and
+learning rate.
 
-Speed: a larger one on two ranks with one thread each, under `fsdp` and under expert parallelism. All are alive at once
-and take turns of a step, in changing order. Given are the median of the ratios of neighbouring turns, with its 95 %
-confidence interval, and the time of a step.
+Speed: a larger mixture of experts trains on two ranks with one thread each, under `fsdp` and under expert parallelism.
+Both contestants exist at the same time and take turns of one step, in changing order. The table shows the median ratio
+of adjacent turns, with its 95 % confidence interval, and the time of a step.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ def main() -> None:
 
 
 def speed(options: list[str], turns: int) -> str:
-    """The table of step times."""
+    """Return the table of step times."""
     with tempfile.TemporaryDirectory() as folder:
         project = project_of(Path(folder), MIXTURE | {"runner": "fsdp"})
 
         def side(runner: str) -> Contestant:
             given = [f"run.runner={runner}", f"run.output_dir={folder}/{runner}", "run.max_iters=1000000", *options]
-            given.append("run.collective_timeout=1e6")  # a rank may be stopped for as long as others take
+            given.append("run.collective_timeout=1e6")  # a rank is stopped while others run
             env = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             return Contestant(platform, str(project), given, ranks=2, env=env)
 

@@ -1,12 +1,13 @@
-"""Training steps on GPUs: tokens/s, MFU, peak memory and bytes, beside what `plan` says and what others publish.
+"""Measure training steps on GPUs: tokens/s, MFU, peak memory and bytes sent, with `plan`'s and published values.
 
     python benchmarks/gpu.py                                  # on all GPUs of this machine
     python benchmarks/gpu.py --nanogpt ~/nanoGPT              # also nanoGPT's own model, compiled, from its checkout
     python benchmarks/gpu.py --device cpu --scale tiny        # the same in a minute without a GPU
 
-GPT-2 124M runs on one GPU; Llama-3.1-8B on all of them under fsdp, as in torchtitan's table. Weights and tokens are
-random. Speed is of the median step after the first five; MFU counts the plan's FLOPs without recomputation against the
-device's peak; bytes are those that rank 0 sends in its second step, for ring algorithms.
+GPT-2 124M runs on one GPU, and Llama-3.1-8B on all GPUs under fsdp, as in torchtitan's table. Weights and tokens are
+random. Speed is computed from the median step after the first five. MFU is the plan's FLOPs per second, without
+recomputation, as a fraction of the device's peak. Bytes are counted on rank 0 in its second step, assuming ring
+algorithms.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from typing import Any
 
 from common import ROOT, Result, child, table
 
-# FLOP/s of dense bf16 matrix products, from the vendors' data sheets, by a part of the device's name.
+# Part of the device's name -> FLOP/s of dense bf16 matrix products, from the vendors' data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}
 STEPS, WARM = 15, 5
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model, the options of its run, and what others publish."""
+    """A row of the table: a model, the options of its run, and published values."""
 
     name: str
     model: str
@@ -61,7 +62,7 @@ SMALL_LLAMA = LLAMA | {
 
 
 def rows(scale: str) -> list[Row]:
-    """The table's rows; `tiny` are the same kinds of runs in seconds."""
+    """Return the rows of the table. Scale `tiny`: the same kinds of runs with tiny models."""
     tiny = scale == "tiny"
     sizes, length, micro = (TINY, 64, 2) if tiny else (GPT2, 1024, 16)
     gpt2 = json.dumps({"arch": "gpt2", "n_positions": length, "vocab_size": 50257, "dropout": 0.0} | sizes)
@@ -78,7 +79,7 @@ def rows(scale: str) -> list[Row]:
 
 
 def project_of(folder: Path, row: Row, ranks: int, device: str) -> Path:
-    """The row's project file, with random tokens beside it."""
+    """Write a row's random tokens and project file, and return the path of the project file."""
     import numpy as np
     from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
@@ -96,7 +97,7 @@ def project_of(folder: Path, row: Row, ranks: int, device: str) -> Path:
 
 
 def worker(plain: dict[str, Any], result: Path) -> int:
-    """Train on this rank without saving; rank 0 writes seconds of steps, peak memory, and bytes sent in the second."""
+    """Train on this rank without saves. Rank 0 writes the median step time, peak memory, and bytes sent in step 2."""
     from crosstrain_plugins.builtin.commands.plan.calls import sent_by
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,12 +139,12 @@ def worker(plain: dict[str, Any], result: Path) -> int:
 
 
 def seconds_of(stamps: list[float]) -> float:
-    """Of the median step after the first ones, in which libraries load and compile."""
+    """Return the seconds of the median step, without the first steps, because libraries load and compile in them."""
     return statistics.median(b - a for a, b in zip(stamps[WARM:], stamps[WARM + 1 :], strict=False))
 
 
 def measure(row: Row, ranks: int, device: str, peak: float | None) -> list[str]:
-    """Train a row, and set what was measured beside the plan."""
+    """Train a row, and return the measured values with the values of the plan."""
     from crosstrain_plugins.builtin.commands.plan.estimate import Project
 
     from crosstrain.config.load import load_config
@@ -175,7 +176,7 @@ def measure(row: Row, ranks: int, device: str, peak: float | None) -> list[str]:
 
 
 def nanogpt(checkout: Path, row: Row, device: str, compiled: bool) -> Result:
-    """nanoGPT's own model and optimizer, compiled, in the loop of its bench.py."""
+    """Train nanoGPT's own model with its optimizer, in the loop of its bench.py."""
     import torch
 
     sys.path.insert(0, str(checkout))
@@ -218,7 +219,7 @@ def main() -> None:
 
     import torch
 
-    devices, peak = 2, arguments.peak  # processes on a CPU
+    devices, peak = 2, arguments.peak  # on a CPU, two processes
     if arguments.device == "cuda":
         devices, name = torch.cuda.device_count(), torch.cuda.get_device_name()
         peak = peak or next((flops for part, flops in PEAKS.items() if part in name), None)

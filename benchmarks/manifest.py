@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint of very many ranks, without tensors: its size, and what a rank pays to plan a load.
+"""Measure the manifest of a checkpoint of many ranks: its size, and a rank's time and memory to plan a load.
 
     python benchmarks/manifest.py [--ranks 16384]
 
-The model has 405 billion parameters (126 layers of width 16,384). It was saved by tensor parallelism 8 x pipeline
-parallelism 16 x data parallelism, each data-parallel rank with an equal range of its stage's flattened optimizer state,
-and is loaded by as many ranks of fsdp. Planning is to read and check the manifest, and to find the chunks of files that
-hold a rank's own boxes.
+The model has 405 billion parameters (126 layers of width 16,384); its tensors are not written. The manifest describes a
+checkpoint of tensor parallelism 8 x pipeline parallelism 16 x data parallelism. Each data-parallel rank holds an equal
+range of its stage's flattened optimizer state. The same number of fsdp ranks loads it. To plan a load, a rank reads and
+checks the manifest, and finds the chunks of files with its own boxes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def layer() -> dict[str, tuple[tuple[int, ...], int | None]]:
-    """Tensors of a layer with the dimension in which tensor parallelism cuts them."""
+    """Return tensor name -> (shape, dimension that tensor parallelism shards; None: replicated), for a layer."""
     return {
         "self_attn.q_proj.weight": ((WIDTH, WIDTH), 0),
         "self_attn.k_proj.weight": ((KEYS, WIDTH), 0),
@@ -52,7 +52,7 @@ def tensors() -> dict[str, tuple[tuple[int, ...], int | None]]:
 
 
 def write(folder: Path, ranks: int) -> int:
-    """Write the manifest; returns its number of boxes."""
+    """Write the manifest, and return its number of boxes."""
     from crosstrain.checkpoint.boxes import Box, _range_boxes
     from crosstrain.checkpoint.checkpointer import Holding, file_names
     from crosstrain.checkpoint.manifest import CHUNK, DIGITS, MANIFEST, manifest_text
@@ -98,19 +98,19 @@ def write(folder: Path, ranks: int) -> int:
 
 
 def memory_peak() -> int:
-    """KiB."""
+    """Return the peak resident memory of this process, in KiB."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def plan(folder: Path, ranks: int, rank: int) -> dict[str, float]:
-    """What one rank of fsdp pays, above what it had when everything was imported."""
+    """Return the time of planning on one fsdp rank, and its memory on top of the imports."""
     import torch
 
     from crosstrain.checkpoint.boxes import Box, Piece, Shard
     from crosstrain.checkpoint.files import Reader
     from crosstrain.checkpoint.manifest import CHUNK
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten: it may be the parent's
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, because it may be the parent's
     before = memory_peak()
     started = time.perf_counter()
     reader = Reader.open(folder)
@@ -143,7 +143,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as place:
         os.environ["XDG_CACHE_HOME"] = place
-        folder = storage.local("memory://bucket")  # the copy of a bucket's
+        folder = storage.local("memory://bucket")  # the local copy of a bucket's manifest
         folder.mkdir(parents=True)
         boxes = write(folder, arguments.ranks)
         size = (folder / "manifest.json").stat().st_size / MIB

@@ -1,7 +1,7 @@
-"""Validation loss of a project under several optimizers, each at several rates: `python benchmarks/optimizers.py`.
+"""Compare the validation losses of a project under several optimizers: `python benchmarks/optimizers.py FOLDER`.
 
-Every run has the same samples, steps and initial weights. Of each optimizer the best rate counts. Runs that are in
-FOLDER already are not made again.
+Every optimizer runs with several learning rates, and its best rate counts. All runs have the same samples, steps and
+initial weights. Runs that exist in FOLDER are not repeated.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from common import ROOT
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="of the runs")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the runs")
     parser.add_argument("--cfg-path", default="projects/quickstart.yaml", metavar="FILE")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon"], metavar="NAME")
     parser.add_argument("--rates", nargs="+", default=["1.5e-3", "3e-3", "6e-3"], metavar="RATE")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the best runs' validation losses")
-    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="of every run")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="SVG file with the validation losses of the best runs"
+    )
+    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="options of every run")
     args = parser.parse_args()
     best: dict[str, list[dict[str, Any]]] = {}
     print("| optimizer | rate | validation loss | optimizer's share of the step |\n|---|--:|--:|--:|")
@@ -41,14 +43,14 @@ def main() -> None:
 
 
 def train(folder: Path, project: str, optimizer: str, rate: str, options: list[str]) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl of a run, whose minimal rate is a tenth of its rate."""
+    """Return the rows of a run's metrics.jsonl; train first if it does not exist. min_lr is a tenth of `rate`."""
     if not (folder / "metrics.jsonl").exists():
         chosen = [f"run.optimizer={optimizer}", f"run.init_lr={rate}", f"run.min_lr={float(rate) / 10}"]
         command = [sys.executable, str(ROOT / "train.py"), "--cfg-path", project, "--options", *chosen, *options]
         env = os.environ | {"HF_HUB_OFFLINE": "1"}
         done = subprocess.run([*command, f"run.output_dir={folder}"], cwd=ROOT, capture_output=True, text=True, env=env)
         if done.returncode:
-            raise SystemExit(f"{done.stdout}\n{done.stderr}")
+            raise SystemExit(f"{folder}: training failed:\n{done.stdout}\n{done.stderr}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

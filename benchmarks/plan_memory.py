@@ -1,14 +1,14 @@
-"""Is the plan right about memory? Small trainings on a CPU in real processes, measured beside what `plan` says.
+"""Compare the memory that `plan` predicts with measurements of small training runs in CPU processes.
 
-    python benchmarks/plan_memory.py                # twelve configurations drawn by seed 1
+    python benchmarks/plan_memory.py                # twelve configurations drawn with seed 1
     python benchmarks/plan_memory.py --quick        # two
     python benchmarks/plan_memory.py --seed 7 --count 3
     python benchmarks/plan_memory.py --experts      # a mixture of experts, in one process and with expert parallelism
 
-Measured is the highest resident memory of any rank (VmHWM) over three steps, above what it was when everything that a
-run with a tiny model imports was imported, and a layer trained; and without the pages of files, which are the code of
-libraries that is read as it first runs. glibc is told to give freed blocks back at once: what it holds on to is
-nobody's memory.
+The measured value is the highest resident memory (VmHWM) of any rank over three steps, minus the memory before the
+training. At that point, the rank has imported all modules that a run with a tiny model imports, and has trained one
+layer. Memory-mapped pages of files are subtracted too: they contain code of libraries, loaded when it first runs. glibc
+is configured to return freed blocks at once, so that they do not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from common import ROOT, Sizes, table, write_project
 
-# Runners, and on how many ranks they are drawn.
+# Runner -> numbers of ranks to draw from.
 RUNNERS = {
     "ddp": (1, 2, 4), "fsdp": (2, 4), "zero0": (2,), "zero1": (2, 4), "zero2": (2, 4), "zero3": (2, 4),
     "megatron_tp2": (2, 4), "megatron_pp2": (2, 4), "megatron_tp2_sp": (2,), "megatron_tp2_zero1": (4,),
@@ -40,11 +40,11 @@ MIXTURE = {
     "layers": 4, "hidden": 256, "length": 128, "vocabulary": 8192, "micro": 4, "accumulation": 2, "mode": "none",
     "amp": "fp32", "experts": 16,
 }  # fmt: skip
-BAR = 0.15  # of what was measured
+BAR = 0.15  # largest accepted error, as a fraction of the measured memory
 
 
 def draw(seed: int, count: int) -> list[dict[str, Any]]:
-    """Configurations: sizes, batch, precision, checkpointing and runner, each at random."""
+    """Draw random configurations: sizes, batch, precision, gradient checkpointing and runner."""
     rng, drawn = random.Random(seed), []
     for _ in range(count):
         runner = rng.choice(sorted(RUNNERS))
@@ -68,7 +68,7 @@ def draw(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def project_of(folder: Path, c: dict[str, Any]) -> Path:
-    """The project file of a drawn configuration."""
+    """Write the project file of a configuration, and return its path."""
     run = {
         "runner": c["runner"], "output_dir": f"{folder}/run", "max_iters": 3, "micro_batch_size": c["micro"],
         "accum_grad_iters": c["accumulation"], "amp": c["amp"], "gradient_checkpointing": c["mode"], "device": "cpu",
@@ -89,7 +89,7 @@ def project_of(folder: Path, c: dict[str, Any]) -> Path:
 
 
 def predict(project: Path, ranks: int) -> tuple[int, dict[str, int]]:
-    """Bytes of the fullest rank, and its parts, as `plan` says, in a process of its own."""
+    """Run `plan` in a new process; return the predicted bytes of the fullest rank, and their parts."""
     out = project.parent / "plan.json"
     command = ["-m", "crosstrain", "plan", "--no-presets", "--cfg-path", str(project), "--world-size", str(ranks)]
     subprocess.run([sys.executable, *command, "--output", str(out)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -98,7 +98,7 @@ def predict(project: Path, ranks: int) -> tuple[int, dict[str, int]]:
 
 
 def measure(c: dict[str, Any]) -> int:
-    """Bytes of the fullest rank above the imports, which are those of a run with a tiny model."""
+    """Return the measured bytes of the fullest rank, without the imports of a run with a tiny model."""
     with tempfile.TemporaryDirectory() as folder:
         tiny = project_of(Path(folder), c | {"layers": 4, "hidden": 128, "length": 32, "vocabulary": 8192, "micro": 1})
         modules = Path(folder) / "modules.json"
@@ -109,7 +109,10 @@ def measure(c: dict[str, Any]) -> int:
 
 
 def _run(project: Path, ranks: int, modules: Path) -> int:
-    """Train on so many ranks; bytes of the fullest. `modules`: what to import before; written if it is not there."""
+    """Train on `ranks` ranks, and return the bytes of the fullest rank.
+
+    modules: JSON file with the modules to import before the measurement; written if it does not exist.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -136,10 +139,10 @@ def _run(project: Path, ranks: int, modules: Path) -> int:
 
 
 def rank_of(project: str, modules: Path) -> None:
-    """Import everything, train, and print this rank's peak."""
+    """Import the modules, train, and print this rank's peak memory."""
     known = modules.exists()
     for name in json.loads(modules.read_text()) if known else ():
-        with contextlib.suppress(Exception):  # such as those that others make as they go
+        with contextlib.suppress(Exception):  # some are created at run time and cannot be imported
             importlib.import_module(name)
     from crosstrain.config.load import load_config
     from crosstrain.engine.build import make_model, make_runner
@@ -151,7 +154,7 @@ def rank_of(project: str, modules: Path) -> None:
     with parameters_on_meta():
         make_model(config)
     _warm_up()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, files = _status("VmRSS"), _status("RssFile")
     train_worker(config.plain, True)
     print(_status("VmHWM") - before - max(0, _status("RssFile") - files), flush=True)
@@ -161,7 +164,7 @@ def rank_of(project: str, modules: Path) -> None:
 
 
 def _warm_up() -> None:
-    """Libraries load and compile kernels when they are first used, which is theirs like an import."""
+    """Train a layer, because libraries load and compile kernels at first use; this counts as part of the imports."""
     import torch
 
     layer = torch.nn.Linear(64, 64)

@@ -1,23 +1,23 @@
-"""Runners against the engines that they drive: a training step, saving while training, saving and loading alone.
+"""Compare runners with the engines that they drive: training steps, saves during training, save and load bandwidth.
 
     python benchmarks/runners.py [--parts step save bandwidth] [--runners zero1 zero2 zero3 fsdp] [--device cpu]
 
-Step: the platform, as its users run it, against the engine's own interface in a bare loop, with the same model class,
-loss, optimizer, options of the engine, clipping and accumulation. Every rank holds both, each with a model of its own,
-and they take turns of one step, in changing order, so that both have the same memory, threads and neighbours; the
-watchdog stands aside while the bare loop runs. (--turn makes turns longer: on a GPU each ends with a wait
-for the device.) Given are the median of the ratios of neighbouring turns with its 95 % confidence interval, and the
-ratio of all the time, in which every tenth step's log line shows too. --control has the bare loop take both turns: what
-comes out is noise.
+Step: the platform, as its users run it, is compared with a bare loop that calls the engine directly. Both have the same
+model class, loss, optimizer, engine options, gradient clipping and accumulation. Every rank holds both, each with its
+own model. They take turns of one step, in changing order, so that both have the same memory, threads and neighbours.
+The watchdog is off while the bare loop runs. (--turn makes turns longer, because on a GPU each turn ends with a wait
+for the device.) The table shows the median ratio of adjacent turns, with its 95 % confidence interval, and the ratio of
+the total times, including the log line of every tenth step. With --control, the bare loop takes both turns, to measure
+the noise.
 
-Save: both in processes of their own, of which one stands still while the other runs. Turns of some steps with and
-without saves. The platform's are on disk, hashed and flushed, when the clock stops; what DeepSpeed's `save_checkpoint`
-wrote is still in memory.
+Save: both sides have their own processes, and one side is stopped while the other runs. A turn is a number of steps,
+with or without saves. When the clock stops, the platform's checkpoints are on disk, hashed and flushed; the files of
+DeepSpeed's `save_checkpoint` are still in memory.
 
-Bandwidth: `Checkpointer.save` and `wait` against one file per rank with as many bytes, written at once, flushed and
-renamed to replace the one before, as the next checkpoint replaces the last; `load_shards` against `readinto` of as many
-bytes as each rank holds, both from the page cache and after eviction from it (which does not reach the cache of a host
-below a virtual machine).
+Bandwidth: `Checkpointer.save` and `wait` are compared with plain files of the same size, one per rank. Each file is
+written at once, flushed and renamed to replace the previous file, as a new checkpoint replaces the last one.
+`load_shards` is compared with `readinto` of the same number of bytes per rank, from the page cache and after eviction
+from it. In a virtual machine, the cache of the host is not evicted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_UP = 3  # turns
 
 
 class Benchmark:
-    """The command line's request, and the contestants that follow from it."""
+    """The parts of the benchmark, for the given command line."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
@@ -50,13 +50,13 @@ class Benchmark:
         run = {
             "output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch,
             "device": arguments.device,
-            "collective_timeout": 1e6,  # watched as ever, but a rank may be stopped for as long as others take
+            "collective_timeout": 1e6,  # the watchdog is on, but a rank is stopped while others run
         }  # fmt: skip
         self.project = write_project(folder, sizes, run)
 
     @contextmanager
     def contestants(self, *works: Callable[..., None], **run: Any) -> Iterator[list[Contestant]]:
-        """One for each of `works`, with options of the section `run`; each has a folder, which goes when they go."""
+        """Yield a contestant for each of `works`, with options of the section `run`; their folders are temporary."""
         env = {"OMP_NUM_THREADS": str(self.arguments.threads), "DS_ACCELERATOR": self.arguments.device}
         alive: list[Contestant] = []
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -72,7 +72,7 @@ class Benchmark:
     # ---- the three parts
 
     def step(self) -> str:
-        """Time of a step, platform / engine alone."""
+        """Return the table of step times, platform / bare loop."""
         rows = []
         for precision, accumulation, runner in product(
             self.arguments.precisions, self.arguments.accumulations, self.arguments.runners
@@ -87,16 +87,18 @@ class Benchmark:
                 times = [f"{statistics.median(side[last]) / self.arguments.turn:.4f} s" for side in (ours, theirs)]
                 print(runner, precision, accumulation, interval(pairs[last]), *times, file=sys.stderr, flush=True)
             rows.append([runner, precision, accumulation, interval(pairs), f"{sum(ours) / sum(theirs):.3f}"])
-        sides = "bare loop / bare loop" if self.arguments.control else "platform / engine alone"
+        sides = "bare loop / bare loop" if self.arguments.control else "platform / engine only"
         return table(["runner", "precision", "accumulation", f"step time, {sides}", "all steps"], rows)
 
     def _pairs(self, **run: Any) -> Iterator[tuple[float, float]]:
-        """Seconds of neighbouring turns of the platform and the bare loop."""
+        """Yield the seconds of adjacent turns of the platform and the bare loop."""
         orders = [Order(self.arguments.turn, bare=self.arguments.control), Order(self.arguments.turn, bare=True)]
         with self.contestants(partial(platform, beside=True), **run) as (ranks,):
             first = [ranks.turn(order) for order in orders]
             if not self.arguments.control and abs(first[0]["loss"] / first[1]["loss"] - 1) > 0.02:
-                raise SystemExit(f"{run}: they do not train the same: losses {[result['loss'] for result in first]}")
+                raise SystemExit(
+                    f"{run}: the platform and the bare loop have different losses: {[r['loss'] for r in first]}"
+                )
             for number in range(WARM_UP - 1 + self.arguments.pairs):
                 turns = [0, 1] if number % 2 else [1, 0]
                 seconds = {i: ranks.turn(orders[i])["seconds"] for i in turns}
@@ -104,7 +106,7 @@ class Benchmark:
                     yield seconds[0], seconds[1]
 
     def save(self) -> str:
-        """Wall time of a run with saves / without, and how long its loop stands still."""
+        """Return the table of wall times, with saves / without saves, and of the time that the loop waits."""
         steps, every = self.arguments.save_steps, self.arguments.save_every
         rows = []
         for precision, runner in product(self.arguments.precisions[:1], self.arguments.save_runners):
@@ -131,11 +133,15 @@ class Benchmark:
             rows.append([*row, ratio(ours, theirs, "stalled")])
         head = f"{steps // every} saves in {steps} steps"
         columns = ["platform: wall time / no save", "DeepSpeed: wall time / no save"]
-        columns += ["platform: stall per save, in steps", "DeepSpeed: the same", "stall, platform / DeepSpeed"]
+        columns += [
+            "platform: stall per save, in steps",
+            "DeepSpeed: stall per save, in steps",
+            "stall, platform / DeepSpeed",
+        ]
         return table([head, "precision", *columns], rows)
 
     def bandwidth(self) -> str:
-        """Bytes per second, platform / plain."""
+        """Return the table of bytes per second, platform / plain files."""
         rows = []
         for runner in self.arguments.bandwidth_runners:
             with self.contestants(storage, runner=runner) as (side,):
@@ -154,7 +160,7 @@ class Benchmark:
             medians = {way: statistics.median(r["gb_per_second"] for r in results[way]) for way in ways}
             pairs = {"save": "write", "load": "read", "load evicted": "read evicted"}
             rows.append([runner, *(f"{medians[ours] / medians[theirs]:.2f}" for ours, theirs in pairs.items())])
-        columns = ["save / plain write", "load / plain read, from the page cache", "the same, evicted before"]
+        columns = ["save / plain write", "load / plain read, from the page cache", "load / plain read, after eviction"]
         return table([f"bytes per second, {self.arguments.ranks} ranks", *columns], rows)
 
 
@@ -165,24 +171,24 @@ def main() -> None:
     add("--parts", nargs="+", choices=parts, default=parts)
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--ranks", type=int, default=2)
-    add("--threads", type=int, default=1, help="of a rank on the CPU")
-    add("--folder", help="where files are written, instead of the system's temporary folder")
+    add("--threads", type=int, default=1, help="CPU threads per rank")
+    add("--folder", help="folder for files (default: the system's temporary folder)")
     for name, default in vars(Sizes()).items():
         add(f"--{name}", type=int, default=default)
     add("--micro-batch", type=int, default=4)
-    add("--precisions", nargs="+", default=["fp32"], help="of the steps; saving takes the first")
-    add("--runners", nargs="+", default=["zero1", "zero2", "zero3", "fsdp"], help="whose steps are measured")
+    add("--precisions", nargs="+", default=["fp32"], help="precisions of the steps; the part save uses the first")
+    add("--runners", nargs="+", default=["zero1", "zero2", "zero3", "fsdp"], help="runners of the part step")
     add("--accumulations", nargs="+", type=int, default=[1, 2])
-    add("--pairs", type=int, default=30, help="pairs of turns of each launch")
-    add("--launches", type=int, default=2, help="times that both sides are started afresh")
-    add("--turn", type=int, default=1, help="steps of a turn")
-    add("--control", action="store_true", help="the bare loop on both sides")
+    add("--pairs", type=int, default=30, help="pairs of turns per launch")
+    add("--launches", type=int, default=2, help="number of times that the processes are started")
+    add("--turn", type=int, default=1, help="steps per turn")
+    add("--control", action="store_true", help="measure the noise: both sides are the bare loop")
     add("--save-runners", nargs="+", choices=["zero1", "zero2", "zero3"], default=["zero2", "zero3"])
     add("--save-steps", type=int, default=24)
     add("--save-every", type=int, default=6)
-    add("--rounds", type=int, default=3, help="of runs with and without saves")
+    add("--rounds", type=int, default=3, help="rounds of the part save")
     add("--bandwidth-runners", nargs="+", default=["zero3", "ddp"])
-    add("--repetitions", type=int, default=7, help="of saving and loading")
+    add("--repetitions", type=int, default=7, help="rounds of the part bandwidth")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         benchmark = Benchmark(arguments, Path(folder))

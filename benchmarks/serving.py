@@ -1,7 +1,7 @@
-"""A served GPT-2 against transformers' own server: tokens per second and time to the first token, taken in turns.
+"""Compare `crosstrain serve` with transformers' own server on a GPT-2: tokens/s and time to the first token.
 
-Both serve the same weights and are asked the same through OpenAI's client: greedy completions, streamed, that
-end by their length alone. Prints a Markdown table of ratios, crosstrain / transformers.
+Both serve the same weights, and get the same requests from OpenAI's client, in turn: streamed greedy completions of a
+fixed length. Prints a Markdown table of ratios, crosstrain / transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog and " * 4
 
 
 def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
-    """(a run's folder, the exported model) of a GPT-2 that has learned a few words, so that it writes on and on."""
+    """Train a GPT-2 on a few words, so that it never stops; return (run folder, exported model)."""
     from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
     from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
@@ -54,7 +54,7 @@ def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def serving(command: list[str], port: int) -> Iterator[str]:
-    """The base URL of a server that is ready."""
+    """Start a server, and yield its base URL when it is ready."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -76,7 +76,7 @@ def serving(command: list[str], port: int) -> Iterator[str]:
 
 
 async def ask(url: str, model: str, tokens: int, at_once: int, requests: int) -> Result:
-    """Figures of so many streamed completions, `at_once` of them at a time."""
+    """Measure `requests` streamed completions, with `at_once` of them at a time."""
     from openai import AsyncOpenAI
 
     client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=600)
@@ -95,7 +95,7 @@ async def ask(url: str, model: str, tokens: int, at_once: int, requests: int) ->
             firsts.append(first or 0.0)
             counts.append(pieces)
 
-    await one(-1)  # compiles, warms up
+    await one(-1)  # the warm-up, with compilation
     firsts.clear()
     started = time.monotonic()
     await asyncio.gather(*(one(i) for i in range(requests)))

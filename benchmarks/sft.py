@@ -1,13 +1,13 @@
-"""Packed fine-tuning on conversations against TRL's SFTTrainer: speed and memory.
+"""Compare packed fine-tuning on conversations with TRL's SFTTrainer: speed and memory.
 
     python benchmarks/sft.py [--rounds 5] [--steps 8] [--precisions fp32 bf16] [--device cpu]
 
-Same conversations, chat template, Llama, batch of packed rows, precision and optimizer, loss on the assistant's words
-alone; every contestant in a process of its own, taken in turn. TRL packs in its own way (best fit decreasing, without
-padding) and runs twice: with the batch in one pass, which it makes one long row, and row by row with accumulation. No
-one checkpoints activations. Tokens per second count all tokens of the conversations, from the median step after the
-first two; peak memory is the process's highest resident size above that after the imports (on a GPU, torch's peak).
-Needs the extra `bench`.
+All contestants have the same conversations, chat template, Llama, batch of packed rows, precision and optimizer, and
+train only on the assistant's words. Each runs in its own process, in turn. TRL packs in its own way: best fit
+decreasing, without padding. Both programs run twice: with the batch in one pass (TRL makes it one long row), and row by
+row with gradient accumulation. There is no activation checkpointing. Tokens per second count all tokens of the
+conversations, from the median step after the first two. Peak memory is the process's highest resident memory minus the
+memory after the imports (on a GPU, torch's peak). Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEMPLATE = (
 
 
 def make(folder: Path) -> None:
-    """Write a model of random weights with a tokenizer of 2,000 tokens, and conversations of 40 to 450 tokens."""
+    """Write a model with random weights and a tokenizer of 2,000 tokens, and conversations of 40 to 450 tokens."""
     import torch
     from crosstrain_plugins.builtin.commands.prepare.train_bpe import train_bpe
     from transformers import AddedToken, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -69,7 +69,7 @@ def make(folder: Path) -> None:
 
 
 def trl(folder: Path, steps: int, precision: str, device: str, rows: int) -> Result:
-    """SFTTrainer as its documentation has it, `rows` of the batch at once."""
+    """Train with SFTTrainer as in its documentation, with `rows` rows of the batch per pass."""
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -111,8 +111,8 @@ def trl(folder: Path, steps: int, precision: str, device: str, rows: int) -> Res
 
 
 def crosstrain(folder: Path, steps: int, precision: str, device: str, rows: int) -> Result:
-    """The platform, as its users run it, from the conversations on disk to the checkpoint at the end."""
-    import torch  # noqa: F401 - imported before the clock starts, as by the other
+    """Run the platform as its users do, from the conversations on disk to the checkpoint at the end."""
+    import torch  # noqa: F401 - imported before the clock starts, as in `trl`
     import transformers  # noqa: F401
 
     from crosstrain.cli.main import main as command_line

@@ -1,11 +1,11 @@
-"""Training step of the platform against a bare PyTorch loop and the Hugging Face Trainer: speed, memory, start-up.
+"""Compare training steps with a bare PyTorch loop and the Hugging Face Trainer: speed, memory, start-up.
 
     python benchmarks/step.py [--rounds 5] [--steps 6] [--precisions fp32 bf16] [--device cpu] [--against "bare loop"]
 
-Same GPT-2, batch, precision, optimizer and data; every contestant in a process of its own, taken in turn. Tokens per
-second come from the median step after the first two; peak memory is the process's highest resident size above that
-after the imports (on a GPU, torch's peak); start-up is from the start of the process to the end of the first step.
-Needs the extra `bench`.
+All contestants have the same GPT-2, batch, precision, optimizer and data. Each runs in its own process, in turn. Tokens
+per second are computed from the median step after the first two. Peak memory is the process's highest resident memory
+minus the memory after the imports (on a GPU, torch's peak). Start-up is the time from the start of the process to the
+end of the first step. Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = SIZES.length * BATCH
 
 
 class Clock:
-    """Time stamps of steps, and memory above the imports."""
+    """A recorder of the times of steps, and of the memory on top of the imports."""
 
     def __init__(self) -> None:
         self.stamps = [time.perf_counter()]
@@ -74,7 +74,7 @@ def reference_model() -> Any:
 
 
 def bare(steps: int, precision: str, device: str) -> Result:
-    """The loop that anyone would write."""
+    """Train in a bare PyTorch loop."""
     import torch
 
     clock = Clock()
@@ -97,7 +97,7 @@ def bare(steps: int, precision: str, device: str) -> Result:
 
 
 def hf_trainer(steps: int, precision: str, device: str) -> Result:
-    """transformers' Trainer."""
+    """Train with transformers' Trainer."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -130,8 +130,8 @@ def hf_trainer(steps: int, precision: str, device: str) -> Result:
 
 
 def crosstrain(steps: int, precision: str, device: str, **options: Any) -> Result:
-    """The platform, as its users run it, from the tokens on disk to the checkpoint at the end."""
-    import torch  # noqa: F401 - imported before the clock starts, as by the others
+    """Run the platform as its users do, from the tokens on disk to the checkpoint at the end."""
+    import torch  # noqa: F401 - imported before the clock starts, as in the others
     import transformers  # noqa: F401
 
     from crosstrain.cli.main import main as command_line

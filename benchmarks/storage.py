@@ -1,7 +1,7 @@
-"""Saving and loading a checkpoint, and the plainest ways to write and read as many bytes in the same folder.
+"""Save and load a checkpoint, and write and read the same number of bytes as plain files in the same folder.
 
-It is what a rank of a `turns.Contestant` runs. Orders: "save", "write", "load", "read", and "evict", after which
-nothing that was written is in the page cache.
+A rank of a `turns.Contestant` runs `storage`. Orders: "save", "write", "load", "read", and "evict", to remove the
+written files from the page cache.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from crosstrain.engine.build import build_model, make_runner
 
 
 def _move(move: Callable[[memoryview], int | None], data: memoryview) -> None:
-    """All of `data` with a raw `write` or `readinto`, which may move less than it is given."""
+    """Move all of `data` with a raw `write` or `readinto`; each call may move only a part."""
     while data:
         data = data[move(data) or 0 :]
 
 
 def storage(line: Line, project: str, options: list[str]) -> None:
-    """Carry out orders; reports the seconds, and the bytes of all ranks together."""
+    """Carry out orders; report the seconds, and the total bytes of all ranks."""
     config = load_config(project, options)
     runner = make_runner(config)
     runner.setup()
@@ -51,7 +51,7 @@ def storage(line: Line, project: str, options: list[str]) -> None:
         keeper.wait()
 
     def write() -> None:
-        """Write a new file, which then takes the place of the one before: a save keeps that until it is done, too."""
+        """Write a new file, then replace the old file: a save also keeps the old checkpoint until it is done."""
         new = plain[rank].with_suffix(".new")
         with open(new, "xb", buffering=0) as file:
             _move(file.write, content)
@@ -62,7 +62,7 @@ def storage(line: Line, project: str, options: list[str]) -> None:
         load_shards(Reader.open(checkpoint), runner.held.shards())
 
     def read() -> None:
-        """Read as many bytes as this rank's state has, from its own plain file on."""
+        """Read as many bytes as this rank's state has, beginning with this rank's plain file."""
         free = memoryview(room)
         for path in plain[rank:] + plain[:rank]:
             part = free[: path.stat().st_size]

@@ -1,12 +1,12 @@
-"""The gain of tensor parallelism, and its cost with torch's own styles.
+"""Compare tensor parallelism with a single process, and with torch's own parallel styles.
 
     python benchmarks/tensor_parallel.py [--pairs 20]
-    python benchmarks/tensor_parallel.py --quick    # a tiny model: does it run?
+    python benchmarks/tensor_parallel.py --quick    # a tiny model, to test that it runs
 
 Three contestants train the same GPT-2 through the platform, each on two cores: one process with two threads; two ranks
-of `megatron_tp2` with one thread each; and two ranks under the same plan by torch's DTensor styles
-(plugins/dtensor_styles.py). All are alive at once and take turns of some steps, in changing order. Given are the median
-of the ratios of neighbouring turns, with its 95 % confidence interval, and the time of a step.
+of `megatron_tp2` with one thread each; and two ranks with the same plan under torch's DTensor
+styles (plugins/dtensor_styles.py). All exist at the same time and take turns of some steps, in changing order. The
+table shows the median ratio of adjacent turns, with its 95 % confidence interval, and the time of a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> str:
-    """The table."""
+    """Return the table."""
     sizes = Sizes(*(getattr(arguments, name) for name in vars(Sizes())))
     run = {
         "output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch, "device": "cpu",

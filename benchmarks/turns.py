@@ -1,7 +1,7 @@
-"""Contestants that live side by side and take turns: each is a number of ranks, processes of their own.
+"""Contestants that run side by side and take turns. Each contestant has its own ranks, as processes.
 
-Whatever one does to its processes (hooks, threads, global state of an engine) does not reach the other, and yet a step
-of the one and a step of the other are moments apart. Those whose turn it is not are stopped, with all their threads.
+Hooks, threads and global engine state of one contestant do not affect the others, although their steps are only moments
+apart. Outside of their turns, processes are stopped, with all their threads.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from unittest.mock import patch
 
 from common import Result
 
-_STIR = 0.2  # seconds before a turn, in which threads that slept too long catch up
+_STIR = 0.2  # seconds before a turn, so that stopped threads can catch up
 
 
 class Line:
-    """A rank's end: orders come in, results go out."""
+    """A rank's end of the connection: it receives orders and sends results."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
     def report(self, result: Result) -> None:
-        """Answer the last order, or say that this rank is ready for the first."""
+        """Send the result of the last order; before the first order, report that this rank is ready."""
         self.connection.send(result)
 
     def order(self) -> Any:
-        """The next order; None when there is none left."""
+        """Return the next order; None if there are no more orders."""
         try:
             return self.connection.recv()
         except EOFError:
@@ -43,7 +43,7 @@ class Line:
 
 
 class Contestant:
-    """Ranks that run `work(line, *args)`, which can be imported; they are ready when this has been made."""
+    """Ranks that run `work(line, *args)`; `work` must be importable. The constructor waits until they are ready."""
 
     def __init__(self, work: Callable[..., None], *args: Any, ranks: int, env: dict[str, str]) -> None:
         with socket.socket() as probe:
@@ -63,7 +63,7 @@ class Contestant:
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(theirs, work, args))
             with patch.dict(os.environ, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}):
-                process.start()  # here, because torch reads some of it when it is imported
+                process.start()  # in this environment, because torch reads it at import
             theirs.close()
             self._processes.append(process)
             self._lines.append(ours)
@@ -71,7 +71,7 @@ class Contestant:
         self._signal(signal.SIGSTOP)
 
     def turn(self, order: Any) -> Result:
-        """Have every rank carry out `order`; the largest of each of their numbers."""
+        """Have every rank carry out `order`, and return the maximum of each number over the ranks."""
         self._signal(signal.SIGCONT)
         time.sleep(_STIR)
         for line in self._lines:
@@ -100,7 +100,7 @@ class Contestant:
         return answers
 
     def close(self) -> None:
-        """Let the ranks leave together."""
+        """Let all ranks end together."""
         self._signal(signal.SIGCONT)
         for line in self._lines:
             line.close()
@@ -115,7 +115,10 @@ class Contestant:
 
 
 def race(sides: Iterable[tuple[str, Contestant]], order: Any, turns: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Seconds of each one's turns behind the first `warm_up`, in changing order; `sides` makes them, and all end."""
+    """Return the seconds of each contestant's turns after the first `warm_up` turns; the order of contestants changes.
+
+    `sides` creates the contestants; all of them are closed at the end.
+    """
     line: list[tuple[str, Contestant]] = []
     seconds: dict[str, list[float]] = defaultdict(list)
     try:
@@ -135,6 +138,6 @@ def race(sides: Iterable[tuple[str, Contestant]], order: Any, turns: int, warm_u
 
 
 def _rank(connection: Connection, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody else would end a process that is stopped
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: otherwise a stopped process would stay
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     work(Line(connection), *args)

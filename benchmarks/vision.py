@@ -1,12 +1,12 @@
-"""Images from shards against a plain DataLoader over files, and a vision-language step against a bare loop.
+"""Compare images from shards with a plain DataLoader over files, and a vision-language step with a bare loop.
 
     python benchmarks/vision.py [--rounds 5] [--images 400] [--steps 6] [--quick]
 
-Images: JPEGs of 256 x 256 to 224 x 224 with timm's evaluation transform, one process, one thread; the platform reads
-them from a WebDataset shard by its own order, the other loads the same files in a shuffled torch DataLoader and makes
-the same tokens. Steps: the model of projects/blip2_qwen_shapes.yaml and one batch of its data, in bf16, the same
-modules driven by the platform's runner and by a loop of forward, backward, clipping and AdamW, in turn in one process.
-Tokens are all positions of the batch that the language model sees, images' embeddings among them.
+Images: timm's evaluation transform converts JPEGs of 256 x 256 pixels to 224 x 224, in one process with one thread. The
+platform reads them from a WebDataset shard in its own order. The other side loads the same files with a shuffled torch
+DataLoader, and makes the same tokens. Steps: the model and one batch of projects/blip2_qwen_shapes.yaml, in bf16. The
+platform's runner, and a loop of forward, backward, clipping and AdamW, train the same modules in one process, in turn.
+Tokens are all positions of the batch that the language model gets, including image embeddings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TEXT = "red circle top left"
 
 
 def write_images(folder: Path, count: int) -> None:
-    """The same noisy JPEGs as files and in a shard."""
+    """Write the same noisy JPEGs as files and in a shard."""
     rng = np.random.default_rng(0)
     with tarfile.open(folder / "all.tar", "w") as tar:
         for i in range(count):
@@ -62,7 +62,7 @@ def write_images(folder: Path, count: int) -> None:
 
 
 class Files(torch.utils.data.Dataset):
-    """A dataset of plain files, as anyone would write it."""
+    """A simple dataset of files."""
 
     def __init__(self, folder: Path, transform: Any, tokenizer: Any) -> None:
         self.paths, self.transform, self.tokenizer = sorted(folder.glob("*.jpg")), transform, tokenizer
@@ -93,7 +93,7 @@ def from_files(files: Files) -> dict[str, float]:
 
 
 def prepared(folder: Path) -> tuple[Runner, Any]:
-    """The small vision-language model under the single-process runner, and a step's batch."""
+    """Return the small vision-language model under the single-process runner, and the batch of a step."""
     options = [f"datasets.shapes.path={folder}/shapes", "datasets.shapes.images=64", "datasets.shapes.held_out=4"]
     config = load_config(ROOT / "projects" / "blip2_qwen_shapes.yaml", options)
     prepare_data(config)
@@ -136,7 +136,7 @@ def bare_steps(runner: Runner, batches: Any, steps: int) -> dict[str, float]:
 
 
 def opened(folder: Path) -> Any:
-    """The shard as the platform opens it."""
+    """Open the shard as the platform does."""
     cls, component = registry.get("dataset", "image_text"), {"name": "image_eval", "encoder": ENCODER}
     given = {
         "train": f"{folder}/all.tar", "tokenizer": f"{folder}/shapes/tokenizer",

@@ -1,7 +1,7 @@
-"""The documentation as a site: `sphinx-build -W -c docs . build/site` from the top of the repository.
+"""Sphinx configuration of the site: run `sphinx-build -W -c docs . build/site` in the top folder of the repository.
 
-The source folder is the repository, so that a link from one Markdown file to another holds in both: in the repository
-and on the site. `docs/navigation.yml` is the table of contents; `docs/write_reference.py` writes the reference.
+The source folder is the whole repository, so that links between Markdown files work both in the repository and on the
+site. `docs/navigation.yml` is the table of contents; `docs/write_reference.py` writes the reference.
 """
 
 import sys
@@ -19,13 +19,13 @@ version = release = crosstrain.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx_external_toc", "sphinx_copybutton", "sphinxcontrib.mermaid", "myst_parser"]
 extensions += ["write_reference"]
-exclude_patterns = [  # all but the pages: Sphinx would walk through environments and the outputs of trainings
+exclude_patterns = [  # all except the pages, so that Sphinx skips environments and the output of training runs
     *(path.name for path in HERE.parent.iterdir() if path.name != "docs" and path.suffix != ".md"),
 ]
 external_toc_path = "docs/navigation.yml"
 
 myst_enable_extensions = ["colon_fence"]
-myst_heading_anchors = 4  # links to headings, by the rule of code forges
+myst_heading_anchors = 4  # links to headings, with anchors as on GitHub
 myst_fence_as_directive = ["mermaid"]
 mermaid_height = mermaid_width = "auto"
 mermaid_fullscreen = False

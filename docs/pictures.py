@@ -1,7 +1,7 @@
 """Make pictures for these pages from real runs: `python docs/pictures.py [NAME ...]`.
 
-Each command runs in a terminal of its own, in the current folder, as its reader would run it; what it shows becomes
-docs/images/NAME.svg. Needs rich and pyte. The training takes a few minutes.
+Each command runs in its own terminal, in the current folder, as a reader of the pages would run it. Its output becomes
+docs/images/NAME.svg. Needs rich and pyte. The training run takes a few minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS, LINES = 150, 1000
-TERMINALS = {  # picture: command, the number of its first lines that are shown, and the beginning of the last part
+TERMINALS = {  # picture -> (command, number of lines before the gap, beginning of the first line after it)
     "run": ("python train.py --cfg-path projects/quickstart.yaml", 9, "step 400/400"),
     "samples": ("crosstrain samples --cfg-path projects/gpt2_chat_sft.yaml --number 0", LINES, ""),
 }
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def in_a_terminal(command: str) -> list[Text]:
-    """Return the lines that a terminal shows after a command, with their colours."""
+    """Run a command in a terminal, and return the lines that it prints, with colours."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color"}

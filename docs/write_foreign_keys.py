@@ -13,7 +13,7 @@ _TABLE = re.compile(r"(<!-- keys of (\w+) -->\n).*?(<!-- end of the keys -->)", 
 
 
 def table(name: str) -> str:
-    """Return the table of a program's keys in Markdown; neighbours with the same answer share a row."""
+    """Return the table of a program's keys in Markdown; consecutive keys with the same answer share a row."""
     keys = yaml.safe_load((ROOT / "configs" / "foreign_keys" / f"{name}.yaml").read_text())["keys"]
     rows = ["| key | here |", "|---|---|"]
     for answer, group in groupby(keys, key=keys.__getitem__):
@@ -25,7 +25,7 @@ def table(name: str) -> str:
 
 
 def written(page: Path) -> str:
-    """Return the text of a page with its tables as the lists are now."""
+    """Return the text of a page, with tables written from the current lists of keys."""
     return _TABLE.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", page.read_text(encoding="utf-8"))
 
 

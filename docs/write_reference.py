@@ -1,6 +1,7 @@
 """A Sphinx extension that writes docs/reference/: the verbs, the options of every component, the public Python names.
 
-Options are read from the dataclasses that the checker of configurations uses; their meanings are the comments there.
+Options are read from the dataclasses that the checker of configurations uses, and their meanings from the comments
+beside the fields.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """An option, as a table shows it."""
+    """An option, as a row of a table."""
 
     key: str
     type: str
@@ -55,10 +56,10 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def write(app: Sphinx) -> None:
-    """Write the pages anew. A page whose text is as before keeps its time, so that Sphinx does not read it again."""
+    """Write the pages. An unchanged page keeps its modification time, so that Sphinx does not read it again."""
     pages = {
         "commands": commands(),
-        "options": contents("Options", "Everything that a project file can say."),
+        "options": contents("Options", "The options of a project file, by section and component."),
         "options-run": run_page(),
         "python": contents("Python", "The public names: `from crosstrain import Runner, registry`."),
     }
@@ -82,13 +83,13 @@ def contents(title: str, intro: str) -> str:
 
 
 def verbs() -> dict[str, str]:
-    """Return the verbs of the command line, with the summary of each."""
+    """Return verb -> summary of the command line."""
     return {entry.name: entry.summary for entry in registry.entries("command")}
 
 
 def commands() -> str:
-    """Return the page of the verbs, with the help of each."""
-    parts = ["# Commands\n\n`crosstrain VERB --help` prints the same.\n"]
+    """Return the page of the verbs, with the output of `--help` for each verb."""
+    parts = ["# Commands\n\n`crosstrain VERB --help` prints the same text.\n"]
     for verb, summary in verbs().items():
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -126,7 +127,7 @@ def kind_page(kind: str) -> str:
 
 
 def docstring(component: Any) -> str:
-    """Return a docstring as Markdown, with what it indents as a block of code."""
+    """Return a component's docstring as Markdown; indented lines become code blocks."""
     text = inspect.getdoc(component) or ""
     return re.sub(r"(?m)^((?:    .*\n?)+)", r"```text\n\1```\n", text) + "\n"
 
@@ -138,7 +139,7 @@ def table(cls: type) -> str:
 
 
 def rows(cls: type, prefix: str = "") -> Iterator[Row]:
-    """Yield the options of a dataclass; those of one inside it follow, with its key in front."""
+    """Yield the options of a dataclass. Options of a nested dataclass follow, with its key as a prefix."""
     for option in options(cls):
         default = "" if option.inner and option.default else plain(option.default)
         default = "required" if option.required else default
@@ -181,7 +182,7 @@ def bounds(constraints: tuple[Any, ...]) -> Iterator[str]:
 
 
 def escape(text: str) -> str:
-    """Return text that Markdown and reStructuredText, also in tables, show as it is; code in it stays code."""
+    """Escape text for Markdown and reStructuredText, also in tables; code between backticks stays unchanged."""
     parts = re.split(r"(`[^`]*`)", text)
     escaped = [re.sub(r"([*_<\[\]$|])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(parts)]
     return "".join(escaped)
@@ -191,7 +192,7 @@ def escape(text: str) -> str:
 
 
 def python_pages() -> Iterator[tuple[str, str]]:
-    """Yield each package that has public names, and its page."""
+    """Yield (package, page) for every package with public names."""
     packages: dict[str, list[str]] = {}
     for name in crosstrain.__all__:
         own, *parts = crosstrain.homes()[name].split(".")
@@ -215,7 +216,7 @@ def autodoc(name: str, value: Any) -> str:
 
 
 def describe_fields(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """Append the comments beside the fields of a class to its docstring, as Sphinx asks before it shows one."""
+    """Append the comments beside a class's fields to its docstring. Sphinx calls this for every docstring."""
     if what == "class":
         shown = getattr(value, "__dataclass_fields__", getattr(value, "_fields", ()))
         described = [(field, text) for field, text in meanings(value).items() if text and field in shown]

@@ -133,7 +133,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "role tokens, one end for all": Shape(
         _LOOP + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
-        "{% else %}{{ eos_token }}{% endif %}", refused="in another way when other turns follow",
+        "{% else %}{{ eos_token }}{% endif %}", refused="differently when other turns follow",
     ),
     "turn tokens, other role names": Shape(
         "{{ bos_token }}" + _LOOP + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
@@ -182,18 +182,18 @@ SHAPES: dict[str, Shape] = {
     "thoughts kept in the last turn alone": Shape(
         _LOOP + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n"
         "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}" + _ASK,
-        refused="in another way when other turns follow", thoughts=True,
+        refused="differently when other turns follow", thoughts=True,
     ),
     "earlier turns dropped": Shape(
-        "{% for m in messages[-2:] %}" + _CHATML + _ASK, refused="no prefix|in another way|words of turn"
+        "{% for m in messages[-2:] %}" + _CHATML + _ASK, refused="not a prefix|differently|text of turn|adds text to turn"
     ),
-    "no prompt for an answer": Shape(_LOOP + _CHATML, refused="which the prompt for an answer does not have"),
+    "no prompt for an answer": Shape(_LOOP + _CHATML, refused="that its generation prompt does not contain"),
     "a prompt that begins a thought": Shape(
-        _LOOP + _CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", refused="no prefix"
+        _LOOP + _CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", refused="not a prefix"
     ),
     "no end of a turn": Shape(_ROLES.replace("</s>", "\n") + "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
-                              refused="no special token"),
-    "words in capitals": Shape(_LOOP + _CHATML.replace("m.content", "m.content | upper") + _ASK, refused="changes the words"),
+                              refused="does not end turn . with a special token"),
+    "words in capitals": Shape(_LOOP + _CHATML.replace("m.content", "m.content | upper") + _ASK, refused="changes the text"),
 }  # fmt: skip
 
 

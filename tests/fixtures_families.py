@@ -17,7 +17,7 @@ NOT_TINY = [
     "llama4", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5",
     "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "reformer", "zamba",
 ]  # fmt: skip
-NEXT, ROWS = "does not predict the next token", "embeds more than the tokens"
+NEXT, ROWS = "does not predict the next token", "does not have one embedding per token"
 REFUSED = {"cpmant": ROWS, "moshi": ROWS, "whisper": NEXT, "xlm": NEXT, "xlnet": NEXT}
 # Encoders, which predict the next token as decoders only.
 ENCODERS = [

@@ -1,8 +1,8 @@
 """A museum of silent training bugs: each exhibit is a runner with one publicly reported bug.
 
-An exhibit's docstring says the bug and links to its thread; `EXPECTED` says what a tool should answer that compares the
-runner with `ddp`. Files that begin with `healthy_` hold runners that compute the same in another way: no tool may find
-anything wrong with them. `python benchmarks/museum` holds `crosstrain compare` to all of it.
+An exhibit's docstring describes the bug and links to its thread. `EXPECTED` is the right answer of a tool that compares
+the runner with `ddp`. Files with the prefix `healthy_` contain runners that get the same results in a different way: a
+tool must not report a problem with them. `python benchmarks/museum` runs `crosstrain compare` on all of them.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ Phase = Literal[
 
 @dataclass(frozen=True)
 class Expected:
-    """The right answer about an exhibit, and what shows it."""
+    """The right answer about an exhibit, and the project that shows the bug."""
 
-    phase: Phase | None = None  # the first thing that goes wrong; None: nothing does
-    cause: str = ""  # regular expression that a sentence about the cause matches, in any case
+    phase: Phase | None = None  # first phase with wrong results; None: no results are wrong
+    cause: str = ""  # regular expression that the cause must match, ignoring case
     parameter: str | None = None  # pattern of the canonical names of wrong tensors; None: (nearly) all of them, or none
     project: Literal["gpt2", "still", "qwen", "chat", "packed", "adapter"] = "gpt2"  # `still`: gpt2 without dropout
     steps: int = 3
-    base: str = "ddp"  # the runner that it is but for the bug
-    options: dict[str, Any] = field(default_factory=dict)  # of `base`
+    base: str = "ddp"  # the runner that the bug is added to
+    options: dict[str, Any] = field(default_factory=dict)  # options of `base`
 
 
 def matching(model: Model, pattern: str) -> dict[str, nn.Parameter]:
-    """The model's parameters whose canonical names match a pattern."""
+    """Return the parameters of a model with canonical names that match a pattern."""
     parameters = model.weights.parameters()
     return {name: parameters[name] for name in fnmatch.filter(parameters, pattern)}
 
 
 def resumed(runner: Runner) -> bool:
-    """True where the optimizer's state is that of a run under way."""
+    """Return True if the optimizer state contains earlier steps."""
     states = runner.optimizer.state.values() if runner.optimizer is not None else []
     return any(float(state["step"]) > 0 for state in states)
 
 
 class OtherLabels:
-    """A runner, by inheritance before another one, whose model gets `labels(batch)` in place of the batch's."""
+    """A mixin of runners: the model gets `labels(batch)` instead of the labels in the batch."""
 
     def prepare(self, model: Model, make_optimizer: Any) -> None:
         super().prepare(model, make_optimizer)

@@ -1,7 +1,7 @@
-"""Hold `crosstrain compare` to the museum: caught or not, phase, parameter, cause and seconds of each exhibit.
+"""Run `crosstrain compare` on the museum, and judge its answers: caught, phase, parameter, cause and seconds.
 
-Exhibits of one project share a call of `compare`, whose reference is ddp with one worker. Results are collected in
-`--results`, a JSON file, and a second call runs those that are not yet in it. `--table` writes the page's tables.
+Exhibits of one project share a call of `compare`; the reference is ddp with one worker. Results are collected in the
+JSON file `--results`, and a second call runs only exhibits without a result. `--table` writes the tables of the page.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Exhibit:
     """A runner of the museum."""
 
     name: str
-    bug: str  # in one line
-    link: str  # empty for healthy ones
+    bug: str  # description in one line
+    link: str  # empty for healthy variants
     expected: Any  # an `Expected`
 
     @property
     def label(self) -> str:
-        """The runner as `compare` takes it, on two workers."""
+        """The runner with two workers, as an argument of `compare`."""
         options = "".join(f", {key}: {str(value).lower()}" for key, value in self.expected.options.items())
         return f"{{name: {self.name}{options}}}@2"
 
 
 def exhibits() -> list[Exhibit]:
-    """All of them, by name; imports them, and torch."""
+    """Import all exhibits, and return them in order of their names."""
     from crosstrain.config.registry import registry
 
     registry.add_folder(HERE)
@@ -80,7 +80,7 @@ def exhibits() -> list[Exhibit]:
 
 
 def write_projects(folder: Path) -> dict[str, Path]:
-    """A project file for each kind of model and data, with text and conversations in which there is much to learn."""
+    """Write a project file for each kind of model and data; return name -> path. The texts have structure to learn."""
     from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
     from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 
@@ -131,7 +131,7 @@ def write_projects(folder: Path) -> dict[str, Path]:
 
 
 def compare(project: Path, chosen: list[Exhibit], steps: int, flags: list[str], options: list[str]) -> dict[str, Any]:
-    """What `crosstrain compare` writes about the chosen exhibits, by label, and the seconds that each took."""
+    """Run `crosstrain compare`, and return label -> answer about each chosen exhibit, with the elapsed seconds."""
     output = project.parent / "results.json"
     output.unlink(missing_ok=True)
     command = [
@@ -152,25 +152,25 @@ def compare(project: Path, chosen: list[Exhibit], steps: int, flags: list[str], 
         for line in process.stdout or ():
             said.append(line)
             label = line.rstrip("\n").partition(": failed: ")[0]
-            if label == REFERENCE or label in {exhibit.label for exhibit in chosen}:  # its steps have been made
+            if label == REFERENCE or label in {exhibit.label for exhibit in chosen}:  # its steps are done
                 seconds.setdefault(label, time.monotonic() - started)
                 started = time.monotonic()
     if not output.exists():
-        sys.exit(f"{' '.join(command)}\n{''.join(said)[-5000:]}")
+        sys.exit(f"compare failed: {' '.join(command)}\n{''.join(said)[-5000:]}")
     answers = json.loads(output.read_text())
     return {exhibit.label: answers[exhibit.label] | {"elapsed": seconds[exhibit.label]} for exhibit in chosen}
 
 
 # ---- judging
 
-# Phases of sentences, for results without a `finding`; the first that matches.
+# Pattern of a sentence -> phases, for results without a `finding`. The first match counts.
 PHASES = {
     r"ended at sample|micro batches of step \d+ begin": ("samples",),
     r"in evaluation mode, the loss is": ("forward", "evaluation"),
     r"the loss of step 1 is": ("forward",),
     r"different gradients|gradient of|every gradient": ("gradients",),
     r"learning rate \S+ instead": ("learning rate",),
-    r"gradient norm of step \d+ is .* over equal gradients": ("norm",),
+    r"gradient norm of step \d+ is .* with equal gradients": ("norm",),
     r"different weights|of the way|the (loss|gradient norm) of step": ("update",),
     r"lacks|besides|the optimizer's": ("state",),
 }
@@ -179,7 +179,7 @@ _NAME = re.compile(r"\b(?:transformer|lm|lm_head|model)\.[\w.]+\b")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was right in an answer about an exhibit; None: there was nothing to be right about."""
+    """The correct parts of an answer about an exhibit; None: this part is not judged."""
 
     caught: bool
     phase: bool | None = None
@@ -188,7 +188,7 @@ class Verdict:
 
 
 def judge(expected: Any, result: dict[str, Any]) -> Verdict:
-    """Compare an answer with the right one. A contestant that fails to train counts as caught, of unknown phase."""
+    """Compare an answer with the expected one. An exhibit that fails to train counts as caught, in no known phase."""
     finding = result.get("finding")
     sentence = (finding or {}).get("sentence") or result.get("problem") or result.get("error")
     if not sentence:
@@ -218,7 +218,7 @@ def share(values: Iterable[bool | None]) -> str:
 
 
 def table(found: list[Exhibit], results: dict[str, dict[str, Any]]) -> str:
-    """The page's tables in Markdown, of exhibits that have results."""
+    """Return the page's tables in Markdown, with the exhibits that have results."""
     lines = [
         "| exhibit | bug | wrong in | caught | phase | tensor | cause | seconds |",
         "|---|---|---|---|---|---|---|--:|",
@@ -245,12 +245,16 @@ def table(found: list[Exhibit], results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="patterns of exhibits' names (default: all that have no results)")
+    parser.add_argument("names", nargs="*", help="patterns of exhibit names (default: all exhibits without a result)")
     parser.add_argument("--results", type=Path, default=Path("museum.json"), help="JSON file to read and extend")
-    parser.add_argument("--table", type=Path, help="Markdown file to write, or to end anew")
-    parser.add_argument("--batch", type=int, default=12, help="contestants of a call of compare")
-    parser.add_argument("--flags", default="--deep", help="further flags of compare (default: --deep)")
-    parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="such as run.amp=bf16")
+    parser.add_argument(
+        "--table", type=Path, help="Markdown file to write; in a page with the mark, only the text below it is replaced"
+    )
+    parser.add_argument("--batch", type=int, default=12, help="exhibits per call of compare (default: 12)")
+    parser.add_argument("--flags", default="--deep", help="additional flags of compare (default: --deep)")
+    parser.add_argument(
+        "--options", nargs="*", default=[], metavar="KEY=VALUE", help="options of the projects, such as run.amp=bf16"
+    )
     a = parser.parse_args()
     found = exhibits()
     results: dict[str, dict[str, Any]] = json.loads(a.results.read_text()) if a.results.exists() else {}
@@ -274,7 +278,7 @@ def main() -> None:
                     print(f"{exhibit.name}: {kept.get('error') or kept.get('problem')}", flush=True)
                 a.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     page = table(found, results)
-    if a.table:  # below the mark of a page that has one
+    if a.table:  # if the page has the mark, replace only the text below it
         above, mark, _ = a.table.read_text().partition(MARK) if a.table.exists() else ("", "", "")
         a.table.write_text(above + mark + "\n" * bool(mark) + page)
     print(page)

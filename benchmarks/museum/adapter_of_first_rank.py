@@ -1,4 +1,4 @@
-"""Of a sharded adapter the checkpoint gets the first rank's rows alone.
+"""For a sharded adapter, the checkpoint gets only the rows of the first rank.
 
 https://github.com/huggingface/accelerate/pull/4206
 """
@@ -16,7 +16,7 @@ EXPECTED = Expected(
 
 @registry.register_runner("adapter_of_first_rank")
 class AdapterOfFirstRank(registry.get("runner", "fsdp")):
-    """Reports nothing of the adapter on other ranks than the first."""
+    """Reports no shards of the adapter, except on the first rank."""
 
     filled = False
 

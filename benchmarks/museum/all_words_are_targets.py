@@ -1,4 +1,4 @@
-"""A chat template without marks of what is generated gives a mask of ones: prompts are learned too.
+"""A chat template does not mark the generated text, so the mask is all ones: prompts are learned too.
 
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359
 """

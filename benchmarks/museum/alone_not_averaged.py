@@ -1,4 +1,4 @@
-"""All-reduces of tensors that are not fused with others give wrong results.
+"""All-reduces of single tensors, not fused with others, give wrong results.
 
 https://github.com/horovod/horovod/pull/358
 """

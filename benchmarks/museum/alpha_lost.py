@@ -1,4 +1,4 @@
-"""The saved adapter's configuration has an alpha of 0, so that it does nothing where it is loaded.
+"""The saved configuration of an adapter has an alpha of 0, so the loaded adapter has no effect.
 
 https://github.com/verl-project/verl/issues/5325
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("export", cause=r"alpha|config", project="adapter")
 
 @registry.register_runner("alpha_lost")
 class AlphaLost(registry.get("runner", "ddp")):
-    """Saves another scale than it trains with."""
+    """Saves a different alpha from the one in training."""
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)

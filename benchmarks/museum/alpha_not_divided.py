@@ -1,4 +1,4 @@
-"""An adapter's output is multiplied by alpha, not by alpha over its rank.
+"""An adapter's output is multiplied by alpha, not by alpha / rank.
 
 https://github.com/Blaizzy/mlx-vlm/issues/841
 """

@@ -1,4 +1,4 @@
-"""Row-parallel biases are divided by the ranks in the forward, and with them their gradients.
+"""Row-parallel biases, and with them their gradients, are divided by the number of ranks in the forward.
 
 https://github.com/pytorch/torchtitan/pull/4332
 """

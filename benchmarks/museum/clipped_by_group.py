@@ -1,4 +1,4 @@
-"""Each parameter group is clipped by its own norm, not by that of all gradients.
+"""Each parameter group is clipped by its own norm, not by the norm of all gradients.
 
 https://github.com/huggingface/transformers/issues/581
 """

@@ -1,4 +1,4 @@
-"""Groups of ranks clip the weights that they share by norms of their own, and the copies drift apart.
+"""Groups of ranks with the same weights clip by different norms, and the copies drift apart.
 
 https://github.com/NVIDIA-NeMo/Automodel/issues/3816
 """

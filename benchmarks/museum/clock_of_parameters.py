@@ -1,4 +1,4 @@
-"""Adam's count of steps, one for all, is advanced once for every parameter.
+"""Adam has one step count for all parameters, and the count advances once per parameter.
 
 https://github.com/flashlight/flashlight/issues/143
 """

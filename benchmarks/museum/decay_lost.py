@@ -1,4 +1,4 @@
-"""Weight decay is computed in a type that rounds it away.
+"""Weight decay is computed in a dtype that rounds it away.
 
 https://github.com/Nerogar/OneTrainer/issues/996
 """
@@ -7,7 +7,7 @@ from crosstrain import registry
 
 from . import Expected
 
-EXPECTED = Expected("update", cause=r"decay", parameter="*[encj].weight")  # of matrices: wte, wpe, c_attn, c_fc, c_proj
+EXPECTED = Expected("update", cause=r"decay", parameter="*[encj].weight")  # matrices: wte, wpe, c_attn, c_fc, c_proj
 
 
 @registry.register_runner("decay_lost")

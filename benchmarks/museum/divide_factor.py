@@ -1,4 +1,5 @@
-"""Experts' gradients are divided by the ranks of their own group, though more ranks have contributed to them.
+"""Gradients of experts are divided by the size of the experts' own group, although more ranks have contributed to the
+gradients.
 
 https://github.com/NVIDIA/Megatron-LM/pull/5956
 """
@@ -17,4 +18,4 @@ class DivideFactor(registry.get("runner", "fsdp")):
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)
         model.blocks()[1].set_gradient_divide_factor(1.0)
-        model.blocks()[1].set_force_sum_reduction_for_comms(True)  # all that gloo has
+        model.blocks()[1].set_force_sum_reduction_for_comms(True)  # gloo can only sum

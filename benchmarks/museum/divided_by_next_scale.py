@@ -1,4 +1,4 @@
-"""The loss scale is raised before gradients are divided by it, so that such steps have half of their gradients.
+"""The loss scale is raised before the gradients are divided by it, so in these steps the gradients are half as large.
 
 https://github.com/deepspeedai/DeepSpeed/pull/8588
 """

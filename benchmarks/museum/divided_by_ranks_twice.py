@@ -1,4 +1,4 @@
-"""The loss is divided by the targets of all ranks, and data parallelism divides the gradients by the ranks once more.
+"""The loss is divided by the targets of all ranks, and data parallelism divides the gradients again.
 
 https://github.com/meta-pytorch/torchtune/pull/2172
 """

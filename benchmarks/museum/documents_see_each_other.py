@@ -1,4 +1,4 @@
-"""Samples packed into a row attend to those before them, though positions start anew.
+"""Samples packed into a row attend to earlier samples, although positions restart.
 
 https://github.com/huggingface/nanoVLM/pull/204
 """
@@ -14,7 +14,7 @@ EXPECTED = Expected("forward", cause=r"attention|mask|document|forward", project
 
 @registry.register_runner("documents_see_each_other")
 class DocumentsSeeEachOther(registry.get("runner", "ddp")):
-    """Gives attention a mask that knows of no documents."""
+    """Gives attention a mask without document boundaries."""
 
     def compute_loss(self, batch):
         return super().compute_loss(batch | {"attention_mask": torch.ones_like(batch["input_ids"])})

@@ -1,4 +1,4 @@
-"""All devices draw the same dropout mask, though each has samples of its own.
+"""All devices draw the same dropout mask, although they have different samples.
 
 https://github.com/tenstorrent/tt-metal/pull/16823
 """

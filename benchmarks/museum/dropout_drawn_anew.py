@@ -1,4 +1,4 @@
-"""Activations are computed again in the backward, with other dropout than in the forward.
+"""Activations are recomputed in the backward with different dropout than in the forward.
 
 https://github.com/allenai/OLMo-core/pull/828
 """

@@ -1,4 +1,4 @@
-"""The validation loss is a mean of means, in which samples with few targets weigh as much as others.
+"""The validation loss is a mean of means: samples with few targets weigh as much as others.
 
 https://github.com/pytorch/torchtitan/pull/4167
 """

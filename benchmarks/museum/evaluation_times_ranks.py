@@ -1,4 +1,4 @@
-"""A factor that undoes the average over ranks in training also multiplies the loss of an evaluation.
+"""A factor that undoes the average over ranks in training is also applied to the evaluation loss.
 
 https://github.com/huggingface/transformers/issues/35078
 """

@@ -1,4 +1,4 @@
-"""Gradients are not zeroed before the very first step, which so has them twice.
+"""Gradients are not zeroed before the very first step, so this step counts them twice.
 
 https://github.com/karpathy/llm.c/pull/548
 """

@@ -1,4 +1,4 @@
-"""The fused matrix of queries, keys and values is cut as a single one: a rank gets queries and half of the keys.
+"""The fused matrix of queries, keys and values is split as one matrix: a rank gets queries and half of the keys.
 
 https://github.com/hpcaitech/ColossalAI/issues/817
 """
@@ -22,6 +22,6 @@ class FusedQkvCutAsOne(registry.get("runner", "megatron")):
     """Cuts attention's input projection by columns."""
 
     def prepare(self, model, make_optimizer):
-        heads = {"transformer.h.*.attn.num_heads": "divide"}  # which is asked for, so that the plan is accepted
+        heads = {"transformer.h.*.attn.num_heads": "divide"}  # otherwise the plan is rejected
         self.options.plan = {"transformer.h.*.attn.c_attn": "column"} | heads
         super().prepare(model, make_optimizer)

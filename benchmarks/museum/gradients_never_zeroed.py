@@ -1,4 +1,4 @@
-"""Nobody calls zero_grad after a step, so each step adds to the gradients of all before.
+"""zero_grad is never called after a step, so each step adds to the gradients of all earlier steps.
 
 https://github.com/meta-pytorch/torchforge/pull/71
 """

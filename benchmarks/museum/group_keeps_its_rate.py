@@ -1,4 +1,4 @@
-"""The schedule reaches the first parameter group alone.
+"""The schedule sets the learning rate of only the first parameter group.
 
 https://github.com/deepspeedai/DeepSpeedExamples/pull/756
 """

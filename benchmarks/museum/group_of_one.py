@@ -1,4 +1,4 @@
-"""The data-parallel group leaves out a dimension of the mesh and has one rank, so its all-reduce does nothing.
+"""The data-parallel group omits a mesh dimension and has only one rank, so its all-reduce does nothing.
 
 https://github.com/ByteDance-Seed/VeOmni/pull/1115
 """

@@ -1,4 +1,4 @@
-"""Gradients of micro batches are added in fp64."""
+"""Gradients of micro batches are summed in fp64."""
 
 import torch.distributed as dist
 

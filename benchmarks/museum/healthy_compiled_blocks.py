@@ -4,7 +4,7 @@ from crosstrain import registry
 
 from . import Expected
 
-EXPECTED = Expected(project="still")  # compiled attention draws other dropout masks than the CPU kernel
+EXPECTED = Expected(project="still")  # compiled attention and the CPU kernel draw different dropout masks
 
 
 @registry.register_runner("healthy_compiled_blocks")

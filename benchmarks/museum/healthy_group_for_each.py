@@ -1,4 +1,4 @@
-"""Every parameter has a group of its own in the optimizer."""
+"""Every parameter has its own group in the optimizer."""
 
 from crosstrain import registry
 
@@ -9,7 +9,7 @@ EXPECTED = Expected()
 
 @registry.register_runner("healthy_group_for_each")
 class HealthyGroupForEach(registry.get("runner", "ddp")):
-    """AdamW with many groups, in another order."""
+    """AdamW with many groups, in a different order."""
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)

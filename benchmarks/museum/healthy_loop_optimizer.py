@@ -1,4 +1,4 @@
-"""The optimizer updates one parameter after another."""
+"""The optimizer updates the parameters one by one."""
 
 from crosstrain import registry
 

@@ -1,4 +1,4 @@
-"""The gradient norm is that of the tensors' fp32 norms."""
+"""The gradient norm is computed from the fp32 norms of the tensors."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Activations are computed again in the backward, with the dropout of the forward."""
+"""Activations are recomputed in the backward, with the dropout of the forward."""
 
 from functools import partial
 

@@ -11,7 +11,7 @@ EXPECTED = Expected()
 
 @registry.register_runner("healthy_reduced_by_parameter")
 class HealthyReducedByParameter(Runner):
-    """Data parallelism by hand, which sums and says so in its scale."""
+    """Data parallelism by hand: sums gradients, and adapts `gradient_scale`."""
 
     def forward_backward(self, micro_batches, num_targets):
         loss = super().forward_backward(micro_batches, num_targets)

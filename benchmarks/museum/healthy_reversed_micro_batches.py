@@ -1,4 +1,4 @@
-"""The micro batches of a step come in reverse order."""
+"""The micro batches of a step are in reverse order."""
 
 from crosstrain import registry
 

@@ -1,4 +1,4 @@
-"""An all-reduce is made of a reduce-scatter and an all-gather."""
+"""An all-reduce is replaced by a reduce-scatter and an all-gather."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks share the sequence between the matrices."""
+"""Tensor-parallel ranks split the sequence outside of the matrix products."""
 
 from crosstrain import registry
 

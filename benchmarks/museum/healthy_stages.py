@@ -1,4 +1,4 @@
-"""Blocks lie on two pipeline stages, which share a tied weight."""
+"""Blocks are on two pipeline stages with a tied weight."""
 
 from crosstrain import registry
 

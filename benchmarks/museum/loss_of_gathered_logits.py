@@ -1,4 +1,4 @@
-"""The sum of exponentials goes over logits that are gathered already: the loss is log(ranks) too high.
+"""Exponentials of logits that are already gathered are summed over the ranks: the loss is log(ranks) too high.
 
 https://github.com/NVIDIA/Megatron-LM/issues/7452
 """

@@ -1,4 +1,4 @@
-"""fp32 master weights are made again from the bf16 weights of the checkpoint.
+"""The fp32 master weights are recreated from the bf16 weights of the checkpoint.
 
 https://github.com/TensorAuto/OpenTau/issues/185
 """

@@ -1,4 +1,5 @@
-"""A checkpoint is loaded into the model, but not into the optimizer's copies, which the first step writes back.
+"""A checkpoint is loaded into the model but not into the optimizer's copies, and the first step overwrites the weights
+with these copies.
 
 https://github.com/NVIDIA/Megatron-LM/issues/174
 """
@@ -14,7 +15,7 @@ EXPECTED = Expected("resume", cause=r"weight|master|stale|initial|update")
 
 @registry.register_runner("masters_stale_at_resume")
 class MastersStaleAtResume(registry.get("runner", "ddp")):
-    """Goes on from initial values after a resumed run's first step."""
+    """Resets the weights to initial values before the first step of a resumed run."""
 
     def loaded(self):
         super().loaded()

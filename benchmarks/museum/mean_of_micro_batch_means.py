@@ -1,4 +1,4 @@
-"""Every micro batch's loss is averaged over its own targets, and then they are averaged: short answers weigh more.
+"""Each micro batch's loss is averaged over its own targets, then these means are averaged: short answers weigh more.
 
 https://github.com/huggingface/transformers/pull/34191
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("gradients", cause=r"micro batch|targets|normali[sz]|weigh",
 
 @registry.register_runner("mean_of_micro_batch_means")
 class MeanOfMicroBatchMeans(registry.get("runner", "ddp")):
-    """Weighs micro batches alike, whatever targets they have."""
+    """Gives all micro batches the same weight, for any number of targets."""
 
     def forward_backward(self, micro_batches, num_targets):
         even = num_targets / (len(micro_batches) * self.dp.size)

@@ -12,7 +12,7 @@ EXPECTED = Expected("gradients", cause=r"(own|each) rank|targets|normali[sz]|wei
 
 @registry.register_runner("mean_of_rank_means")
 class MeanOfRankMeans(registry.get("runner", "ddp")):
-    """Weighs ranks alike, whatever targets they have."""
+    """Gives all ranks the same weight, for any number of targets."""
 
     def forward_backward(self, micro_batches, num_targets):
         mine = sum(m.num_targets for m in micro_batches)

@@ -1,4 +1,4 @@
-"""A fused optimizer writes its fp32 moments back in the parameters' type.
+"""A fused optimizer writes its fp32 moments back in the dtype of the parameters.
 
 https://github.com/databricks/flashoptim/issues/2
 """

@@ -12,7 +12,7 @@ EXPECTED = Expected("resume", cause=r"moment|optimizer|state")
 
 @registry.register_runner("moments_not_loaded")
 class MomentsNotLoaded(registry.get("runner", "ddp")):
-    """Throws away the optimizer's state that was loaded."""
+    """Discards the loaded optimizer state."""
 
     def loaded(self):
         super().loaded()

@@ -1,4 +1,4 @@
-"""Only buffers of one optimizer's kind are saved: Adam's moments and its count of steps are lost without a word.
+"""Only the buffers of a different optimizer are saved: Adam's moments and step count are silently lost.
 
 https://github.com/TrenTorch/TrenTorch/pull/187
 """

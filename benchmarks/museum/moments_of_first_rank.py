@@ -1,4 +1,4 @@
-"""Of a sharded optimizer's state the first rank's alone is saved, and the others go on with an empty one.
+"""Only the first rank's part of a sharded optimizer state is saved; the other ranks continue with an empty state.
 
 https://github.com/huggingface/transformers/pull/23111
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("resume", cause=r"rank 1|moment|optimizer|state", base="fsdp
 
 @registry.register_runner("moments_of_first_rank")
 class MomentsOfFirstRank(registry.get("runner", "fsdp")):
-    """Throws away the moments on other ranks than the first."""
+    """Discards the moments on all ranks except the first."""
 
     def loaded(self):
         super().loaded()

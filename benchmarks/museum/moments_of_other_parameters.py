@@ -1,4 +1,4 @@
-"""Optimizer state is stored by the parameters' order, and where the order is another one, moments go to others.
+"""Optimizer state is stored in the order of the parameters; if the order changes, parameters get wrong moments.
 
 https://github.com/pytorch/pytorch/issues/1489
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("resume", cause=r"moment|optimizer|exp_avg|state", parameter
 
 @registry.register_runner("moments_of_other_parameters")
 class MomentsOfOtherParameters(registry.get("runner", "ddp")):
-    """Gives each block the moments of the other one."""
+    """Swaps the moments of the two blocks."""
 
     def loaded(self):
         super().loaded()

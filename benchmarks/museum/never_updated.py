@@ -1,4 +1,4 @@
-"""The optimizer was built before modules were replaced, and updates parameters that nobody uses.
+"""The optimizer was built before modules were replaced, and updates parameters that are no longer used.
 
 https://github.com/deepspeedai/DeepSpeed/pull/8354
 """

@@ -1,4 +1,4 @@
-"""The norm sums squares over all tensor-parallel ranks, of whole copies as of parts.
+"""The norm sums squares over all tensor-parallel ranks, although some tensors are copies and not parts.
 
 https://github.com/NVIDIA-NeMo/RL/pull/3788
 """
@@ -18,7 +18,7 @@ EXPECTED = Expected(
 
 @registry.register_runner("norm_of_copies")
 class NormOfCopies(registry.get("runner", "megatron")):
-    """Counts what every rank has once for each rank."""
+    """Counts a replicated tensor once per rank."""
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)

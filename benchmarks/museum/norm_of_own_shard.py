@@ -1,4 +1,4 @@
-"""Each rank computes the norm of its own shards and clips by that.
+"""Each rank clips by the norm of its own shards.
 
 https://github.com/areal-project/AReaL/issues/312
 """

@@ -1,4 +1,4 @@
-"""The global norm filters tensors that it takes for copies, and so misses parts that other ranks hold.
+"""The global norm leaves out tensors that are mistaken for copies, so the parts on other ranks are missing.
 
 https://github.com/NVIDIA/Megatron-LM/pull/5916
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("norm", cause=r"norm", project="still", base="megatron", opt
 
 @registry.register_runner("norm_of_part")
 class NormOfPart(registry.get("runner", "megatron")):
-    """Counts the first rank's part of each MLP alone."""
+    """Counts only the first rank's part of each MLP."""
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)

@@ -1,4 +1,4 @@
-"""A tied weight's copy on the last pipeline stage enters the global norm too.
+"""The copy of a tied weight on the last pipeline stage also counts in the global norm.
 
 https://github.com/NVIDIA/Megatron-LM/pull/7227
 """

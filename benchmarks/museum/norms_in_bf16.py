@@ -1,4 +1,4 @@
-"""Parameters are kept in bf16, where a norm's 1.0 is too large for its updates.
+"""Parameters are kept in bf16, and updates of a norm's weight, about 1.0, are lost to rounding.
 
 https://github.com/vllm-project/speculators/pull/765
 """

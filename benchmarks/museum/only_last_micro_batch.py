@@ -1,4 +1,4 @@
-"""Every micro batch counts as the accumulation's end, where the accumulator is reset: only the last one's gradients
+"""Every micro batch counts as the end of the accumulation, which is reset: only the gradients of the last micro batch
 survive.
 
 https://github.com/allenai/open-instruct/pull/1498

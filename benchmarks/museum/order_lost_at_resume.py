@@ -1,5 +1,5 @@
-"""A checkpoint has the place in the epoch, but not the order of its samples: a resumed run repeats some and misses
-others.
+"""A checkpoint has the position in the epoch, but not the order of its samples: a resumed run repeats some samples and
+misses others.
 
 https://github.com/huggingface/accelerate/issues/4195
 """

@@ -1,4 +1,4 @@
-"""A buffer of gradients is written again before the communication that reads it has ended.
+"""A gradient buffer is overwritten before the communication that reads it has ended.
 
 https://github.com/deepspeedai/DeepSpeed/pull/5606
 """

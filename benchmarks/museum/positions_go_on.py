@@ -1,4 +1,4 @@
-"""Attention keeps packed documents apart, but their positions go on where the one before ended.
+"""Attention separates packed documents, but the positions of a document continue from the previous one.
 
 https://github.com/hiyouga/LlamaFactory/pull/7318
 """

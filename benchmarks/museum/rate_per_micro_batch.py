@@ -1,4 +1,4 @@
-"""The schedule advances with every micro batch, not with every step.
+"""The schedule advances with every micro batch instead of every step.
 
 https://github.com/huggingface/accelerate/issues/963
 """
@@ -14,7 +14,7 @@ EXPECTED = Expected("learning rate", cause=r"micro batch")
 
 @registry.register_runner("rate_per_micro_batch")
 class RatePerMicroBatch(registry.get("runner", "ddp")):
-    """Goes down the cosine by a step for each micro batch."""
+    """Advances the cosine schedule by one step per micro batch."""
 
     def set_learning_rate(self, rate):
         run = self.run

@@ -1,4 +1,4 @@
-"""Each process advances the schedule, which so runs as many times as fast as there are.
+"""Each process advances the schedule, so with N processes the schedule runs N times too fast.
 
 https://github.com/huggingface/accelerate/issues/1398
 """
@@ -14,7 +14,7 @@ EXPECTED = Expected("learning rate", cause=r"rank|process")
 
 @registry.register_runner("rate_per_process")
 class RatePerProcess(registry.get("runner", "ddp")):
-    """Goes down the cosine by a step for each rank."""
+    """Advances the cosine schedule by one step per rank."""
 
     def set_learning_rate(self, rate):
         angle = math.acos(2 * rate / self.run.init_lr - 1) * self.world.size  # on the cosine's way down

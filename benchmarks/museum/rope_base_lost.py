@@ -1,4 +1,4 @@
-"""The exported configuration lacks the base of the rotary positions where readers look for it, so they take a default.
+"""The exported configuration has the base of the rotary positions in the wrong place, so readers use a default.
 
 https://github.com/marin-community/marin/issues/7146
 """

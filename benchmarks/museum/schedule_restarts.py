@@ -1,4 +1,4 @@
-"""The schedule's state is not saved, so that a resumed run begins with the initial rate.
+"""The state of the schedule is not saved, so a resumed run begins with the initial learning rate.
 
 https://github.com/lightly-ai/lightly-train/pull/301
 """

@@ -1,4 +1,4 @@
-"""Ranks shuffle by seeds of their own and take their share of different orders: samples repeat and others are missing.
+"""Each rank shuffles with its own seed before it takes its share: some samples repeat and others are missing.
 
 https://github.com/NVlabs/LongLive/issues/71
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("samples", cause=r"sample|data|order|shuffl")
 
 @registry.register_runner("seed_by_rank")
 class SeedByRank(registry.get("runner", "ddp")):
-    """Shuffles in another order on each rank, under the same numbers of samples."""
+    """Shuffles in a different order on each rank, with the same sample numbers."""
 
     def loaded(self):
         super().loaded()

@@ -1,4 +1,4 @@
-"""Now and then a bucket of gradients is exchanged while the backward still writes to it.
+"""Sometimes a gradient bucket is exchanged while the backward still writes to it.
 
 https://github.com/deepspeedai/DeepSpeed/issues/8061
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("gradients", cause=r"rank 1|one rank|bucket|race|step 4", st
 
 @registry.register_runner("sent_before_complete")
 class SentBeforeComplete(registry.get("runner", "ddp")):
-    """Loses what one rank would give, in one step."""
+    """Loses the gradients of one rank in one step."""
 
     step = 0
 

@@ -1,4 +1,4 @@
-"""What is trained and what is saved are two tensors of one name, and the saved one keeps its initial value.
+"""The trained tensor and the saved tensor have the same name, but the saved one keeps its initial value.
 
 https://github.com/SakanaAI/kame_finetune/issues/1
 """

@@ -1,4 +1,4 @@
-"""After a validation the model is not put back into training mode: there is no dropout any more.
+"""After a validation the model stays in evaluation mode, so there is no more dropout.
 
 https://github.com/wkentaro/pytorch-fcn/pull/56
 """

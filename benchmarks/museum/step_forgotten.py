@@ -1,4 +1,4 @@
-"""Loading restores Adam's moments, but not its count of steps, so the bias correction starts anew.
+"""Loading restores Adam's moments but not its step count, so the bias correction restarts.
 
 https://github.com/deepspeedai/DeepSpeed/pull/564
 """

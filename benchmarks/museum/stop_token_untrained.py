@@ -1,4 +1,4 @@
-"""The token that ends the assistant's turn falls out of the mask, and the model never learns to stop.
+"""The mask excludes the token that ends the assistant's turn, so the model never learns to stop.
 
 https://github.com/huggingface/trl/pull/5988
 """

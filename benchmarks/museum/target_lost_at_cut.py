@@ -1,4 +1,4 @@
-"""Labels are shifted after the sequence was cut for its ranks: the last token of a part has no target.
+"""Labels are shifted after the sequence is split over ranks, so the last token of each part has no target.
 
 https://github.com/huggingface/transformers/pull/36607
 """
@@ -12,7 +12,7 @@ EXPECTED = Expected("forward", cause=r"target|label|forward")
 
 @registry.register_runner("target_lost_at_cut")
 class TargetLostAtCut(OtherLabels, registry.get("runner", "ddp")):
-    """Learns nothing from one token of each row."""
+    """Drops one target of each row."""
 
     @staticmethod
     def labels(batch):

@@ -1,4 +1,4 @@
-"""The first and the last stage hold copies of a tied weight, and each updates its own by its own gradient.
+"""The first and the last stage hold copies of a tied weight, and each updates its copy with only its own gradient.
 
 https://github.com/uw-syfi/piper/issues/13
 """

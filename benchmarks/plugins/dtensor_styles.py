@@ -1,4 +1,4 @@
-"""Tensor parallelism as torch's own styles do it: modules compute with DTensors, and torch's dispatcher exchanges."""
+"""Tensor parallelism by torch's own styles: modules compute with DTensors, and their dispatch communicates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from crosstrain import (
 
 
 class _Head(Head):
-    """All logits as a DTensor, and torch's parallel loss."""
+    """A head that computes all logits as a DTensor, and torch's parallel loss."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -52,7 +52,7 @@ class _Head(Head):
 
 @registry.register_runner("dtensor_styles")
 class DTensorStyles(Runner):
-    """GPT-2's plan through torch's tensor-parallel styles."""
+    """The tensor-parallel plan of GPT-2 under torch's own styles."""
 
     capabilities = Capabilities(needs_process_group=True)
 

@@ -1,8 +1,8 @@
 """Crosstrain: train any model with any runner, both chosen in one YAML file.
 
-The names below are for plugins, `from crosstrain import Runner, registry`, and for Python programs and notebooks,
-`crosstrain.train(...)`. Each is imported on first use, so importing this package imports neither torch nor anything
-else. Python functions of verbs that are plugins, such as `crosstrain.plan`, are found by the verb's name.
+Plugins import the names below, as in `from crosstrain import Runner, registry`. Programs and notebooks call the
+functions, as in `crosstrain.train(...)`. A name is imported when it is first used, so importing this package does not
+import torch. The Python function of a verb that is a plugin has the verb's name, such as `crosstrain.plan`.
 """
 
 import ast
@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# torch loads libgomp, whose threads spin while they wait for each other. If other programs need the cores too, the
-# spinning threads keep the slowest one from running, and steps take several times as long.
+# torch loads libgomp. The threads of libgomp spin while they wait for each other. If other programs use the same cores,
+# the spinning threads keep the slowest thread from running, and steps take several times longer.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
+if TYPE_CHECKING:  # imports for mypy and editors; some names belong to plugins
     from crosstrain_plugins.builtin.commands.prepare.filter import Dropped, Filter
     from crosstrain_plugins.builtin.commands.prepare.reader import (
         Chunk,
@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
         whole_pieces,
         without_padding,
     )
+    from crosstrain.checkpoint.folders import find_checkpoint, step_folder
     from crosstrain.cli.command import Command
     from crosstrain.config.bounds import (
         AllowInfinity,
@@ -77,14 +78,15 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
         PositiveInt,
         Text,
     )
-    from crosstrain.config.load import Config, load_config
+    from crosstrain.config.load import Config, ProjectLike, load_config
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
-    from crosstrain.config.schema import Component, NoOptions, OptionError
+    from crosstrain.config.schema import Component, NoOptions, OptionError, to_plain
     from crosstrain.data.chat import Conversation, Message, PromptBuilder, SampleError
     from crosstrain.data.dataset import SPLITS, Dataset, Split, SplitOptions
+    from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer
     from crosstrain.distributed.group import Group
-    from crosstrain.engine.footprint import Layout, PlanContext, Sizes
+    from crosstrain.engine.footprint import Layout, PlanContext, Sizes, all_reduced, replicated, scattered
     from crosstrain.engine.held_state import HeldState
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm
     from crosstrain.engine.runner import (
@@ -95,6 +97,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
         seed_dropout,
         to_device,
     )
+    from crosstrain.inference.generation import Sampling, as_prompt, generate
     from crosstrain.inference.metric import Metric
     from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
     from crosstrain.modeling.adapter import Adapter, Around
@@ -111,13 +114,37 @@ if TYPE_CHECKING:  # the same names for mypy and editors; some are of plugins
     from crosstrain.training.callback import Callback
     from crosstrain.training.preflight_check import PreflightCheck, Start
     from crosstrain.training.validation import Validation
-    from crosstrain.utils.errors import CheckpointError, ConfigError, DataError, EmptySplit, TrainingError, UserError
+    from crosstrain.utils.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        EmptySplit,
+        TrainingError,
+        UserError,
+        did_you_mean,
+        explained,
+        first_line,
+        os_errors_as,
+        printable,
+        sentence,
+    )
+    from crosstrain.utils.files import (
+        cache_folder,
+        open_regular,
+        read_end,
+        read_regular,
+        replacing,
+        write_atomically,
+        write_json,
+    )
+    from crosstrain.utils.limited_process import LimitedProcess, LimitError
     from crosstrain.utils.logging import log
     from crosstrain.utils.optional_deps import require
     from crosstrain.utils.rng import derive_seed, generator
     from crosstrain.utils.timers import Timers
     from crosstrain.utils.trust import check_command, check_source
     from crosstrain.utils.types import IGNORE_INDEX, Batch, MicroBatch, Sample, Step
+    from crosstrain.utils.units import finite, is_number
 
 __version__ = "0.1.0"
 
@@ -126,7 +153,7 @@ _PACKAGES = ("crosstrain", "crosstrain_plugins")
 
 @cache
 def homes() -> dict[str, str]:
-    """Return the module of every public name: that of the imports above, so that all tools use the same list."""
+    """Return public name -> module, read from the imports above, so that all tools use the same list of names."""
     source = ast.parse(Path(__file__).read_bytes())
     found: dict[str, str] = {}
     for node in ast.walk(source):

@@ -27,14 +27,14 @@ from crosstrain import (
     Source,
     Text,
     check_source,
+    find_checkpoint,
     registry,
     require,
+    write_json,
 )
 from crosstrain.checkpoint.files import write_safetensors
-from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
-from crosstrain.utils.files import write_json
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # name of the adapter in peft's modules
@@ -55,21 +55,21 @@ class Lora(Adapter):
 
     @dataclass
     class Options:
-        """For rank, alpha, dora and targets, None takes the value of the `pretrained` adapter, if there is one."""
+        """If `pretrained` is set, rank, alpha, dora and targets default to the values of the pretrained adapter."""
 
-        rank: PositiveInt | None = None  # rows of A and columns of B; None: as pretrained, else 8
-        alpha: PositiveFloat | None = None  # adapter outputs are scaled by alpha / rank; None: as pretrained, else 16
-        dora: bool | None = None  # DoRA: train weight norms too (Liu et al., 2024); None: as pretrained, else False
+        rank: PositiveInt | None = None  # rows of A and columns of B; None: as in `pretrained`, else 8
+        alpha: PositiveFloat | None = None  # the output is scaled by alpha / rank; None: as in `pretrained`, else 16
+        dora: bool | None = None  # DoRA (Liu et al., 2024): also train norms; None: as in `pretrained`, else False
         dropout: DropRate = 0.0  # dropout rate of the adapters' input
-        # names of linear layers, or suffixes of names, such as q_proj; None: as pretrained, else all in the blocks
+        # linear layers, as names or suffixes of names, such as q_proj; None: as in `pretrained`, else all in the blocks
         targets: Annotated[list[Text], MinLen(1)] | None = None
-        pretrained: Text | None = None  # adapter to start from: a run, a checkpoint or a peft folder; None: a new one
+        pretrained: Text | None = None  # adapter to start from: a run, checkpoint or peft folder; None: a new adapter
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.folder = None if options.pretrained is None else adapter_folder(options.pretrained)
         self.settings = options if self.folder is None else _published(options, self.folder)
-        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # neither is ever 0
+        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # neither can be 0
 
     def add(self, model: Model) -> None:
         peft = require("peft", "model.adapter")
@@ -104,7 +104,7 @@ class AdaptedWeights(Around):
         return self.inner.canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Fill in peft's initial values: A as in torch's linear layer; B zero, so the adapter has no effect yet."""
+        """Fill in peft's initial values: A is drawn as in torch's linear layer, and B is zero (no effect yet)."""
         if not is_adapter(name):
             self.inner.initialize(name, value, rng)
         elif ".lora_B." in name:
@@ -122,10 +122,13 @@ class AdaptedWeights(Around):
                 place = source.place(name, reader.names("param"))
                 assert isinstance(place, str)
                 return reader.whole(place)
-        raise ConfigError("model.adapter.dora: it begins with the norms of pretrained weights, so the model needs some")
+        raise ConfigError(
+            "model.adapter.dora: DoRA starts from the norms of pretrained weights, so it needs a model with such "
+            "weights"
+        )
 
     def sources(self) -> list[Source]:
-        """Return the model's weight sources, restricted to base weights, and that of the pretrained adapter."""
+        """Return the model's weight sources, restricted to base weights, and the source of the pretrained adapter."""
         base = [replace(s, covers=partial(_covers_base, s)) for s in self.inner.sources()]
         folder = self.adapter.folder
         return base if folder is None else [*base, Source(folder, _peft_name, is_adapter)]
@@ -139,7 +142,7 @@ class AdaptedStructure(Around):
         self.adapter, self.reads_across = adapter, bool(adapter.settings.dora)
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Shard B like the layer's output features, and A like its input features."""
+        """Shard B of column-parallel layers by output features, and A of row-parallel layers by input features."""
         if self.adapter.settings.dora:
             return {}
         plan = self.inner.tensor_parallel_plan()
@@ -149,7 +152,7 @@ class AdaptedStructure(Around):
         return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Return the model's FLOPs per token, without those for the gradients of frozen weights."""
+        """Return the model's FLOPs per token, without the gradients of frozen weights."""
         flops = self.inner.flops_per_token(sequence_length)
         return None if flops is None else flops - self.adapter.spared_flops
 
@@ -191,7 +194,7 @@ def _covers_base(source: Source, name: str) -> bool:
 
 
 def _peft_name(name: str, available: set[str]) -> str:
-    """Return a parameter's name in a checkpoint, possibly that of a larger model, or in peft's files."""
+    """Return a parameter's name in a peft file or in a checkpoint, where a larger model may have added a prefix."""
     return next((key for key in available if f".{key}".endswith(f".{name}")), _saved_name(name))
 
 
@@ -217,7 +220,7 @@ def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
     found = {target: [name for name in maps if f".{name}".endswith(f".{target}")] for target in targets or ()}
     if missing := [target for target, names in found.items() if not names]:
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in maps}))
-        raise OptionError("targets", f"{missing[0]!r} is no linear map in the blocks; they are {ends or 'none'}")
+        raise OptionError("targets", f"{missing[0]!r} is not a linear layer of the blocks; they have {ends or 'none'}")
     return maps if targets is None else [name for name in maps if any(name in names for names in found.values())]
 
 
@@ -230,7 +233,7 @@ def adapter_folder(source: str) -> Path:
     path = Path(source).expanduser()
     folder = path if (path / _WEIGHTS).is_file() and not (path / MANIFEST).exists() else find_checkpoint(path)
     if not (folder / _CONFIG).is_file():
-        raise CheckpointError(f"{folder}: no {_CONFIG}, so it holds no adapter")
+        raise CheckpointError(f"{folder}: expected an adapter, but there is no {_CONFIG}")
     return folder
 
 
@@ -254,18 +257,19 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
         ):
             pass
         case _:
-            raise CheckpointError(f"{folder / _CONFIG}: not the configuration of a LoRA adapter on named linear maps")
+            raise CheckpointError(
+                f"{folder / _CONFIG}: expected the configuration of a LoRA adapter on named linear layers"
+            )
     usual = require("peft", "model.adapter").LoraConfig().to_dict() | {"init_lora_weights": None}
     config["init_lora_weights"] = None if (start := config.get("init_lora_weights")) in _INITIAL else start
     others = [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]
     if others:
-        raise CheckpointError(f"{folder / _CONFIG}: {others[0]} is set, and such adapters cannot be trained here")
-    dora = bool(config.get("use_dora"))
-    theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": dora}
+        raise CheckpointError(f"{folder / _CONFIG}: adapters with {others[0]} are not supported")
+    theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": bool(config.get("use_dora"))}
     for key, value in theirs.items():
         given = getattr(options, key)
         if given is not None and given != value:
-            raise OptionError(key, f"{given} is not the {value} of {folder}; leave it out")
+            raise OptionError(key, f"expected {value}, as in {folder}, got {given}; leave this option out")
     return replace(options, **theirs)
 
 

@@ -32,7 +32,7 @@ class QLora(Lora):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         if self.settings.dora:
-            raise OptionError("dora", "needs whole weights, and qlora keeps them in four bits; use lora")
+            raise OptionError("dora", "DoRA needs unquantized weights, but qlora stores them in four bits; use lora")
 
     def add(self, model: Model) -> None:
         super().add(model)
@@ -80,7 +80,7 @@ class NF4Linear(nn.Module):
         self.register_buffer("code", get_4bit_type("nf4", device="cpu", blocksize=_BLOCK), persistent=False)
 
     def quantize(self, value: Tensor) -> None:
-        """Quantize the full weight, fp32 of `shape`, and keep this rank's part."""
+        """Quantize the full weight (fp32, shape `self.shape`), and keep this rank's part."""
         whole = (value.T if self.transposed else value).contiguous().to(self.scales.device)
         words, state = quantize_4bit(whole, blocksize=_BLOCK, quant_type="nf4", quant_storage=torch.float32)
         self.scales.copy_(state.absmax)

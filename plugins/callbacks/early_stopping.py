@@ -16,12 +16,12 @@ class EarlyStopping(Follower):
 
     @dataclass
     class Options(Followed):
-        patience: PositiveInt = 5  # validations in a row without an improvement
-        min_delta: NonNegativeFloat = 0.0  # smaller improvements do not count
+        patience: PositiveInt = 5  # training ends after this many consecutive validations without an improvement
+        min_delta: NonNegativeFloat = 0.0  # minimum change that counts as an improvement
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"best": None, "bad": 0}  # best cost; number of validations since then
+        self.state = {"best": None, "bad": 0}  # best: lowest cost so far; bad: validations since then
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         cost, best = self.cost(metrics), self.state["best"]

@@ -22,7 +22,7 @@ class Profile(Callback):
         super().__init__(options, trainer)
         self._asked, self._rank, self._device = trainer.run.profile, trainer.runner.world.rank, trainer.runner.device
         profiled = self._asked is not None and self._rank in self._asked.ranks
-        self._window = self._asked.steps if profiled else (0, 0)  # first and last step; (0, 0): none
+        self._window = self._asked.steps if profiled else (0, 0)  # first and last step; (0, 0): no steps
         self._running: profile | None = None
         self._first = self._last = 0  # first and last profiled step
         self._step = ExitStack()  # holds the record of the current step
@@ -30,7 +30,7 @@ class Profile(Callback):
     def before_batch(self) -> None:
         number = self.trainer.state.step + 1
         if not self._window[0] <= number <= self._window[1]:
-            self.before_end()  # if a rollback left the window
+            self.before_end()  # a rollback may have moved training out of the window
         else:
             if self._running is None:
                 self._start(number)
@@ -55,23 +55,23 @@ class Profile(Callback):
         self._running.start()
 
     def before_end(self) -> None:
-        """Stop the running profile, if any, and write it. Logs a warning if that fails."""
+        """Stop the running profile, if any, and write it to files. Logs a warning if writing fails."""
         if self._running is None:
             return
         done, self._running = self._running, None
         self._window = (0, 0)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # otherwise kernels that are still running would be missing
-        log.info("writing a profile; training goes on after it")
+        log.info("writing a profile; training continues afterwards")
         done.stop()
         folder = self.trainer.folder.profile / f"steps_{self._first:06d}-{self._last:06d}"
         steps = f"step {self._first}" if self._first == self._last else f"steps {self._first} to {self._last}"
         try:
             self._write(done, folder, steps)
-        except (OSError, RuntimeError, ValueError) as error:  # torch may write no trace, or only a part of it
-            log.warning("%s: the profile could not be written (%s); training goes on", folder, error)
+        except (OSError, RuntimeError, ValueError) as error:  # torch may write no trace, or an incomplete trace
+            log.warning("%s: the profile could not be written (%s); training continues", folder, error)
         else:
-            log.info("profile of %s in %s", steps, folder)
+            log.info("wrote the profile of %s to %s", steps, folder)
 
     def _write(self, done: profile, folder: Path, steps: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

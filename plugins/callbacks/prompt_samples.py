@@ -1,4 +1,4 @@
-"""The hook that generates completions of a run's prompts at each validation."""
+"""The hook that generates completions of a run's prompts, at each validation and at the end of training."""
 
 import textwrap
 from collections.abc import Mapping
@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 
-from crosstrain import Callback, RunOptions, Sample, UserError, log, registry
+from crosstrain import (
+    Callback,
+    LimitedProcess,
+    RunOptions,
+    Sample,
+    Sampling,
+    UserError,
+    as_prompt,
+    generate,
+    log,
+    registry,
+)
 from crosstrain.inference.encoding import open_tokenizer
-from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.utils.limited_process import LimitedProcess
 
 
 @registry.register_callback("prompt_samples")

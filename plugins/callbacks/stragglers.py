@@ -1,9 +1,9 @@
 """Detect slow ranks from the times that each rank measures for its own work.
 
-Forward and backward times are compared between ranks that do the same work on different samples. This needs times
-without communication: if an engine communicates in both passes (FSDP, ZeRO 3), the other ranks wait there for a slow
-rank, all ranks take equally long, and none is reported. If it communicates only in the backward pass, the forward
-times still identify the rank.
+Forward and backward times are compared between ranks that do the same work on different samples. The comparison
+works only if the times contain no communication. If an engine communicates in both passes (FSDP, ZeRO 3), the other
+ranks wait in both passes for a slow rank, so all ranks take equally long and no rank is reported. If the engine
+communicates only in the backward pass, the forward times still identify the slow rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,18 @@ from statistics import median
 
 from crosstrain import Callback, StepMetrics, registry
 
-# A rank is a straggler if it exceeds the median of its peers by both limits in this many consecutive logged steps.
+# A rank is a straggler if its time exceeds its peers' median by both limits in IN_A_ROW consecutive logged steps.
 SLOWER = 1.5  # minimum ratio to the median
 SLOWER_MS = 10.0  # minimum difference from the median
 IN_A_ROW = 2  # number of logged steps
-# Data waits are reported if they reach both limits.
+# Waits for data are reported if they reach both limits.
 WAITING = 0.25  # fraction of the time
 WAITING_MS = 5.0  # milliseconds per step
 
 
 @registry.register_callback("stragglers")
 class Stragglers(Callback):
-    """Gathers the ranks' times at logged steps, and notes slow ranks and waits for data; every run has this hook."""
+    """Gathers the ranks' times at logged steps, and reports slow ranks and waits for data; every run has this hook."""
 
     _checks = 0
     _slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
@@ -54,7 +54,7 @@ class Stragglers(Callback):
         if slow is None or self._slow[1] < IN_A_ROW:
             return None
         key = f"rank {rank} is a straggler"
-        return self._seldom(key, f"{key}: at step {step}, as at the logged one before, its {problem}")
+        return self._seldom(key, f"{key}: at step {step}, as at the previous logged step, its {problem}")
 
     def _data_bound(self, step: int, steps: int, seconds: float, waited: Sequence[float]) -> str | None:
         if self._checks == 1:  # the data-loading processes started in this interval
@@ -80,7 +80,7 @@ class Stragglers(Callback):
 
 
 def _slowest(seconds: Sequence[float], groups: list[tuple[int, ...]], clause: str) -> tuple[int, str] | None:
-    """Return the slowest of the ranks that are slow compared with their peers, and a clause with the ratio."""
+    """Return the rank that is slowest compared with its peers, and a phrase with the ratio; None if no rank is slow."""
     slow = []
     for peers in groups:
         for rank in peers if len(peers) > 1 else ():
@@ -95,7 +95,7 @@ def _slowest(seconds: Sequence[float], groups: list[tuple[int, ...]], clause: st
 
 
 def _peers(dp_ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """Group ranks that do the same work on different samples: those at the same position in each data-parallel rank."""
+    """Group ranks that do the same work on different samples: ranks at the same position in different replicas."""
     members: dict[int, list[int]] = {}
     for rank, dp_rank in enumerate(dp_ranks):
         members.setdefault(dp_rank, []).append(rank)

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstrain import IMAGE, SampleError
-from crosstrain.utils.errors import first_line, os_errors_as
-from crosstrain.utils.files import read_regular
+from crosstrain import IMAGE, SampleError, first_line, os_errors_as, read_regular
 
 from ..commands.prepare.chat_template import ChatError, refuse_if
 from ..commands.prepare.conversation_files import rows_as_given
@@ -18,7 +16,7 @@ from .vision.image import LARGEST_IMAGE
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 _IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys that hold image names
-_KNOWN = ("conversations", "caption", "questions")  # an annotation has one of these or a key that a processor reads
+_KNOWN = ("conversations", "caption", "questions")  # annotations have one of these keys or a key that a processor reads
 _PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # MiniGPT-4's image placeholders
 _READ = {"role", "content", "weight"}  # keys of a turn that processors read
 # Keys of an image object that hold the image or its name.
@@ -30,10 +28,10 @@ _DATA = "data:"  # prefix of an image stored in the annotation itself, in base64
 def read_annotations(path: Path, audit: RowAudit, max_dropped: float = 0.1) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, annotation) of each sample; annotations have the form that `annotation_of` returns.
 
-    The file holds rows in a format that `conversation_files.rows` reads, or an object with the rows under
-    `annotations`; in COCO's layout, `images` has the file names. `audit` counts rows, dropped rows and, if it ignores
-    any keys, the others. Raises DataError if the file cannot be read, and if the fraction of dropped rows is above
-    `max_dropped`.
+    The file contains rows in a format that `conversation_files.rows` reads, or an object with the rows under
+    `annotations`. In COCO's layout, the file names are under `images`. `audit` counts rows and dropped rows; if it has
+    keys to ignore, it also counts all other keys. Raises DataError if the file cannot be read, and if the fraction of
+    dropped rows is above `max_dropped`.
     """
     used = audit.ignore_columns
     for entry, place in _entries(path, audit):
@@ -41,7 +39,7 @@ def read_annotations(path: Path, audit: RowAudit, max_dropped: float = 0.1) -> I
             sample, unread = annotation_of(entry)
             refuse_if(
                 used and not {*sample, *entry} & {key.partition(".")[0] for key in (*_KNOWN, *used - {"images"})},
-                f"it has none of the known layouts, but {', '.join(map(str, entry))[:100] or 'no keys'}",
+                f"its layout is unknown; it has {', '.join(map(str, entry))[:100] or 'no keys'}",
             )
         except SampleError as error:
             audit.drop(place, str(error))
@@ -73,10 +71,10 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
 
     Also returns the paths of ignored keys. A conversation becomes a list of turns in normal form; a question and its
     answers become `questions`. Keys that this function does not read are kept. beside: the images are stored next to
-    the entry, so it does not name them. Raises SampleError for an entry that is not an object, contains other media, or
-    refers to images in an unknown form.
+    the entry, so the entry does not name them. Raises SampleError for an entry that is not an object, contains other
+    media, or refers to images in an unknown form.
     """
-    refuse_if(not isinstance(entry, Mapping), str(entry) if isinstance(entry, str) else "it is no JSON object")
+    refuse_if(not isinstance(entry, Mapping), str(entry) if isinstance(entry, str) else "it is not a JSON object")
     row = {key: value for key, value in entry.items() if value not in _EMPTY}
     named = {key: row.pop(key) for key in _IMAGE_KEYS if key in row}
     refuse_if(not beside and named.keys() >= {"image", "images"}, "it has both image and images")
@@ -91,7 +89,7 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
             row["history"] = [*row.get("history", []), *earlier]
     try:
         found, left = conversations(row, images=parts)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # the entry can be any JSON
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # the entry is any JSON value
         raise ChatError(f"it is malformed ({first_line(error)})") from None
     made = {key: value for key, value in row.items() if key in left} | named
     unread |= (left - row.keys()) | (left & {"conversations"})
@@ -115,7 +113,7 @@ def _plain(turn: Turn) -> dict[str, Any]:
 
 
 def _reference(given: Any, unread: set[str]) -> str:
-    """Return the file name or data: URL in a name or an image object (Hugging Face, COCO or OpenAI).
+    """Return an image's file name or data: URL, given a name or an image object (Hugging Face, COCO or OpenAI).
 
     Adds the paths of the object's other keys to `unread`.
     """
@@ -130,18 +128,18 @@ def _reference(given: Any, unread: set[str]) -> str:
         name = f"{_DATA};base64,{base64.b64encode(name).decode()}"
     refuse_if(
         not isinstance(name, str) or not name or name.startswith(("http:", "https:")),
-        f"its image is {given!r:.80}, and not a file's name, {{path: name}} or {{bytes: base64}}",
+        f"its image is {given!r:.80}; expected a file name, {{path: name}} or {{bytes: base64}}",
     )
     return str(name)
 
 
 def read_image(name: str, folder: Path) -> bytes:
-    """Return the bytes of an image from its file name or data: URL. Raises SampleError if they cannot be read."""
+    """Return the bytes of an image from its file name or data: URL. Raises SampleError if the image cannot be read."""
     if name.startswith(_DATA):
         try:
             return base64.b64decode(name.partition(",")[2], validate=True)
         except ValueError:
-            raise SampleError("the image in its annotation is not base64") from None
+            raise SampleError("the image in its annotation is not valid base64") from None
     with os_errors_as(SampleError, f"{folder / name} cannot be read"):
         return read_regular(folder / name, LARGEST_IMAGE)
 

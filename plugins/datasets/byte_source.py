@@ -8,13 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from crosstrain import open_regular
 from crosstrain.utils import storage
-from crosstrain.utils.files import open_regular
 
 Range = tuple[int, int]  # (first byte, last byte + 1)
 
 _BLOCK, _BLOCKS = 1 << 16, 256  # block size and number of cached blocks, for reads that were not announced
-_GAP = 1 << 16  # largest gap to read through: the bytes that arrive during the latency of a second request
+_GAP = 1 << 16  # largest gap between ranges in one request; reading the gap takes no longer than a second request
 _LARGEST = 1 << 24  # maximum size of a request for several ranges
 _HELD = 64 << 20  # maximum number of bytes that are announced but not read
 
@@ -44,13 +44,16 @@ class RemoteBytes:
 
     def __init__(self, url: str) -> None:
         self._url, self.size = url, storage.size(url)
-        # range -> (data of all ranges that were announced with it, its position among them), oldest first
+        # range -> (data of all ranges announced together, the range's position among these), oldest first
         self._announced: dict[Range, tuple[Future[list[bytes]], int]] = {}
         self._threads = ThreadPoolExecutor(8, "read ahead")
         self._block = lru_cache(_BLOCKS)(lambda n: storage.read(url, n * _BLOCK, min((n + 1) * _BLOCK, self.size)))
 
     def announce(self, ranges: Iterable[Range]) -> None:
-        """Start to fetch ranges that will be read soon, adjacent ones together. Too many drop the oldest ones."""
+        """Start to fetch ranges that will be read soon; adjacent ranges share a request.
+
+        If more than 64 MiB are announced but not read, the oldest ranges are dropped.
+        """
         new = [found for found in dict.fromkeys(ranges) if found not in self._announced]
         if new:
             future = self._threads.submit(read_ranges, self._url, new)
@@ -72,7 +75,7 @@ class RemoteBytes:
 
 
 def read_ranges(url: str, ranges: Sequence[Range], gap: int = _GAP) -> list[bytes]:
-    """Read the bytes of each range, in concurrent requests that merge gaps of at most `gap` bytes.
+    """Read the bytes of each range in concurrent requests; ranges with gaps of at most `gap` bytes share a request.
 
     Merged requests are limited to 16 MiB, because several concurrent requests are faster than a large one.
     """

@@ -44,7 +44,7 @@ class ConversationOptions(SplitOptions):
     chat_template: Text | None = None
     # maximum fraction of rows that may be dropped because they are malformed, too long or without a target
     max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1
-    # unused row keys that should not be reported: columns, or paths such as messages.name
+    # row keys that are not reported as unused: columns, or paths such as messages.name
     ignore_columns: list[str] = field(default_factory=list)
 
 
@@ -96,8 +96,7 @@ class ConversationDataset(Dataset):
         said = row_audit(self.folder, options.ignore_columns).notices()
         self.notice = "; ".join([*said, f"see {self.folder / 'report.json'}"] if said else [])
         self.file = TokenFile(self.folder / "tokens")
-        total = self.file.num_documents // self.row_documents
-        rows = given.rows(split, total, f"rows of {options.path}")
+        rows = given.rows(split, self.file.num_documents // self.row_documents, f"rows of {options.path}")
         first = range(min(self.file.num_documents, 1000))
         special = [number for number, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special]
         targets = (~ids[ids < 0] for ids in map(self.file.document, first))
@@ -120,7 +119,7 @@ class ConversationDataset(Dataset):
 
 
 def padded_rows(rows: list[Sample], most: int) -> Batch:
-    """Right-pad rows of arrays [length] to equal length; the padding is a document of its own.
+    """Right-pad rows of arrays [length] to equal length; the padding is a separate document.
 
     The length is rounded up to a multiple of 8, but not above `most`, for tensor cores and sequence parallelism.
     """
@@ -142,7 +141,7 @@ class Chat(ConversationDataset):
     """Conversations with the assistant's turns as targets; one conversation per sample, or several packed ones.
 
     input_ids, labels: int64 [length]. With `packing`, a sample has several complete conversations: position_ids
-    restart at each one, and there is no attention between them.
+    restart at each conversation, and there is no attention between conversations.
     """
 
     @dataclass

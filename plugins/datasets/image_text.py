@@ -16,11 +16,11 @@ from crosstrain import (
     SampleError,
     Split,
     Text,
+    cache_folder,
     open_image,
     processors,
     registry,
 )
-from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
 from .webdataset import TEXTS, Shards, expand, prepare
@@ -37,11 +37,11 @@ class ImageText(ImageDataset):
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions):
-        """Shard names, with braces or wildcards: local, http(s):// or pipe:COMMAND."""
+        """Names of shards: local paths, URLs or pipe:COMMAND, with braces or wildcards."""
 
         elsewhere: ClassVar = {
             "streaming": "none: shards are read by index, and remote ones are copied into `cache` once",
-            "prepare": "none: the dataset `instructions` reads a folder and JSON, webdataset's ShardWriter packs it",
+            "prepare": "none: `instructions` reads images and JSON files; webdataset's ShardWriter makes shards",
         }
         former: ClassVar = {"streaming": False, "samples": None, "shuffle_buffer": 1000, "prepare": None}
 
@@ -105,7 +105,7 @@ class ImageText(ImageDataset):
 def _keys(name: str, content: dict[str, bytes]) -> list[str]:
     try:
         return keys_of(_annotation(name, content))
-    except SampleError:  # reported when the sample is read
+    except SampleError:  # the error is reported when the sample is read
         return []
 
 
@@ -118,7 +118,7 @@ def _number(extension: str) -> tuple[int, str]:
 def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
     """Return a sample's annotation: its .json object, with the .txt as caption if the object has no caption.
 
-    If the .txt differs from the object's caption, it is returned under `txt`. Unread keys, and the extensions of other
+    A .txt that differs from the object's caption is returned under `txt`. Unread keys, and the extensions of other
     members, are returned as keys too, so that they are reported.
     """
     described, texts, others = list[str](), list[str](), list[str]()
@@ -127,7 +127,7 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
         held = described if kind == "json" else texts if kind in TEXTS else others
         held += [extension] if kind not in IMAGES else []
     if len(described) > 1 or len(texts) > 1 or not described + texts:
-        raise SampleError(f"{name} has neither a .json object nor a .txt, or several ({', '.join(content)})")
+        raise SampleError(f"{name}: expected one .json object, one .txt or one of each, got {', '.join(content)}")
     try:
         entry = json.loads(content[described[0]]) if described else {}
         caption = content[texts[0]].decode("utf-8-sig").strip() if texts else ""

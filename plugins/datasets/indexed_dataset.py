@@ -1,6 +1,7 @@
 """Read and write tokenized documents in Megatron-LM's indexed files.
 
-`prefix.bin` holds the tokens of all sequences, one after another. `prefix.idx` is their index, little-endian:
+`prefix.bin` holds the tokens of all sequences, one after another. `prefix.idx` is the index of the sequences,
+little-endian:
 
     9 bytes  b"MMIDIDX\\0\\0"        u64  version, 1        u8  dtype code
     u64      sequences S             u64  length of the document index, D + 1 for D documents
@@ -48,8 +49,8 @@ class TokenFile:
     """Tokens in `prefix.bin`, indexed by `prefix.idx`: local files, or objects in a bucket.
 
     The files are read, not memory-mapped: if a mapped file is truncated, the process is killed without a message.
-    Opening takes constant time and checks only a few entries of the index; `verify()` checks all. Raises DataError if a
-    file is missing, is not in this format, or has inconsistent lengths.
+    Opening takes constant time and checks only a few index entries; `verify()` checks all entries. Raises DataError if
+    a file is missing, is not in this format, or has inconsistent lengths.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -63,7 +64,7 @@ class TokenFile:
                 gone = isinstance(error, FileNotFoundError)
                 problem = "does not exist" if gone else f"cannot be read: {error.strerror}"
                 name = str(prefix).rpartition("/")[2]
-                raise DataError(f"{path} {problem} (tokens are two files, {name}.bin and .idx)") from None
+                raise DataError(f"{path} {problem} (tokens are stored in two files, {name}.bin and .idx)") from None
         index, self._bin = opened
         size, header = index.size, index.read(0, _HEADER.size)
         if not header.startswith(MAGIC):
@@ -72,14 +73,14 @@ class TokenFile:
             raise DataError(f"{self.idx_path} is truncated: it ends after {size} bytes, within its header")
         _, version, code, self.num_sequences, index_length = _HEADER.unpack(header)
         if version != 1:
-            raise DataError(f"{self.idx_path} has format version {version}; only version 1 is known")
+            raise DataError(f"{self.idx_path} has format version {version}; only version 1 is supported")
         if code not in DTYPES:
-            raise DataError(f"{self.idx_path} says tokens of dtype code {code}, which is not an integer type")
+            raise DataError(f"{self.idx_path} has the dtype code {code}, which is not an integer type")
         self.dtype = DTYPES[code]
         expected = _HEADER.size + 12 * self.num_sequences + 8 * index_length
         if size != expected:
-            state = "is truncated" if size < expected else "has bytes to spare"
-            raise DataError(f"{self.idx_path} {state}: its header describes {expected} bytes, and it has {size}")
+            state = "is truncated" if size < expected else "is too long"
+            raise DataError(f"{self.idx_path} {state}: its header describes {expected} bytes, but it has {size}")
         self.sizes = _Column(self.idx_path, index, "<i4", _HEADER.size, self.num_sequences)
         offset = _HEADER.size + 4 * self.num_sequences
         self.pointers = _Column(self.idx_path, index, "<i8", offset, self.num_sequences)
@@ -90,8 +91,8 @@ class TokenFile:
         bin_size = self._bin.size
         used = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if self.num_sequences else 0
         if bin_size != used:
-            state = "is truncated" if bin_size < used else "has bytes to spare"
-            raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, and it has {bin_size}")
+            state = "is truncated" if bin_size < used else "is too long"
+            raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, but it has {bin_size}")
         self.num_tokens = bin_size // self.dtype.itemsize
         self._tokens = _Column(self.bin_path, self._bin, self.dtype, 0, self.num_tokens)
         checks = min(_SPOT_CHECKS, self.num_sequences)
@@ -127,18 +128,22 @@ class TokenFile:
     def document_start(self, document: int) -> int:
         """Return the token offset at which a document starts; for `num_documents`, the total number of tokens."""
         if not 0 <= document <= self.num_documents:
-            raise IndexError(f"{self.prefix} has {self.num_documents} documents, no document {document}")
+            raise IndexError(f"document {document} is out of range: {self.prefix} has {self.num_documents} documents")
         return self.sequence_start(int(self.document_index[document]))
 
     def sequence_start(self, sequence: int) -> int:
         """Return the token offset at which a sequence starts; for `num_sequences`, the total number of tokens."""
         if not 0 <= sequence <= self.num_sequences:
-            raise DataError(f"{self.idx_path} is damaged: a document begins at sequence {sequence}")
+            raise DataError(
+                f"{self.idx_path} is damaged: a document begins at sequence {sequence}, which does not exist"
+            )
         if sequence == self.num_sequences:
             return self.num_tokens
         start, remainder = divmod(int(self.pointers[sequence]), self.dtype.itemsize)
         if remainder or not 0 <= start <= self.num_tokens:
-            raise DataError(f"{self.idx_path} is damaged: sequence {sequence} begins at byte {self.pointers[sequence]}")
+            raise DataError(
+                f"{self.idx_path} is damaged: sequence {sequence} begins at the invalid byte {self.pointers[sequence]}"
+            )
         return start
 
     def document_at(self, position: int) -> int:
@@ -165,7 +170,7 @@ class TokenFile:
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) in the file's dtype. Raises DataError if the file was truncated."""
         if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"{self.prefix} has {self.num_tokens} tokens, not a range [{start}, {stop})")
+            raise IndexError(f"tokens [{start}, {stop}) are out of range: {self.prefix} has {self.num_tokens} tokens")
         return self._tokens.read(start, stop)
 
     @property
@@ -181,10 +186,11 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Writes `prefix.bin` and `prefix.idx`, with one sequence per document. Memory holds only their lengths.
+    """A writer of `prefix.bin` and `prefix.idx`, with one sequence per document.
 
-    Use it as a context manager. If its block ends without an exception, the files are renamed to their final names, the
-    index last, so an index that exists is complete. Otherwise the files are deleted.
+    Only the lengths of the documents are kept in memory. Use the writer as a context manager. If the `with` block ends
+    without an exception, the files are renamed to their final names, the index last, so an index that exists is
+    complete. After an exception, the files are deleted.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -202,17 +208,19 @@ class TokenWriter:
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
         limits = np.iinfo(self.dtype)
         if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
-            raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
+            raise DataError(f"token IDs from {tokens.min()} to {tokens.max()} do not fit into {self.dtype.name}")
         self._bin.write(tokens.astype(self.dtype).tobytes())
         self._sizes.append(sizes)
         self.num_documents += len(sizes)
         self.num_tokens += len(tokens)
 
     def append(self, sizes: np.ndarray, file: Path) -> None:
-        """Append documents from `file`, which must hold their tokens in this dtype; `sizes` has their lengths."""
+        """Append documents: `file` contains the tokens in the writer's dtype, and `sizes` the document lengths."""
         tokens = int(sizes.sum(dtype=np.int64))
         if file.stat().st_size != tokens * self.dtype.itemsize:
-            raise DataError(f"{file} has {file.stat().st_size} bytes, and {tokens} tokens of {self.dtype.name} differ")
+            raise DataError(
+                f"{file} has {file.stat().st_size} bytes, which is not the size of {tokens} tokens of {self.dtype.name}"
+            )
         with open(file, "rb") as source:
             shutil.copyfileobj(source, self._bin, _COPY)
         self._sizes.append(sizes.astype("<i4"))
@@ -279,5 +287,7 @@ class _Column:
         except OSError as error:  # os_errors_as would take 10% of the time per sample
             raise DataError(f"{self._path} cannot be read ({error.strerror or error})") from None
         if len(data) < length:
-            raise DataError(f"{self._path} was cut while it was read: it ends before byte {position + length}")
+            raise DataError(
+                f"{self._path} was truncated while it was being read: it ends before byte {position + length}"
+            )
         return np.frombuffer(data, self._dtype)

@@ -62,7 +62,7 @@ class Instructions(ImageDataset):
         self.entries, self.notice = self._entries(options, split)
         self.folder = Path(options.images).expanduser()
         if not self.folder.is_dir() and any(entry["images"] for _, entry in self.entries):
-            raise DataError(f"there is no folder {options.images} of images")
+            raise DataError(f"the image folder {options.images} does not exist")
         source = f"entries of {options.of(split)[0].annotations}"
         self.entries = [self.entries[number] for number in options.rows(split, len(self.entries), source)]
 
@@ -87,5 +87,4 @@ class Instructions(ImageDataset):
 @lru_cache(maxsize=8)
 def _read(path: Path, _modified: int, used: frozenset[str], max_dropped: float) -> tuple[list[Entry], str]:
     audit = RowAudit(used)
-    entries = list(read_annotations(path, audit, max_dropped))
-    return entries, "; ".join(audit.notices())
+    return list(read_annotations(path, audit, max_dropped)), "; ".join(audit.notices())

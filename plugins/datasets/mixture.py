@@ -41,7 +41,7 @@ class MixturePart:
     """A dataset and its share of the samples."""
 
     dataset: Annotated[Component, "dataset"]  # any registered dataset
-    ratio: PositiveFloat | None = None  # share relative to other parts; None for all: proportional to size
+    ratio: PositiveFloat | None = None  # share relative to other parts; None for all parts: proportional to size
     label: str | None = None  # name in samples, scores and errors; None: the part's index and dataset name
 
 
@@ -63,7 +63,7 @@ class Mixture(VqaDataset):
         def __post_init__(self) -> None:
             given = [part.ratio for part in self.parts]
             if None in given and any(ratio is not None for ratio in given):
-                raise OptionError("parts", "either every part has a ratio, or none")
+                raise OptionError("parts", "give a ratio to all parts or to none")
 
     options: Options
 
@@ -84,7 +84,7 @@ class Mixture(VqaDataset):
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """Return the shapes of the part with the largest batch; None if those of any part are unknown."""
+        """Return the shapes of the part with the largest batch; None if the shapes of any part are unknown."""
         found = [registry.get("dataset", p.dataset.name).shapes(p.dataset.options) for p in options.parts]
         known = [batch for batch in found if batch is not None]
         if len(known) < len(found):
@@ -106,18 +106,20 @@ class Mixture(VqaDataset):
         first = self.parts[0]
         for part in self.parts[1:]:
             if not _same_vocabulary(part.tokenizer_path, first.tokenizer_path):
-                raise DataError("the parts of a mixture have different tokenizers: give them the same one")
+                raise DataError("the parts of a mixture have different tokenizers: give all parts the same one")
             if part.documents != first.documents:
-                raise DataError("either every part of a mixture keeps documents of a sample apart, or none does")
+                raise DataError("either all parts of a mixture must separate the documents of a sample, or none")
         if any(part.row_layout for part in self.parts):
-            raise DataError("preferences cannot be mixed: name all their files in one dataset")
+            raise DataError("preference datasets cannot be mixed: list all their files in one dataset")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
         self.documents, self.end_tokens = first.documents, tuple(sorted({t for p in self.parts for t in p.end_tokens}))
         self.notice = "; ".join(f"{part.address}: {part.notice}" for part in self.parts if part.notice)
         self.far = any(part.far for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
         if len({*longest}) > 1 and type(first).collate is Dataset.collate:
-            raise DataError(f"the parts of a mixture have samples of {longest} tokens: give them one seq_length")
+            raise DataError(
+                f"the parts of a mixture have samples of {longest} tokens: give all parts the same seq_length"
+            )
         self.sequence_length = None if None in longest else max(length or 0 for length in longest)
         lengths = [len(part) for part in self.parts]
         ratios = [part.ratio for part in given]
@@ -178,19 +180,19 @@ class Mixture(VqaDataset):
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
-        """Return the prompt builder of the first part with conversations, and log a warning if others differ."""
+        """Return the prompt builder of the first part with conversations; log a warning if prompts differ by part."""
         kinds = [(part, registry.get("dataset", part.dataset.name)) for part in options.parts]
         talking = [(part, kind) for part, kind in kinds if issubclass(kind, VqaDataset)] or kinds[:1]
         builders = [kind.prompt_builder(part.dataset.options, tokenizer, encode) for part, kind in talking]
         forms = [builder.ask([Message("user", "a")], [])["input_ids"].tolist() for builder in builders]
         if any(form != forms[0] for form in forms):
             name = talking[0][0].label or talking[0][0].dataset.name
-            log.warning("the mixture's parts have several forms of conversations; a chat has that of %s", name)
+            log.warning("the mixture's parts have different conversation formats; chats use the format of %s", name)
         return builders[0]
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
-    """Return the number of samples per part, rounded up, in the shortest epoch that has all samples at these ratios."""
+    """Return the number of samples per part, rounded up, in the shortest epoch with all samples in the given ratios."""
     if ratios[0] is None:
         return lengths
     shares = [(r or 0.0) / sum(r or 0.0 for r in ratios) for r in ratios]

@@ -1,9 +1,9 @@
-"""Interleave the samples of several sources so that every prefix is in proportion to their shares.
+"""Interleave the samples of several sources so that every prefix is in proportion to the sources' shares.
 
-The shares are quantized to integers; their sum is the period. A table lists the source of each sample in a period. It
-is built by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), so that in every
-prefix the count of each source is less than one sample off its share. The table gives the source of any sample in
-constant time.
+The shares are quantized to integers; their sum is the period. A table lists the source of each sample in a period. The
+table is built by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), so that in
+every prefix the count of each source differs from its share by less than one sample. The table gives the source of any
+sample in constant time.
 """
 
 import math
@@ -16,10 +16,10 @@ LONGEST = 1 << 16  # period for shares that no shorter period represents exactly
 
 
 def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
-    """Return positive integers proportional to `weights`, exactly if their sum can be at most `longest`.
+    """Return positive integers in the proportions of `weights`, if their sum can be at most `longest`.
 
-    Otherwise they add up to `longest`, and each is less than one off its share. Shares below 1 become 1; the sum may
-    then be above `longest`.
+    Otherwise the integers add up to `longest`, and each differs from its share by less than one. Shares below 1 become
+    1; the sum may then be above `longest`.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -54,7 +54,7 @@ class MixtureOrder:
 def _turns(counts: list[int]) -> np.ndarray:
     """Return the source of each turn, int64 [period].
 
-    Among the sources that are far enough behind their shares, the one with the earliest deadline is next.
+    Among the sources that are far enough behind their shares, the source with the earliest deadline is next.
     """
     shares = np.array(counts, np.int64)
     period, number = int(shares.sum()), len(counts)
@@ -64,7 +64,7 @@ def _turns(counts: list[int]) -> np.ndarray:
     scale = 2 * number - 2
     had = np.zeros(number, np.int64)
     for step in range(1, period + 1):
-        behind = scale * (shares * step - period * had)  # number of samples behind, times period * scale
+        behind = scale * (shares * step - period * had)  # samples that each source is behind, times period * scale
         left = np.where(behind >= period, (period * (scale - 1) - behind) / shares, np.inf)
         turns[step - 1] = chosen = int(np.argmin(left))
         had[chosen] += 1

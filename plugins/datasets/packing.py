@@ -11,7 +11,7 @@ _OPEN = 512  # maximum number of sequences that can still take documents
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return the document indices of each sequence, packed by best fit: a document goes where it leaves the least room.
 
-    Documents are placed in a fixed shuffled order. At most 512 sequences are open; beyond that the fullest is closed.
+    Documents are placed in a fixed shuffled order. If more than 512 sequences are open, the fullest is closed.
     lengths: number of tokens of each document, at most `capacity`.
     """
     sequences: list[list[int]] = []

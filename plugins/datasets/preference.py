@@ -16,9 +16,10 @@ from .chat import ConversationDataset, ConversationOptions, padded_rows
 class Preference(ConversationDataset):
     """Conversations with a chosen and a rejected last answer; only the answer's tokens are targets.
 
-    A sample has two rows: with `pairs`, the chosen and the rejected answer; otherwise an answer, and the same prompt
-    with the next conversation's answer. `preferred` [rows] is 1 for a good answer, -1 for a bad one and 0 for the next
-    conversation's answer. `reference` [rows] has the log-probabilities under the reference model.
+    A sample has two rows. With `pairs`, the rows end with the chosen and the rejected answer. Without `pairs`, the
+    first row ends with an answer, and the second row is the same prompt with the next conversation's answer.
+    `preferred` [rows] is 1 for a good answer, -1 for a bad answer and 0 for the next conversation's answer.
+    `reference` [rows] has the log-probabilities under the reference model.
     """
 
     @dataclass
@@ -45,7 +46,9 @@ class Preference(ConversationDataset):
         self.row_layout = "pairs" if options.pairs else "single answers"
         answers = np.fromfile(self.folder / "answers.bin", np.uint8)
         if options.pairs and (answers > 1).any():
-            raise DataError(f"{options.path}: some rows have one answer with a label; set pairs: false, for kto")
+            raise DataError(
+                f"{options.path}: some rows have one answer with a label; set pairs: false to train with kto"
+            )
         self.answers = answers[self.start : self.start + self.count]
         self.digest = f"{self.folder.name}-{self.start}-{self.count}-{options.pairs}"
 
@@ -70,7 +73,7 @@ class Preference(ConversationDataset):
     def _mismatched(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a prompt followed by the next conversation's answer, truncated to seq_length."""
         ids, targets = self.tokens(index)
-        after = 2 if self.answers[index] == 1 else 1  # the next conversation may be the rejected answer to this prompt
+        after = 2 if self.answers[index] == 1 else 1  # the next conversation may have this prompt's rejected answer
         others, other_targets = self.tokens((index + after) % self.count)
         prompt = int((targets != IGNORE_INDEX).argmax())
         answer = int((other_targets != IGNORE_INDEX).argmax())

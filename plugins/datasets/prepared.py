@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from crosstrain import DataError
+from crosstrain import DataError, cache_folder, read_regular, write_atomically, write_json
 from crosstrain.utils import storage
-from crosstrain.utils.files import cache_folder, read_regular, write_atomically, write_json
 from crosstrain.utils.program import command
 
 FORMAT_VERSION = 1
@@ -34,7 +33,7 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> "Summary":
-        """Read the summary of a prepared folder. Raises DataError if this version cannot read it."""
+        """Read the summary of a prepared folder. Raises DataError if this version cannot read the summary."""
         path = folder / "dataset.json"
         try:
             content = json.loads(read_regular(path, _MOST_BYTES))
@@ -45,10 +44,10 @@ class Summary:
         raise DataError(f"{path} has format version {version}, not {FORMAT_VERSION}: prepare it again")
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raise DataError unless the tokenizer in a prepared folder is the one that encoded its tokens."""
+        """Raise DataError unless a prepared folder contains the tokenizer that encoded its tokens."""
         path = folder / "tokenizer" / "tokenizer.json"
         if not path.is_file() or hash_of(path) != self.tokenizer_sha256:
-            problem = f"{path} is not the tokenizer that made the tokens beside it"
+            problem = f"{path} is not the tokenizer that encoded the tokens beside it"
             raise DataError(f"{problem}: put the original back, or prepare the data again")
 
     def write(self, folder: Path) -> None:
@@ -61,7 +60,7 @@ def hash_of(tokenizer: Path) -> str:
 
 
 def locate(where: str | Path) -> tuple[str | Path, Path | None]:
-    """Return (prefix of the token files, prepared folder or None) for the path or URL of either.
+    """Return (prefix of the token files, prepared folder or None) for the path or URL of token files or a folder.
 
     For a prepared folder in a bucket, the returned folder is a local copy without the tokens. Raises DataError if there
     are no tokens or several token files, and StorageError if the bucket cannot be read.
@@ -79,27 +78,27 @@ def locate(where: str | Path) -> tuple[str | Path, Path | None]:
 
 
 def _only(found: list[str], path: str | Path) -> str:
-    """Return the prefix of the only index file. Raises DataError if there is none or more than one."""
+    """Return the prefix of the only index file. Raises DataError if there is no index file or more than one."""
     if len(found) > 1:
         names = ", ".join(name.rpartition("/")[2].removesuffix(".idx") for name in found)
-        raise DataError(f"{path} holds several token files ({names}): path must name one")
+        raise DataError(f"{path} contains several token files ({names}): give the path of one of them")
     if not found:
         if isinstance(path, Path) and any(path.glob("*.txt") if path.is_dir() else [path.is_file()]):
             raise DataError(
-                f"{path} holds text and no tokens: `{command('prepare')} --input {path} --tokenizer FOLDER_OR_NAME "
-                f"--output NEW` makes a folder of them, and so does a start whose path is a new folder, with "
-                f"prepare: {{input: {path}, tokenizer: FOLDER_OR_NAME}}"
+                f"{path} contains text, not tokens: run `{command('prepare')} --input {path} --tokenizer "
+                f"FOLDER_OR_NAME --output NEW`, or set path to a new folder and prepare: {{input: {path}, "
+                f"tokenizer: FOLDER_OR_NAME}}"
             )
         raise DataError(
-            f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
-            f" `{command('prepare')}`, or say under `prepare` how to make it"
+            f"there are no tokens at {path}: expected a folder made by `crosstrain prepare` or a Megatron prefix; run"
+            f" `{command('prepare')}`, or set the option `prepare`"
         )
     return found[0].removesuffix(".idx")
 
 
 @lru_cache(maxsize=64)  # called for each split
 def locate_remote(url: str) -> tuple[str, Path | None]:
-    """Return what `locate` returns, for a URL."""
+    """Locate token files as `locate` does, for a URL."""
     if url.endswith((".idx", ".bin")):
         return url[:-4], None
     inside = storage.files(url)

@@ -4,19 +4,18 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from crosstrain import DataError
-from crosstrain.utils.errors import printable
+from crosstrain import DataError, printable
 
-_NAMED = 1000  # maximum number of dropped rows listed in the plain form
+_NAMED = 1000  # maximum number of dropped rows listed in `plain`
 _LONGEST = 80  # maximum length of a key in a message, in characters
-_KINDS = 100  # maximum number of reasons, and of keys, to count separately, because data may contain any number
+_KINDS = 100  # maximum number of reasons, and of keys, that are counted separately; data may contain more
 
 
 class RowAudit:
-    """Counts rows, unread keys, and dropped rows per kind of reason, each with the first location.
+    """Counts rows, unread keys, and dropped rows by kind of reason, and records the first location of each.
 
-    All code that reads rows reports here, so that no key is silently ignored. A key is named by its path: `source` for
-    a column, `messages.weight` for a key of a turn. `plain` is the JSON form of the counts.
+    All code that reads rows reports to this class, so that no key is silently ignored. A key is named by its path:
+    `source` for a column, `messages.weight` for a key of a turn. `plain` is the JSON form of the counts.
     """
 
     def __init__(self, ignore_columns: Collection[str] = ()) -> None:
@@ -34,7 +33,7 @@ class RowAudit:
         self.add({"rows": 1, "dropped": 1, "reasons": {re.sub(r"\d+", "N", reason): [1, said]}, "named": [said]})
 
     def add(self, plain: dict[str, Any]) -> None:
-        """Merge counts of later rows, in the form of `plain` or a part of it, except ignored keys."""
+        """Add counts of more rows, except for ignored keys. `plain` has the form of `self.plain` or of a part of it."""
         for name in ("rows", "dropped"):
             self.plain[name] += plain.get(name, 0)
         for name in ("unread", "reasons"):
@@ -44,7 +43,7 @@ class RowAudit:
         self.plain["named"] += plain.get("named", [])[: _NAMED - len(self.plain["named"])]
 
     def notices(self) -> list[str]:
-        """Return a sentence about unread keys and one about dropped rows, if there are any."""
+        """Return sentences about unread keys and about dropped rows, if there are any."""
         said, total = [], self.plain["rows"]
         if unread := self.plain["unread"]:
             parts = [
@@ -52,7 +51,7 @@ class RowAudit:
                 for key, (number, place) in unread.items()
             ]
             more = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
-            said.append(f"not used: {', '.join(parts[:8])}{more}; list names in ignore_columns if that is intended")
+            said.append(f"unused keys: {', '.join(parts[:8])}{more}; list them in ignore_columns if this is intended")
         if reasons := self.plain["reasons"]:
             kinds = sorted(reasons.values(), key=lambda kind: -kind[0])[:3]
             why = "; ".join(f"{number} such as {first}" for number, first in kinds)
@@ -64,7 +63,8 @@ class RowAudit:
         dropped, total = self.plain["dropped"], self.plain["rows"]
         if dropped and (dropped == total or dropped > max_dropped * total):
             raise DataError(
-                f"{source}: {self.notices()[-1]}: more than max_dropped={max_dropped:g}; mend the rows or raise it"
+                f"{source}: {self.notices()[-1]}: more than max_dropped={max_dropped:g}; fix the rows or raise "
+                f"max_dropped"
             )
 
     def _ignored(self, path: str) -> bool:

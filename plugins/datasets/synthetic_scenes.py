@@ -65,7 +65,7 @@ def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> S
     Scenes of `train` have no held-out layout or pair. Scenes of `val` and `test` have both, so they need at least two
     things. Scenes of `novel` have one thing with a combination of colour and shape that never occurs in training.
     """
-    number = int(rng.integers(least, most + 1))  # drawn once, because redrawing it would bias the counts
+    number = int(rng.integers(least, most + 1))  # drawn once, because redrawing the number would bias the counts
     while True:
         cells = rng.choice(9, number, replace=False)
         kinds = [KNOWN[i] for i in rng.choice(len(KNOWN), number, replace=False)]
@@ -78,7 +78,7 @@ def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> S
 
 
 def render(scene: Scene, rng: np.random.Generator) -> bytes:
-    """Render the scene as a JPEG: grey background, shapes slightly off the centers of their cells, noise on top."""
+    """Render the scene as a JPEG with a grey background, shapes slightly off the centers of their cells, and noise."""
     ground = int(rng.integers(80, 140))
     image = Image.new("RGB", (3 * CELL, 3 * CELL), (ground, ground, ground))
     draw = ImageDraw.Draw(image)

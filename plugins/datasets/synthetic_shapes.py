@@ -10,8 +10,18 @@ from annotated_types import Interval
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from webdataset import ShardWriter
 
-from crosstrain import DataError, FilePath, NonNegativeInt, Processors, Split, Text, derive_seed, processors, registry
-from crosstrain.utils.files import write_json
+from crosstrain import (
+    DataError,
+    FilePath,
+    NonNegativeInt,
+    Processors,
+    Split,
+    Text,
+    derive_seed,
+    processors,
+    registry,
+    write_json,
+)
 
 from ..commands.prepare.prepare import new_folder, output_lock
 from .image_text import ImageText
@@ -33,8 +43,8 @@ _CHATML = (
 class Shapes(ImageText):
     """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 60 words.
 
-    The splits are train, val and test. The option `novel` evaluates combinations of colour and shape that never occur
-    in training.
+    The splits are train, val and test. With the option `novel`, every picture of the test split has a combination of
+    colour and shape that never occurs in training.
     """
 
     @dataclass(kw_only=True)
@@ -46,17 +56,16 @@ class Shapes(ImageText):
             default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # never flips
         )
         text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
-        # annotation keys that are not reported as unused; every sample has these three
+        # annotation keys that are not reported as unused; every sample has the three default keys
         ignore_columns: list[Text] = field(default_factory=lambda: ["caption", "questions", "conversations"])
         images: Annotated[int, Interval(ge=1, le=10**8)] = 24_000  # pictures in the train split
         held_out: Annotated[int, Interval(ge=1, le=10**8)] = 1_000  # pictures in each of val, test and novel
-        data_seed: NonNegativeInt = 0  # seed for drawing the pictures; each split derives its own
+        data_seed: NonNegativeInt = 0  # seed for drawing the pictures; each split derives its own seed
         curriculum: bool = False  # pictures with few objects come first; training keeps this order
         novel: bool = False  # use the split `novel` as the test split
 
         def __post_init__(self) -> None:
-            folder = Path(self.path).expanduser()
-            self.tokenizer = self.tokenizer or str(folder / "tokenizer")
+            self.tokenizer = self.tokenizer or str(Path(self.path).expanduser() / "tokenizer")
 
     options: Options
 
@@ -91,11 +100,11 @@ def _check_made(folder: Path, made: dict[str, Any]) -> None:
     try:
         there = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["options"]
     except (OSError, ValueError, KeyError):
-        raise DataError(f"{folder} exists and holds no shards that were packed here: choose another folder") from None
+        raise DataError(f"{folder} exists but was not made by this dataset: choose a different folder") from None
     for key in (key for key, value in made.items() if there.get(key) != value):
         raise DataError(
-            f"{folder} was made with {key}={there.get(key)!r}, and that is now {made[key]!r}: choose another folder, "
-            f"or remove it"
+            f"{folder} was made with {key}={there.get(key)!r}, but {key} is now {made[key]!r}: choose a different "
+            f"folder, or remove this one"
         )
 
 

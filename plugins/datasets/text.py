@@ -23,9 +23,10 @@ from crosstrain import (
     Sample,
     Split,
     SplitOptions,
+    load_tokenizer,
     registry,
 )
-from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer
+from crosstrain.data.tokenizer import cached_folder, load_gpt2
 
 from ..commands.prepare.options import PrepareOptions
 from ..commands.prepare.prepare import prepare
@@ -47,7 +48,7 @@ class TextDataset(Dataset):
     class Options(SplitOptions):
         """Token files, their splits, and the sample length."""
 
-        # prepared folder, or prefix (data/meg-gpt2_text_document) or folder of Megatron's files; a path or a URL
+        # path or URL of a prepared folder, or of a folder or prefix (data/meg-gpt2_text_document) of Megatron files
         path: FilePath
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
         # relative sizes of train, val and test, in documents; in tokens if there is only one document
@@ -57,14 +58,14 @@ class TextDataset(Dataset):
         # path of the val split; None: a share of `path`
         val: FilePath | None = field(default=None, kw_only=True)
         test: FilePath | None = field(default=None, kw_only=True)  # path of the test split; None: a share of `path`
-        # how splits are rounded to whole documents; core: round their ends, like Megatron Core; legacy: round their
-        # sizes, like older versions of Megatron-LM, and for runs that predate this option
+        # rounding of splits to whole documents; core: round the ends of splits, as in Megatron Core; legacy: round the
+        # sizes of splits, as in older versions of Megatron-LM and in runs that predate this option
         split_rounding: Literal["core", "legacy"] = "core"
         document_mask: bool = False  # True: no attention between documents of a sample
-        tokenizer: FilePath | None = None  # Hugging Face name or path; None: that of the prepared folder
+        tokenizer: FilePath | None = None  # Hugging Face name or path; None: the prepared folder's tokenizer
         vocab_file: FilePath | None = None  # GPT-2's vocab.json; with merge_file, replaces `tokenizer`
         merge_file: FilePath | None = None  # GPT-2's merges.txt
-        prepare: PrepareOptions | None = None  # prepare `path` if it does not exist; None: error if it does not
+        prepare: PrepareOptions | None = None  # prepare `path` if it does not exist; None: raise an error instead
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -93,8 +94,8 @@ class TextDataset(Dataset):
         if made is not None and options.prepare is not None and (changed := options.prepare.changed_from(made.options)):
             key, then, now = changed
             raise DataError(
-                f"{folder} was prepared with {key}={then!r}, and prepare.{key} is now {now!r}:"
-                f" choose another path, or remove the folder"
+                f"{folder} was prepared with {key}={then!r}, but prepare.{key} is now {now!r}:"
+                f" choose a different path, or remove the folder"
             )
         _tokenizer_folder(options.tokenizer, options.vocab_file, options.merge_file)
 
@@ -146,7 +147,7 @@ class TextDataset(Dataset):
         """Return the token range [first, end) of a split."""
         rounding = self.options.split_rounding
         parts, start = self.file.num_documents, self.file.document_start
-        if rounding == "core":  # Megatron core counts sequences, such as sentences
+        if rounding == "core":  # Megatron Core counts sequences, such as sentences
             parts, start = self.file.num_sequences, self.file.sequence_start
         if parts == 1:  # a single document is split by tokens
             parts, start = self.file.num_tokens, int
@@ -189,8 +190,8 @@ class TextDataset(Dataset):
         if np.maximum.reduce(tokens.view(np.uint64)) >= self._num_ids:  # as uint64, a negative id is at least 2^63
             low, high = tokens.min(), tokens.max()
             raise DataError(
-                f"{self.file.bin_path} holds token {low if low < 0 else high}, and the tokenizer has ids 0 to"
-                f" {(self.vocab_size or 0) - 1}: the file was made with another tokenizer"
+                f"{self.file.bin_path} contains token {low if low < 0 else high}, but the tokenizer has ids 0 to"
+                f" {(self.vocab_size or 0) - 1}: the file was made with a different tokenizer"
             )
         return tokens
 

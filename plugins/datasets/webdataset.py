@@ -18,11 +18,16 @@ from braceexpand import braceexpand
 from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
-from crosstrain import DataError, check_command
+from crosstrain import (
+    DataError,
+    LimitedProcess,
+    LimitError,
+    check_command,
+    open_regular,
+    os_errors_as,
+    write_atomically,
+)
 from crosstrain.utils import storage
-from crosstrain.utils.errors import os_errors_as
-from crosstrain.utils.files import open_regular, write_atomically
-from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
 from .row_audit import RowAudit
 
@@ -34,7 +39,7 @@ _TEXT_BYTES = 1 << 24  # maximum number of bytes of a text member to read for th
 _COMMAND = "pipe:"
 _MOST_SHARDS = 1_000_000
 _SEARCH = 10.0  # time limit for expanding patterns, in CPU seconds
-# URL schemes that `storage` reads; webdataset has more, but runs external programs for some of them.
+# URL schemes that `storage` reads; webdataset supports more schemes, but runs external programs for some of them.
 _BUCKETS = ("s3", "gcs", "az", "abfs", "memory")
 _NO_SCHEME = ("pipe", "__default__")
 
@@ -77,7 +82,7 @@ def is_remote(name: str) -> bool:
     command if the configuration is not trusted to run commands.
     """
     if name != name.strip() or not name.isprintable():
-        raise DataError(f"{name!r}: a shard's name neither begins nor ends with blanks, nor has control characters")
+        raise DataError(f"{name!r}: a shard's name must not begin or end with blanks or contain control characters")
     if name.startswith(_COMMAND):
         check_command(name)
         return True
@@ -86,7 +91,7 @@ def is_remote(name: str) -> bool:
         return False
     if (scheme not in gopen_schemes and scheme not in _BUCKETS) or not rest.startswith("//"):
         known = ", ".join(f"{key}://" for key in (*gopen_schemes, *_BUCKETS) if key not in _NO_SCHEME)
-        raise DataError(f"{name}: no shards come from {scheme}:, but from files, {known} and {_COMMAND}COMMAND")
+        raise DataError(f"{name}: shards cannot be read from {scheme}:; use a file, {known} or {_COMMAND}COMMAND")
     return True
 
 
@@ -98,8 +103,8 @@ def local_path(name: str) -> Path:
 def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content: ()) -> None:
     """Fetch and index new shards; several processes may call this at the same time.
 
-    keys: function that returns the annotation keys of a sample, which the index counts. Its arguments are the sample's
-    name and a dict extension -> content, with empty bytes for members that are not text. Raises DataError on failure.
+    keys: function that returns the annotation keys of a sample, which the index counts. `keys` gets the sample's name
+    and a dict extension -> content, with empty bytes for members that are not text. Raises DataError on failure.
     """
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -112,7 +117,7 @@ def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content
 
 
 def _local(name: str, cache: Path) -> Path:
-    """Return the path of a shard or of its copy."""
+    """Return the path of a local shard, or of the copy of a remote shard."""
     return cache / f"{_digest(name)}.tar" if is_remote(name) else local_path(name)
 
 
@@ -133,7 +138,7 @@ def _fetch(name: str, path: Path) -> None:
         except (OSError, ValueError) as error:  # webdataset reports a failed pipe as an OSError
             raise DataError(f"{name} cannot be fetched ({error})") from None
         if not tarfile.is_tarfile(partial):
-            raise DataError(f"{name}: what came is not a tar file")
+            raise DataError(f"{name}: the fetched data is not a tar file")
         os.replace(partial, path)
 
 
@@ -182,7 +187,7 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
 
 
 def _scan(path: Path) -> dict[str, Files]:
-    """Return sample key -> files, in the order of first members; the members of a sample need not be adjacent.
+    """Return sample key -> files, ordered by first member; the members of a sample need not be adjacent.
 
     A key ends before the first dot of the file name. Raises DataError if two files have the same name.
     """
@@ -194,7 +199,7 @@ def _scan(path: Path) -> dict[str, Files]:
                 stem, _, extension = name.partition(".")
                 files = samples.setdefault(f"{folder}{slash}{stem}", {})
                 if extension.lower() in files:
-                    raise tarfile.TarError(f"{member.name} is there twice")
+                    raise tarfile.TarError(f"it contains {member.name} twice")
                 files[extension.lower()] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"the shard {path} is not a readable tar file ({error})") from None
@@ -211,7 +216,7 @@ class Shards:
         counts = []
         for name, path in zip(names, self.paths, strict=True):
             if (head := _read_head(path, cache)) is None:
-                raise DataError(f"{name} changed, or is new, since training started: start again")
+                raise DataError(f"{name} changed or was added after training started: restart training")
             counts.append(head["samples"])
             self.audit.add(head["audit"])
         self.starts = np.array([0, *accumulate(counts)])
@@ -249,4 +254,4 @@ class Shards:
                 file.seek(int(np.fromfile(file, np.int64, 1)[0]))
                 return self.paths[shard], *json.loads(file.readline())
         except (OSError, ValueError, IndexError) as error:
-            raise DataError(f"{index}, an index of shards, was changed while it was read ({error})") from None
+            raise DataError(f"the shard index {index} changed while it was being read ({error})") from None

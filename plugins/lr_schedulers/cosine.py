@@ -1,4 +1,4 @@
-"""Cosine decay, in two versions with different denominators of the angle."""
+"""Cosine decay in two versions: the angle is pi*(n-w)/(D-w), or pi*(n-w)/D as in Megatron-LM's first release."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from crosstrain import registry
 
 @registry.register_lr_scheduler("cosine")
 def cosine(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """Cosine decay with angle pi*(n-w)/(D-w), from `init_lr` at the warmup's end w to `min_lr` at step D."""
+    """Cosine decay with angle pi*(n-w)/(D-w) at step n, from `init_lr` at the warmup's end w to `min_lr` at step D."""
     return lambda applied: _half_cosine((applied - warmup_steps) / max(decay_steps - warmup_steps, 1))
 
 
@@ -20,5 +20,5 @@ def cosine_megatron_v1(warmup_steps: float, decay_steps: int, options: Any) -> C
 
 
 def _half_cosine(progress: float) -> float:
-    """Return a half cosine: 1 at progress 0, and 0 from progress 1 on."""
+    """Return a half cosine: 1 at progress 0, and 0 at progress 1 and above."""
     return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

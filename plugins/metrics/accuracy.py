@@ -8,7 +8,7 @@ from crosstrain import IGNORE_INDEX, Batch, Metric, registry
 
 @registry.register_metric("accuracy")
 class Accuracy(Metric):
-    """Fraction of labels that have the highest logit; for language models, over all target tokens."""
+    """Fraction of labels that get the highest logit; for language models, the fraction of all target tokens."""
 
     token_hits = "accuracy"
 

@@ -19,11 +19,12 @@ from crosstrain import (
     TransformersModel,
     UserError,
     build_transformers,
+    did_you_mean,
     pretrained_folder,
     registry,
+    sentence,
 )
 from crosstrain.modeling.routers import Routers, Scope
-from crosstrain.utils.errors import did_you_mean, sentence
 
 from .hugging_face.attention import Attention
 from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
@@ -53,14 +54,16 @@ class CausalLM(TransformersModel):
         # set of tokens over which the balance loss of a mixture of experts is computed; sequence: each document;
         # micro_batch: a micro batch on one rank; none: no loss
         router_loss: Scope = "sequence"
-        router_loss_coef: NonNegativeFloat | None = None  # weight of router_loss; None: the model's own, else 0
-        # weight of the mean squared log-sum-exp of router logits; None: the model's own, else 0
+        router_loss_coef: NonNegativeFloat | None = None  # weight of router_loss; None: the model's own weight, else 0
+        # weight of the mean squared log-sum-exp of router logits; None: the model's own weight, else 0
         router_z_loss_coef: NonNegativeFloat | None = None
         router_bias_rate: NonNegativeFloat = 0.001  # change per step of the balancing biases of routers, if any
 
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
-                raise OptionError("config", "give transformers' configuration with its model_type, or pretrained")
+                raise OptionError(
+                    "config", "needs a transformers configuration with its model_type, unless pretrained is set"
+                )
             if "model_type" in self.config:
                 _check_keys(self.config["model_type"], self.config)
 
@@ -72,13 +75,15 @@ class CausalLM(TransformersModel):
             lm = build_transformers(AutoModelForCausalLM, config, multiple, options.attention)
         except UserError:
             raise
-        except Exception as error:  # transformers raises many kinds
-            raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
+        except Exception as error:  # transformers raises errors of many types
+            raise ConfigError(
+                f"model.config: transformers cannot build a model from it ({sentence(error)[:300]})"
+            ) from error
         super().__init__(options, config, lm, source)
         self.route(options)
 
     def route(self, options: Options) -> None:
-        """Add balance losses and biases for the model's routers, if it has any."""
+        """Add balance losses and biases to the model's routers, if the model has routers."""
         given = {"router_aux_loss_coef": options.router_loss_coef, "router_z_loss_coef": options.router_z_loss_coef}
         balance, z = (getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items())
         if modules := routers_of(self.lm):
@@ -86,8 +91,8 @@ class CausalLM(TransformersModel):
             self.routers = Routers(modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load)
         elif any(given.values()):
             raise ConfigError(
-                f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance; where its "
-                f"configuration has output_router_logits, true adds transformers' own loss"
+                f"model.router_loss_coef: {self.config.model_type} has no routers that this option can balance; if its "
+                f"configuration has output_router_logits, set that to true for transformers' own loss"
             )
 
 
@@ -103,7 +108,7 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **given)
     if config.get_text_config() is not config:
         raise ConfigError(
-            f"model.config.model_type: {config.model_type} holds several models; name its language model's, "
+            f"model.config.model_type: {config.model_type} contains several models; use its language model's type, "
             f"{config.get_text_config().model_type}"
         )
     _check_values(options.config, config)
@@ -111,7 +116,7 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
 
 
 def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Raise ConfigError for values that build a model but fail in its forward."""
+    """Raise ConfigError for values that allow the model to be built, but make its forward fail."""
     named = {config.attribute_map.get(key, key) for key in given}
     for key in (*SIZES, "max_position_embeddings"):
         if config.attribute_map.get(key, key) not in named:
@@ -124,11 +129,11 @@ def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
         raise ConfigError(f"model.config.num_key_value_heads: {keys} does not divide num_attention_heads={heads}")
     for key, value in given.items():
         if "drop" in key and isinstance(value, (int, float)) and not 0 <= value < 1:
-            raise ConfigError(f"model.config.{key}: expected at least 0 and below 1, got {value}")
+            raise ConfigError(f"model.config.{key}: expected a number of at least 0 and below 1, got {value}")
 
 
 def _global(config: PreTrainedConfig, key: str) -> Any:
-    """Return a value that applies to the whole model; None if it is missing or each layer has its own."""
+    """Return a value that applies to the whole model; None if the value is missing or differs by layer."""
     try:
         return getattr(config, key, None)
     except RuntimeError:  # transformers refuses to read some per-layer values
@@ -138,7 +143,7 @@ def _global(config: PreTrainedConfig, key: str) -> Any:
 def _check_keys(family: str, config: Mapping[str, Any]) -> None:
     """Raise OptionError for a key that transformers' configuration class would store, but the model would not read."""
     if str(family) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "transformers' documentation lists them")
+        hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "see transformers' documentation")
         raise OptionError("config.model_type", f"transformers has no causal language model {family!r}; {hint}")
     _check_keys_of(CONFIG_MAPPING[family], config, "config")
 
@@ -147,7 +152,7 @@ def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: st
     known = {"model_type", *(field.name for field in fields(cls)), *cls.attribute_map}
     known |= keys_beside_fields(cls.model_type)
     if {"num_attention_heads", "num_key_value_heads"} <= known:
-        known.add("head_dim")  # attention reads it in families that do not declare it
+        known.add("head_dim")  # attention reads head_dim in families that do not declare it
     known -= _NOT_OF_TRAINING
     for key, value in given.items():
         if key not in known:

@@ -31,16 +31,16 @@ class GPT2(TransformersModel):
 
     @dataclass
     class Options:
-        """Sizes that are None are those of the pretrained model, or of GPT-2 small."""
+        """Sizes that are None come from the pretrained model, or else from GPT-2 small."""
 
         published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
         pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
-        vocab_size: Size | None = None  # number of token ids; None: as pretrained, else 50257
-        n_positions: Size | None = None  # longest sequence in tokens; None: as pretrained, else 1024
-        n_embd: Size | None = None  # hidden size; None: as pretrained, else 768
-        n_layer: Layers | None = None  # number of blocks; None: as pretrained, else 12
-        n_head: Size | None = None  # attention heads per block; None: as pretrained, else 12
+        vocab_size: Size | None = None  # number of token ids; None: as in `pretrained`, else 50257
+        n_positions: Size | None = None  # longest sequence in tokens; None: as in `pretrained`, else 1024
+        n_embd: Size | None = None  # hidden size; None: as in `pretrained`, else 768
+        n_layer: Layers | None = None  # number of blocks; None: as in `pretrained`, else 12
+        n_head: Size | None = None  # attention heads per block; None: as in `pretrained`, else 12
         initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; None: 0.02
         dropout: DropRate = 0.1  # dropout rate of embeddings, residuals and attention
         make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
@@ -54,13 +54,13 @@ class GPT2(TransformersModel):
         if options.initializer_range is not None:
             given["initializer_range"] = options.initializer_range
         given |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
-        if options.vocab_size is not None:  # the end-of-text token is the last one
+        if options.vocab_size is not None:  # the last token is the end-of-text token
             given |= dict.fromkeys(("bos_token_id", "eos_token_id"), options.vocab_size - 1)
         config = GPT2Config.from_pretrained(source, **given) if source else GPT2Config(**given)
         if config.n_embd % config.n_head:
             raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
         made = padded(config, options.make_vocab_size_divisible_by, options.attention, GPT2LMHeadModel)
-        # The same function as gelu_new in one operator, which is faster and keeps a third of the MLP's activations.
+        # gelu_pytorch_tanh is gelu_new as one operator: it is faster, and keeps a third of the MLP's activations.
         if made.activation_function == "gelu_new":
             made.activation_function = "gelu_pytorch_tanh"
         with without_initial_values():

@@ -34,19 +34,19 @@ class Qwen(TransformersModel):
 
     @dataclass
     class Options:
-        """Sizes that are None are those of the pretrained model, or transformers' defaults for the family."""
+        """Sizes that are None come from the pretrained model, or else from transformers' defaults for the family."""
 
         published: ClassVar = ("family", *_SIZES, "rope_theta")
 
         pretrained: Text | None = None  # Hugging Face name or folder; it sets the family; None: random initialization
-        family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalizes queries and keys
+        family: Literal["qwen2", "qwen3"] = "qwen2"  # qwen2 includes Qwen2.5; qwen3 normalizes queries and keys
         vocab_size: Size | None = None  # number of token ids
         hidden_size: Size | None = None  # width of the residual stream
         intermediate_size: Size | None = None  # MLP width
         num_hidden_layers: Layers | None = None  # number of blocks
         num_attention_heads: Size | None = None  # query heads per block
-        num_key_value_heads: Size | None = None  # key/value heads per block; groups of query heads share one
-        head_dim: Size | None = None  # qwen3 only; in qwen2 it is hidden_size / num_attention_heads
+        num_key_value_heads: Size | None = None  # key/value heads per block; each serves a group of query heads
+        head_dim: Size | None = None  # size of a head, qwen3 only; qwen2: hidden_size / num_attention_heads
         max_position_embeddings: Size | None = None  # longest sequence in tokens
         rope_theta: PositiveFloat | None = None  # base of the rotary frequencies
         tie_word_embeddings: bool | None = None  # share the embedding's weight with the head
@@ -57,9 +57,11 @@ class Qwen(TransformersModel):
 
         def __post_init__(self) -> None:
             if self.head_dim is not None and self.head_dim % 2:
-                raise OptionError("head_dim", f"rotary positions need an even one, got {self.head_dim}")
+                raise OptionError("head_dim", f"expected an even number for rotary positions, got {self.head_dim}")
             if self.head_dim is not None and self.family == "qwen2" and self.pretrained is None:
-                raise OptionError("head_dim", "qwen2 has none of its own: it is hidden_size / num_attention_heads")
+                raise OptionError(
+                    "head_dim", "qwen2 does not have this option: its head_dim is hidden_size / num_attention_heads"
+                )
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
@@ -70,7 +72,7 @@ class Qwen(TransformersModel):
 
 
 def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
-    """Return transformers' configuration with the options' sizes. Raises ConfigError if they are inconsistent."""
+    """Return transformers' configuration with the options' sizes. Raises ConfigError if the sizes are inconsistent."""
     given = {key: getattr(options, key) for key in _SIZES if getattr(options, key) is not None}
     given["attention_dropout"] = options.attention_dropout
     family = options.family
@@ -92,7 +94,7 @@ def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
         raise ConfigError(f"model.num_attention_heads: {heads} does not divide hidden_size={config.hidden_size} evenly")
     if family == "qwen2" and config.hidden_size // heads % 2:
         raise ConfigError(
-            f"model.num_attention_heads: rotary positions need heads of an even width, and {heads} have "
+            f"model.num_attention_heads: rotary positions need an even head width, but {heads} heads have width "
             f"{config.hidden_size // heads}"
         )
     return config

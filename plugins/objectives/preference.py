@@ -14,7 +14,10 @@ _REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
 class _OfPairs(Objective):
-    """Base class of objectives on pairs of rows: rows 2 i are chosen answers, rows 2 i + 1 rejected ones, or others."""
+    """Base class of objectives on pairs of rows.
+
+    Rows 2 i are chosen answers, and rows 2 i + 1 are rejected answers, unless a subclass defines a different layout.
+    """
 
     fields = ("preferred", "reference")
     row_layout = unit = "pairs"
@@ -34,7 +37,7 @@ class DPO(_OfPairs):
 
     @dataclass
     class Options:
-        """The defaults are those of the authors' code."""
+        """Options with the defaults of the authors' code."""
 
         beta: PositiveFloat = 0.1  # strength of the penalty for deviating from the reference model
         # assumed share of pairs in the wrong order (Mitchell, 2023)
@@ -55,13 +58,13 @@ class DPO(_OfPairs):
 class ORPO(_OfPairs):
     """Odds ratio preference optimization (Hong et al., 2024, equations 6 and 7); needs no reference model.
 
-    A sequence's likelihood is the geometric mean over its tokens; a pair's cross-entropy is the mean over the chosen
-    answer's tokens.
+    The likelihood of a sequence is the geometric mean of its token probabilities. The cross-entropy of a pair is the
+    mean over the tokens of the chosen answer.
     """
 
     @dataclass
     class Options:
-        """The default is the paper's."""
+        """Options with the default of the paper."""
 
         beta: PositiveFloat = 0.1  # weight of the odds ratio loss, lambda in the paper
 
@@ -80,13 +83,14 @@ class ORPO(_OfPairs):
 class KTO(_OfPairs):
     """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), on answers labelled good or bad.
 
-    Rows 2 i are answers. Rows 2 i + 1 are answers to other prompts; they give one estimate per micro batch of the
-    divergence from the reference model, without a gradient, as in the paper.
+    Rows 2 i are answers. Rows 2 i + 1 combine the same prompts with answers to different prompts. As in the paper,
+    the mean log-ratio of rows 2 i + 1 estimates the divergence from the reference model, once per micro batch and
+    without a gradient.
     """
 
     @dataclass
     class Options:
-        """The defaults are the paper's."""
+        """Options with the defaults of the paper."""
 
         beta: PositiveFloat = 0.1  # strength of the penalty for deviating from the reference model
         desirable_weight: PositiveFloat = 1.0  # loss weight of good answers

@@ -19,8 +19,8 @@ class AdamW(torch.optim.AdamW):
     class Options:
         """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of the averages of gradients and of their squares
-        eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8  # added to the square root in the denominator
+        betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of the averages of gradients and squared gradients
+        eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8  # constant added to the square root in the denominator
         decoupled: bool = True  # False: add the weight decay to the gradient (Adam with L2 regularization)
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
@@ -31,7 +31,10 @@ class AdamW(torch.optim.AdamW):
 
 @registry.register_optimizer("sgd")
 class SGD(torch.optim.SGD):
-    """SGD, optionally with momentum; updates scale with the gradients, so it tests runners more strictly than Adam."""
+    """SGD, optionally with momentum.
+
+    Its updates scale with the gradients, so SGD is a stricter test of runners than Adam.
+    """
 
     @dataclass
     class Options:

@@ -28,10 +28,10 @@ class Matrix:
 
 
 def assign_owners(by_rank: list[Holdings]) -> list[list[Matrix]]:
-    """Choose an owner for each matrix, largest work first: the rank with the least work so far that holds a shard.
+    """Choose an owner for each matrix, starting with the most work.
 
-    The work of a matrix is m n min(m, n). Returns rounds; in each round, a rank owns at most one matrix. The result is
-    the same on every rank.
+    The owner is the rank with the least work so far, among the ranks that hold a shard. The work of a matrix is
+    m n min(m, n). Returns rounds; in each round, a rank owns at most one matrix. The result is the same on every rank.
     """
     shapes = {name: shape for held in by_rank for name, (shape, _) in held.items()}
     work = {name: math.prod(shape) * min(shape[-2:]) for name, shape in shapes.items()}
@@ -54,8 +54,8 @@ def assign_owners(by_rank: list[Holdings]) -> list[list[Matrix]]:
 class MatrixOptimizer(torch.optim.Optimizer):
     """Base class of optimizers that compute the update of a hidden-layer matrix from the whole matrix.
 
-    The runner's boxes describe the shards of a matrix. They are gathered to one of the ranks that hold it, `transform`
-    runs there, and the shards of the update are sent back, so every runner computes the same update.
+    The runner's boxes describe the shards of a matrix. One of the ranks that hold a shard gathers all shards, runs
+    `transform`, and sends the shards of the update back. The update is therefore the same under every runner.
     `Model.weights.matrices` selects the matrices; the elementwise optimizer `rest` updates all other parameters.
 
     A subclass implements `transform`, and overrides `direction` and `apply` if needed.
@@ -77,8 +77,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def direction(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         """Compute this rank's shard of the input of `transform`, element by element.
 
-        The gradient may be overwritten. `state` is the parameter's state, shaped like the gradient: flat or sharded if
-        the parameters are.
+        The gradient may be overwritten. `state` is the parameter's optimizer state. The tensors in
+        `state` have the shape of the gradient: flat or sharded, like the parameters.
         """
         return gradient
 
@@ -90,13 +90,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def apply(self, weight: Tensor, update: Tensor, group: dict[str, Any], shape: tuple[int, ...]) -> None:
-        """Update a shard of a weight in place with the same shard of the update; `shape`: shape of the whole matrix."""
+        """Update a weight's shard in place with the matching shard of the update; `shape`: the whole matrix's shape."""
         weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     # ---- for runners
 
     def bind(self, shards: Callable[[], list[Shard]], group: Group, device: torch.device) -> None:
-        """Read shards of weights and updates from `shards`, and compute on `device`.
+        """Set where `step` gets this rank's shards of weights and updates (`shards`), and the device it computes on.
 
         The ranks of `group` together hold the whole matrices, and call `step` together.
         """
@@ -104,7 +104,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters in the current groups, which an engine may limit to some parameters. Collective."""
+        """Update the parameters in the current groups. An engine may leave parameters out of the groups. Collective."""
         if self._rest is not None:
             self._rest.state = self.state
             self._rest.param_groups = [group for group in self.param_groups if "matrices" not in group]
@@ -120,8 +120,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _update_matrices(self, stepped: tuple[int, ...]) -> None:
         if self._shards is None:
             raise ConfigError(
-                f"run.optimizer: {type(self).__name__} updates whole matrices, and this runner does not say which "
-                f"parts of them its ranks hold (Runner.bound); use an elementwise optimizer, or another runner"
+                f"run.optimizer: {type(self).__name__} updates whole matrices, but this runner does not give it access "
+                f"to its shards (HeldState.bound); use an elementwise optimizer, or a different runner"
             )
         weights: dict[str, dict[Box, Tensor]] = {}
         updates: dict[str, dict[Box, Tensor]] = {}

@@ -20,8 +20,8 @@ _EPS = 1e-7
 class Muon(MatrixOptimizer):
     """Orthogonalized momentum (Jordan et al., 2024) for hidden matrices, and AdamW for all other parameters.
 
-    The formulas are those of torch.optim.Muon. A fused matrix, such as that of queries, keys and values, is updated as
-    one matrix.
+    The formulas come from torch.optim.Muon. A fused matrix, for example of queries, keys and values, is updated as one
+    matrix.
     """
 
     @dataclass
@@ -31,7 +31,7 @@ class Muon(MatrixOptimizer):
         momentum: Beta = 0.95  # decay rate of the average of gradients
         nesterov: bool = True  # use Nesterov momentum
         ns_steps: Annotated[int, Interval(ge=1, lt=100)] = 5  # Newton-Schulz iterations
-        ns_dtype: Literal["bf16", "fp32"] = "bf16"  # dtype of these iterations
+        ns_dtype: Literal["bf16", "fp32"] = "bf16"  # dtype of the Newton-Schulz iterations
         # factor on the learning rate of a matrix [m, n]; match_rms_adamw: 0.2 sqrt(max(m, n)), for a rate tuned for
         # AdamW; original: sqrt(max(1, m / n))
         adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"

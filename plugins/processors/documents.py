@@ -32,7 +32,7 @@ class LanguageFilter(Filter):
     class Options:
         """Languages to keep."""
 
-        keep: Annotated[list[Text], MinLen(1)]  # ISO 639-1 codes, such as en
+        keep: Annotated[list[Text], MinLen(1)]  # ISO 639-1 codes of the languages to keep, such as en
         probability: Fraction = 0.5  # minimum probability of the language
         characters: PositiveInt = 4000  # number of characters to classify, from the middle of the document
 
@@ -43,7 +43,7 @@ class LanguageFilter(Filter):
         self.identifier = _identifier()
         known = sorted(map(str, self.identifier.labels))
         if unknown := [code for code in options.keep if code not in known]:
-            raise OptionError("keep", f"there is no language {unknown[0]!r}; known: {', '.join(known)}")
+            raise OptionError("keep", f"unknown language {unknown[0]!r}; known: {', '.join(known)}")
 
     def text(self, text: str) -> str | Dropped:
         start = max(0, (len(text) - self.options.characters) // 2)
@@ -61,7 +61,7 @@ def _identifier() -> Any:
 
 @registry.register_processor("document_length")
 class DocumentLengthFilter(Filter):
-    """Keep documents within limits on tokens and characters; by default at least 128 tokens."""
+    """Keep only documents within limits on tokens and characters; by default, at least 128 tokens."""
 
     @dataclass
     class Options:
@@ -77,7 +77,7 @@ class DocumentLengthFilter(Filter):
             for unit in ("tokens", "characters"):
                 least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
                 if most is not None and most < least:
-                    raise OptionError(f"max_{unit}", f"{most} is below min_{unit}, {least}")
+                    raise OptionError(f"max_{unit}", f"{most} is below min_{unit}={least}")
 
     options: Options
 
@@ -102,12 +102,12 @@ class RepetitionFilter(Filter):
     class Options:
         """Maximum shares, from 0 to 1; 1: no limit."""
 
-        lines: Fraction = 0.3  # share of lines that repeat an earlier line
-        paragraphs: Fraction = 0.3  # share of paragraphs that repeat an earlier paragraph
-        characters_in_lines: Fraction = 0.2  # share of all characters in repeated lines
-        phrase_2: Fraction = 0.2  # share of all characters in the most frequent phrase of two words
-        phrase_3: Fraction = 0.18  # share of all characters in the most frequent phrase of three words
-        phrase_4: Fraction = 0.16  # share of all characters in the most frequent phrase of four words
+        lines: Fraction = 0.3  # maximum share of lines that repeat an earlier line
+        paragraphs: Fraction = 0.3  # maximum share of paragraphs that repeat an earlier paragraph
+        characters_in_lines: Fraction = 0.2  # maximum share of characters in repeated lines
+        phrase_2: Fraction = 0.2  # maximum share of characters in the most frequent phrase of two words
+        phrase_3: Fraction = 0.18  # maximum share of characters in the most frequent phrase of three words
+        phrase_4: Fraction = 0.16  # maximum share of characters in the most frequent phrase of four words
 
     options: Options
 
@@ -131,7 +131,7 @@ def _repeated(parts: list[str]) -> float:
 
 
 def _most_frequent(words: list[str], length: int) -> int:
-    """Count the characters in all occurrences of the most frequent phrase of `length` words; 0 if none recurs."""
+    """Count the characters in all occurrences of the most frequent phrase of `length` words; 0 if no phrase recurs."""
     phrases = Counter(zip(*(words[k:] for k in range(length)), strict=False))
     phrase, count = max(phrases.items(), key=lambda item: item[1], default=((), 0))
     return count * (sum(map(len, phrase)) + length - 1) if count > 1 else 0
@@ -170,7 +170,7 @@ class SymbolsFilter(Filter):
 
 
 def _too_large(shares: dict[str, float], limits: Any) -> Dropped | None:
-    """Return the result for a document if one of its shares is above the limit of the same name."""
+    """Return `Dropped` if a share is above the limit of the same name, else None."""
     name = next((name for name, share in shares.items() if share > getattr(limits, name)), None)
     return None if name is None else Dropped(f"{name} {shares[name]:.2f}")
 

@@ -33,11 +33,13 @@ class _Transform:
 
 
 def _published(encoder: str) -> dict[str, Any]:
-    """Return timm's configuration for an encoder. Raises OptionError if timm has no model of that name."""
+    """Return timm's configuration for an encoder. Raises OptionError if timm has no model with this name."""
     config = timm.get_pretrained_cfg(encoder, allow_unregistered=False) if timm.is_model(encoder) else None
     if config is None:
         near = timm.list_models(f"*{encoder.split('_')[0]}*")[:3]
-        raise OptionError("encoder", f"timm has no model {encoder}" + (f"; it has {', '.join(near)}" if near else ""))
+        raise OptionError(
+            "encoder", f"timm has no model {encoder}" + (f"; similar names: {', '.join(near)}" if near else "")
+        )
     return config.to_dict()
 
 
@@ -60,7 +62,7 @@ def _random_augment() -> RandAugment:
     """Return BLIP's RandomAugment(2, 5): two of ten operations, each applied with probability 0.5."""
     names = (
         *("AutoContrast", "Equalize", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"),
-        *("Brightness", "Sharpness", "Brightness"),  # no change at this magnitude, like BLIP's Identity
+        *("Brightness", "Sharpness", "Brightness"),  # no effect at magnitude 5, like BLIP's Identity
     )
     hparams = {"translate_const": 10, "img_mean": (128, 128, 128), "interpolation": Image.Resampling.BILINEAR}
     return RandAugment([AugmentOp(name, prob=0.5, magnitude=5, hparams=hparams) for name in names], num_layers=2)
@@ -71,8 +73,8 @@ Share = Annotated[float, Interval(gt=0, le=1)]
 
 @dataclass
 class _Options:
-    encoder: Text | None = None  # timm model; sets the defaults of size, mean, std and interpolation
-    # height and width in pixels; None: the encoder's, or 224 without an encoder
+    encoder: Text | None = None  # timm model that sets the defaults of size, mean, std and interpolation
+    # height and width in pixels; None: the encoder's size, or 224 without an encoder
     image_size: Annotated[int, Interval(ge=1, le=8192)] | None = None
     mean: list[Fraction] | None = None  # mean per channel, from 0 to 1; None: the encoder's, or ImageNet's
     std: list[Share] | None = None  # standard deviation per channel; None: the encoder's, or ImageNet's
@@ -81,7 +83,7 @@ class _Options:
 
     def __post_init__(self) -> None:
         if any(values is not None and len(values) != 3 for values in (self.mean, self.std)):
-            raise OptionError("mean", "mean and std have three numbers, one for each channel")
+            raise OptionError("mean", "mean and std need three numbers each, one per channel")
         if self.encoder is not None:
             _published(self.encoder)
 
@@ -98,19 +100,19 @@ class ImageTrain(_Transform):
 
     @dataclass
     class Options(_Options):
-        """Options; the defaults are BLIP-2's: crop at least half the area, flip half the time, keep colours."""
+        """Options; the defaults are BLIP-2's: crop to at least half the area, flip half the time, keep colours."""
 
         scale: tuple[Share, Share] = (0.5, 1.0)  # smallest and largest area of the crop, as a fraction of the image
-        ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # smallest and largest width / height of the crop
+        ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # range of the crop's aspect ratio, width / height
         hflip: Fraction = 0.5  # probability of a horizontal flip; use 0 if texts mention left and right
         color_jitter: Fraction = 0.0  # largest relative change of brightness, contrast and saturation
-        augment: bool = False  # shear, shift, rotate and recolour at random, like BLIP
+        augment: bool = False  # shear, shift, rotate and recolour at random, as in BLIP
 
         def __post_init__(self) -> None:
             super().__post_init__()
             for name in ("scale", "ratio"):
                 if (pair := getattr(self, name))[0] > pair[1]:
-                    raise OptionError(name, f"the least, {pair[0]:g}, is above the largest, {pair[1]:g}")
+                    raise OptionError(name, f"the minimum {pair[0]:g} is above the maximum {pair[1]:g}")
 
     def __init__(self, options: Options) -> None:
         super().__init__(
@@ -139,7 +141,7 @@ class ImageEval(_Transform):
     class Options(_Options):
         """Options; the default is BLIP-2's: the full image, resized to the encoder's size."""
 
-        crop_mode: Literal["squash", "center"] = "squash"  # squash: distort to the size; center: crop the edges
+        crop_mode: Literal["squash", "center"] = "squash"  # squash: ignore the aspect ratio; center: crop the edges
         crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # fraction of height and width to keep
 
     def __init__(self, options: Options) -> None:

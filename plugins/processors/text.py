@@ -24,10 +24,10 @@ class Caption:
     class Options:
         """The caption and its prompts."""
 
-        prompts: list[Text] = field(default_factory=list)  # prompts; training draws one, evaluation takes the first
-        key: Text = "caption"  # annotation key of the caption: a text, or a list to draw from
+        prompts: list[Text] = field(default_factory=list)  # prompts; training draws one, evaluation uses the first
+        key: Text = "caption"  # annotation key of the caption: a text, or a list of texts to draw from
         style: Literal["plain", "chat"] = "plain"  # plain: no chat template, as in BLIP-2
-        max_words: PositiveInt | None = None  # longer captions are truncated; None: no limit
+        max_words: PositiveInt | None = None  # truncate captions to this many words; None: no limit
         clean: bool = False  # True: convert to lower case, and replace .!"()*#:;~ with spaces, as in BLIP
 
     def __init__(self, options: Options) -> None:
@@ -46,7 +46,9 @@ class Caption:
         found = annotation.get(self.options.key)
         texts = [found] if isinstance(found, str) else found
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-            raise SampleError(f"it has no {self.options.key}" + (f", but {str(found)[:50]!r}" if found else ""))
+            raise SampleError(
+                f"it has no {self.options.key}" + (f": expected a text, got {str(found)[:50]!r}" if found else "")
+            )
         if self.options.clean:
             texts = [re.sub(r'[.!"()*#:;~]', " ", text.lower()) for text in texts]
         return [" ".join(text.split()[: self.options.max_words]) for text in texts]
@@ -77,7 +79,7 @@ class Dialogue:
         if conversation[-1].role != "assistant":  # drop an unanswered last turn
             conversation.pop()
         if not any(m.role == "assistant" and m.learned for m in conversation):
-            raise SampleError("there is no assistant turn, so nothing to learn")
+            raise SampleError("there is no assistant turn to train on")
         return [conversation]
 
     def questions(self, annotation: Annotation, images: int) -> Asked:
@@ -88,7 +90,7 @@ class Dialogue:
     def _conversation(self, annotation: Annotation, images: int) -> Conversation:
         turns = annotation.get(self.options.key)
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-            others = [f"; text_processor {name} learns its {key}" for key, name in _OTHERS if key in annotation]
+            others = [f"; text_processor {name} reads its {key}" for key, name in _OTHERS if key in annotation]
             raise SampleError(f"it has no {self.options.key}{''.join(others)}")
         (found,), _ = conversations({"messages": list(turns)}, images=[])
         messages = [_message(turn) for turn in found.messages]
@@ -99,7 +101,7 @@ class Dialogue:
         return _told(self.options.system, messages)
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Format a chat as in training: after the system prompt, with leading images on their own line."""
+        """Format a chat as in training: begin with the system prompt, and put leading images on their own line."""
         lines = [Message(m.role, re.sub(rf"^({IMAGE})+(?!\n|$|{IMAGE})", r"\g<0>\n", m.text)) for m in conversation]
         return _told(self.options.system, lines)
 
@@ -111,7 +113,7 @@ def _told(system: str | None, conversation: Conversation) -> Conversation:
 def _message(turn: Turn) -> Message:
     role = "system" if turn.role == "developer" else turn.role
     if role == "tool" or turn.content is None:
-        raise SampleError("a turn calls a tool, or has its result, and only words are read")
+        raise SampleError("a turn is a tool call or a tool result, but only text is supported")
     return Message(role, turn.content, turn.weight != 0)
 
 
@@ -125,7 +127,7 @@ class Questions:
     class Options:
         """Questions to take from an annotation."""
 
-        key: Text = "questions"  # annotation key of a list of {question, answer, kind}; draws one of several answers
+        key: Text = "questions"  # annotation key of a list of {question, answer, kind}; one of several answers is drawn
         caption_key: Text | None = "caption"  # annotation key of a caption to add; None: no captions
         caption_prompt: Text = "describe the image"  # question to ask for the caption
         dialogue_key: Text | None = None  # annotation key of a LLaVA conversation to add; None: no conversations
@@ -168,7 +170,7 @@ class Questions:
         return [(self.asked([Message("user", f"{IMAGE * images}{q}")]), answers, kind) for q, answers, kind in pairs]
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Format a chat as in training: after the system prompt."""
+        """Format a chat as in training: begin with the system prompt."""
         return _told(self.options.system, conversation)
 
 

@@ -1,4 +1,4 @@
-"""Read rows with a text: JSON lines, CSV files, Parquet files and saved Hugging Face datasets."""
+"""Read texts from rows: JSON lines, CSV files, Parquet files and saved Hugging Face datasets."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ csv.field_size_limit(1 << 28)  # characters per value: an unclosed quotation mar
 
 @registry.register_reader("jsonl")
 class JsonLinesReader(ColumnReader):
-    """JSON lines: one object per line, with its text under a key; or a list of objects, at the top or under a key."""
+    """Texts under a key of JSON objects: one object per line, or a list of objects at the top level or under a key."""
 
     suffixes = (".jsonl", ".json", ".ndjson", ".jl", ".jsonlines")
     contents = ("JSON document",)
@@ -71,8 +71,8 @@ class CsvReader(ColumnReader):
                         self.unusable(f"{file}:{rows.line_num}", f"has {len(row)} values for {len(names)} columns")
             except csv.Error as error:
                 raise DataError(
-                    f"{file}:{rows.line_num} is not a row of a table ({error}): put values with a quotation mark into"
-                    " quotation marks, and double those inside"
+                    f"{file}:{rows.line_num} is not a row of a table ({error}): quote values that contain quotation"
+                    " marks, and double the marks inside"
                 ) from None
 
 
@@ -84,7 +84,7 @@ class TableReader(ColumnReader):
     contents = ("Parquet table", "Arrow table")
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        """Yield one chunk per row group; start and stop divide the file's bytes evenly among the groups."""
+        """Yield one chunk per row group; the chunks divide the file's bytes evenly."""
         with io.table(file) as table:
             check_column(file, table.names, self.options.text_key)
             size, groups = file.stat().st_size, len(table.groups)

@@ -58,5 +58,5 @@ class StandardLibraryReader(FileReader):
         return sorted(file for file in root.rglob("*.py") if not _SKIPPED & set(file.relative_to(root).parts))
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        # Python tests its own decoder with files that are deliberately not UTF-8.
+        # The standard library contains test files that are deliberately not UTF-8.
         yield Document(chunk.read().decode(errors="replace").replace("\r\n", "\n"), str(chunk.file))

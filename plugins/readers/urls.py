@@ -1,4 +1,4 @@
-"""Fetch the pages of lists of URLs politely into one file, and read their main text."""
+"""Fetch pages from lists of URLs into one file, and read the main text of each page."""
 
 import base64
 import json
@@ -45,22 +45,22 @@ class UrlListReader(FileReader):
     class Options:
         """Pages to fetch. robots.txt is obeyed."""
 
-        path: Text | list[Text]  # URL lists, compressed or not, or folders of them
+        path: Text | list[Text]  # URL lists, compressed or not, or folders of such lists
         domains: list[Text] = field(default_factory=list)  # fetch only these domains and their subdomains; empty: all
         blocked_domains: list[Text] = field(default_factory=list)  # skip these domains and their subdomains
-        blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # skip these file extensions
+        blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # skip files with these extensions
         limit: PositiveInt | None = None  # maximum number of pages, from the start of the list; None: no limit
         hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # hosts to fetch from in parallel, one connection each
-        # seconds between two requests to a host; its robots.txt may require more
+        # seconds between two requests to a host; the host's robots.txt may require more
         delay: Annotated[float, Interval(ge=0, le=86_400)] = 1.0
         private_hosts: bool = False  # also fetch from addresses of this machine and of local networks
 
     options: Options
 
     def fetch(self, folder: Path, progress: bool) -> None:
-        """Fetch the pages that are not yet in the file of these URLs.
+        """Fetch the pages of the listed URLs that are not yet in the page file.
 
-        It has a JSON object per line with url, state and, if the state is ok, type and body.
+        The page file has one JSON object per line, with url and state; if the state is "ok", also with type and body.
         """
         library = require("trafilatura", "reading lists of URLs")
         lock, refused = Lock(), Counter[str]()
@@ -75,7 +75,7 @@ class UrlListReader(FileReader):
 
             def settle(page: dict[str, str]) -> None:
                 with lock:
-                    append(pages, f"\n{json.dumps(page)}")  # ends a line that a killed process cut
+                    append(pages, f"\n{json.dumps(page)}")  # \n ends a line that a killed process left incomplete
                     states[page["url"]] = page["state"]
                     bar.update()
 
@@ -84,8 +84,10 @@ class UrlListReader(FileReader):
         if repeated := len(urls) - len(states):
             self.fetch_counts["named more than once"] = repeated
         if not self.fetch_counts.get("ok"):
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.fetch_counts.items()) or "they are empty"
-            raise DataError(f"{self.options.path} gave no page: {reasons}")
+            reasons = (
+                ", ".join(f"{count} {reason}" for reason, count in self.fetch_counts.items()) or "the lists are empty"
+            )
+            raise DataError(f"no page could be fetched from {self.options.path}: {reasons}")
 
     def _urls(self, refused: Counter[str]) -> Iterator[str]:
         paths = map(io.existing, self._paths)
@@ -126,7 +128,7 @@ class UrlListReader(FileReader):
 
 def _pages(chunk: Chunk) -> Iterator[dict[str, str]]:
     for line in chunk.read().splitlines():
-        with suppress(ValueError):  # an empty line, or one that a killed process cut
+        with suppress(ValueError):  # an empty line, or a line that a killed process left incomplete
             yield json.loads(line)
 
 
@@ -135,16 +137,16 @@ def _within(host: str, domain: str) -> bool:
 
 
 class _Crawl:
-    """Fetches pages with trafilatura. A host has one request at a time; several hosts are visited at a time."""
+    """Fetches pages with trafilatura: from several hosts in parallel, but one page at a time from each host."""
 
     def __init__(
         self, trafilatura: Any, options: UrlListReader.Options, settle: Callable[[dict[str, str]], object]
     ) -> None:
-        """`settle` gets the url and state of each page, and of a page with text also its type and body."""
+        """settle: called for each page with its url and state; for a page with text, also with its type and body."""
         self.options, self.settle, self.stop = options, settle, Event()
         config, protection = trafilatura.settings.use_config(), "off" if options.private_hosts else "on"
         config["DEFAULT"].update({"USER_AGENTS": AGENT, "INSECURE_SSL_FALLBACK": "off", "SSRF_PROTECTION": protection})
-        # It tries again after temporary errors, and returns None if there is no answer.
+        # fetch_response retries after temporary errors, and returns None if there is no answer.
         self.answer = partial(trafilatura.fetch_response, with_headers=True, config=config)
 
     def run(self, urls: list[str]) -> None:
@@ -167,7 +169,7 @@ class _Crawl:
                 self.settle({"url": url, **self._page(url)})
 
     def _robots(self, url: str) -> RobotFileParser:
-        """Fetch a host's robots.txt (RFC 9309). Nothing is allowed if this fails; all is, if the host has none."""
+        """Fetch a host's robots.txt (RFC 9309). If fetching fails, allow no page; without the file, allow all pages."""
         answer, robots = self.answer(url), RobotFileParser(url)
         status = 500 if answer is None else answer.status
         robots.parse(answer.data.decode("utf-8", "replace").splitlines() if status == 200 else [])
@@ -181,7 +183,7 @@ class _Crawl:
         content_type = (answer.headers or {}).get("content-type", "text/plain")
         kind = content_type.partition(";")[0].strip().lower()
         if answer.status != 200:
-            return {"state": f"the server says {answer.status}"}
+            return {"state": f"HTTP status {answer.status}"}
         if kind not in TYPES:
-            return {"state": f"is {kind}"}
+            return {"state": f"content type {kind}"}
         return {"state": "ok", "type": content_type, "body": base64.b64encode(zlib.compress(answer.data)).decode()}

@@ -59,10 +59,10 @@ class WarcReader(FileReader):
                         or record.raw_stream.limit
                         or archive.err_count
                     ):
-                        raise EOFError(f"record {number} is shorter or longer than its header says")
+                        raise EOFError(f"the length of record {number} does not match its header")
                     yield document
                 if archive.fh.tell() != end:
-                    raise EOFError(f"a record begins behind record {number} and does not end")
+                    raise EOFError(f"the record after record {number} is incomplete")
             except (warcio.ArchiveLoadFailed, AttributeError, ValueError, EOFError) as error:
                 raise DataError(f"{chunk.file} is damaged ({error}): fetch it again") from None
 

@@ -11,16 +11,15 @@ from xml.etree import ElementTree
 
 import yaml
 
-from crosstrain import Chunk, DataError, Document, FileReader, registry, require
+from crosstrain import Chunk, DataError, Document, FileReader, LimitedProcess, LimitError, registry, require
 from crosstrain.utils import paths
-from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
 from ..commands.prepare import io
 from ..commands.prepare.reader import line_number, split_file
 
 _END = b"</page>"
 _RULES = yaml.safe_load((paths.home() / "configs" / "wikipedia" / "markup.yaml").read_text(encoding="utf-8"))
-_SITE = 1 << 16  # number of bytes at the start of a dump to search for its siteinfo
+_SITE = 1 << 16  # number of bytes at the start of a dump to search for <siteinfo>
 _TAGS = {"br": "\n"} | dict.fromkeys(
     (
         "table",
@@ -44,7 +43,7 @@ _TAGS = {"br": "\n"} | dict.fromkeys(
 )
 _PARAMETER = re.compile(r"\{([^}]+)\}")
 _FILE = re.compile(r"\.(jpe?g|png|svg|gif|tiff?|webp|xcf|webm|ogv|stl)$", re.IGNORECASE)
-_SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # switches, such as __NOTOC__
+_SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # behavior switches, such as __NOTOC__
 _VARIANTS = re.compile(r"-\{(?:([^{}|]*)\|)?(?:\s*zh[\w-]*\s*:)?([^{};]*)[^{}]*\}-")  # -{zh-hans:软件; zh-hant:軟體}-
 
 
@@ -86,7 +85,7 @@ class WikipediaReader(FileReader):
             if page.find("redirect") is not None or page.findtext("ns", "0") not in namespaces:
                 continue
             title = page.findtext("title", "")
-            revisions = reversed(page.findall("revision"))  # of equally new ones, the last
+            revisions = reversed(page.findall("revision"))  # reversed, so that max takes the last of equally new ones
             newest = max(revisions, key=lambda found: found.findtext("timestamp", ""), default=page)
             model, form = newest.findtext("model", "wikitext"), newest.findtext("format", "text/x-wiki")
             if (model, form) != ("wikitext", "text/x-wiki"):
@@ -111,7 +110,7 @@ def _shown_text(given: tuple[str, frozenset[str]]) -> tuple[str, tuple[str, ...]
 
 @lru_cache(maxsize=16)
 def _hidden(file: Path) -> frozenset[str]:
-    """Return prefixes of links to files, categories and other languages: those in the dump, and well-known ones."""
+    """Return prefixes of links to files, categories and other languages: well-known prefixes, and those in the dump."""
     with io.opened(file) as stream:
         head = stream.read(_SITE).partition(b"</siteinfo>")[0].decode(errors="replace")
     declared = re.findall(r'<namespace key="(?:6|14)"[^>]*>([^<]+)<', head)
@@ -130,7 +129,7 @@ def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
         at = stop + len(_END)
         yield chunk.start + start, data[start:at]
     if chunk.start == 0 and at == 0 and not chunk.read().lstrip().startswith(b"<mediawiki"):
-        raise DataError(f"{chunk.file} is no dump of a MediaWiki: it does not begin with <mediawiki>")
+        raise DataError(f"{chunk.file} is not a MediaWiki dump: it does not begin with <mediawiki>")
 
 
 class WikiPage:
@@ -140,8 +139,8 @@ class WikiPage:
     """
 
     def __init__(self, markup: str, hidden: frozenset[str]) -> None:
-        self.hidden, self.vanished = hidden, dict[str, None]()  # templates that leave a gap in a line
-        text = self._plain(require("mwparserfromhell", "taking the markup off wiki pages").parse(markup))
+        self.hidden, self.vanished = hidden, dict[str, None]()  # vanished: templates that leave a gap in a line
+        text = self._plain(require("mwparserfromhell", "removing wiki markup").parse(markup))
         text = _SWITCH.sub(_shown, text)
         # Language variant rules with the flag H, T or - display no text.
         text = _VARIANTS.sub(lambda found: "" if set(found[1] or "") & set("HT-") else found[2], text)

@@ -1,4 +1,7 @@
-"""Data parallelism: every rank holds the full model and trains on its own samples; on one process, plain training."""
+"""Data parallelism: every rank holds the full model and trains on its own samples.
+
+A single process trains without communication.
+"""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -64,14 +67,14 @@ class DDPRunner(Runner):
         )
         if not self.options.find_unused_parameters:
             self._used = UsedParameters(model)
-        # A lambda, because torch checks a hook's annotations but cannot resolve postponed ones.
+        # Use a lambda, because torch checks a hook's annotations but cannot resolve postponed annotations.
         self.module.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
 
     def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket over the ranks, and record when it was ready."""
         self._bucket_ready = time.perf_counter()
         gradients = bucket.buffer().div_(self.world.size)
-        # `value` raises the collective's error. Its result is not used, because a fake process group has none.
+        # `value` raises the collective's error; its result is ignored, because a fake process group returns no tensor.
         return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: (done.value(), gradients)[1])
 
     def backward(self, loss: Tensor) -> None:
@@ -79,7 +82,7 @@ class DDPRunner(Runner):
         if self._used is not None:
             self._used.clear()
         super().backward(loss)
-        # On a GPU the hook runs long before the device reaches the bucket, so its time is meaningless.
+        # On a GPU the hook runs long before the device reaches the bucket, so the hook's time is meaningless.
         if self._bucket_ready is not None and self.device.type == "cpu":
             # After the last bucket is ready, the backward only waits: this is the communication that is not overlapped.
             waited = time.perf_counter() - self._bucket_ready
@@ -87,7 +90,7 @@ class DDPRunner(Runner):
             self.timers.add("allreduce", waited)
         if self._used is not None and self.module.require_backward_grad_sync:
             self._used.check(
-                "so ranks cannot average gradients; for a model that leaves parameters out use run.runner: {name: ddp, "
+                "so ranks cannot average gradients; for a model with unused parameters, set run.runner: {name: ddp, "
                 "find_unused_parameters: true}"
             )
 

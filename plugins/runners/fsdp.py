@@ -54,13 +54,13 @@ class FSDPRunner(Runner):
         elsewhere: ClassVar = {"expert_parallel": "the runner `megatron` has it, with data_parallel_style: fsdp"}
         former: ClassVar = {"expert_parallel": 1}
 
-        shard_size: PositiveInt | None = None  # ranks that share a copy of the model (hybrid sharding); None: all
+        shard_size: PositiveInt | None = None  # ranks that share a copy of the model (hybrid sharding); None: all ranks
         reshard_after_forward: bool = True  # False: keep blocks gathered until their backward (ZeRO-2)
         cpu_offload: bool = False  # keep shards and optimizer state in host memory
-        sync_each_micro_batch: bool = False  # reduce gradients after every micro batch; slower, saves memory
-        # dtype in which linear layers of blocks are gathered; amp: bf16, their compute dtype, under run.amp=bf16
+        sync_each_micro_batch: bool = False  # reduce gradients after every micro batch; slower, but saves memory
+        # dtype in which linear layers of blocks are gathered; amp: bf16 if run.amp=bf16 computes them in bf16
         param_dtype: Literal["amp", "fp32"] = "amp"
-        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype for summing gradients of weights gathered in bf16
+        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype for reducing gradients of weights gathered in bf16
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, saves_memory=("sync_each_micro_batch=true",))
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class
@@ -80,7 +80,7 @@ class FSDPRunner(Runner):
             "bf16",
             None,
         ):
-            raise ConfigError("run.runner.reduce_dtype: bf16 is for what run.amp=bf16 gathers in it, without float8")
+            raise ConfigError("run.runner.reduce_dtype: bf16 needs param_dtype=amp and run.amp=bf16, without float8")
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
@@ -122,7 +122,7 @@ class FSDPRunner(Runner):
             else OffloadPolicy(),
         }
         if scalars := [name for name, p in model.weights.parameters().items() if p.ndim == 0]:
-            raise ConfigError(f"run.runner: fsdp cannot cut {scalars[0]}, a scalar, into shards; use another runner")
+            raise ConfigError(f"run.runner: fsdp cannot shard the scalar {scalars[0]}; use a different runner")
         in_blocks = options | {"reshard_after_forward": self.options.reshard_after_forward}
         half = MixedPrecisionPolicy(torch.bfloat16, DTYPES[self.options.reduce_dtype], cast_forward_inputs=False)
         for block in model.blocks():

@@ -1,12 +1,11 @@
-"""Functions of runners that shard parameters: a check of optimizers, weights to send in bf16, and memory plans."""
+"""Functions for runners that shard parameters: a check of optimizers, weights to send in bf16, memory plans."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from crosstrain import ConfigError, Layout, MakeOptimizer, Model, PlanContext, RunOptions, Sizes
-from crosstrain.engine.footprint import all_reduced, scattered
+from crosstrain import ConfigError, Layout, MakeOptimizer, Model, PlanContext, RunOptions, Sizes, all_reduced, scattered
 
 
 def check_elementwise(make_optimizer: MakeOptimizer) -> None:
@@ -29,13 +28,13 @@ def check_elementwise(make_optimizer: MakeOptimizer) -> None:
 
     if not torch.allclose(moved(lambda t: [t]), moved(lambda t: t.flatten().split(8)), rtol=1e-5):
         raise ConfigError(
-            "run.optimizer: it treats a parameter as a whole, and the runner cuts parameters into pieces; use an "
-            "optimizer such as adamw or muon, or a runner such as ddp"
+            "run.optimizer: it needs whole parameters, but the runner shards them; use an optimizer such as adamw or "
+            "muon, or a runner such as ddp"
         )
 
 
 def linear_weights(model: Model) -> list[nn.Parameter]:
-    """Parameters of the linear layers in blocks; autocast rounds them before each use."""
+    """Return the parameters of the linear layers in blocks; autocast rounds them before each use."""
     layers = [module for block in model.blocks() for module in block.modules() if is_linear(module)]
     return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
 
@@ -47,13 +46,13 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def computes_in_half(run: RunOptions, model: Model) -> bool:
-    """True if only bf16 matmuls read the weights of linear layers, so the weights may be rounded in advance."""
+    """Return True if only bf16 matmuls read the weights of linear layers, so the weights may be rounded in advance."""
     in_bf16 = (run.amp.dtype, run.amp.linear, run.compile) == ("bf16", None, "none")
     return in_bf16 and not (model.structure.reads_across or model.weights.quantized())
 
 
 def share(size: int, ranks: int) -> int:
-    """Size of the largest of `ranks` parts: `size / ranks`, rounded up."""
+    """Return the size of the largest of `ranks` parts: `size / ranks`, rounded up."""
     return -(-size // ranks)
 
 
@@ -68,12 +67,12 @@ def fully_sharded(
     gathered: Sizes | None = None,
     half_sums: bool = False,
 ) -> Layout:
-    """Layout of torch's FSDP2; `ranks` ranks share a copy of the model.
+    """Return the layout under torch's FSDP2, if `ranks` ranks share a copy of the model.
 
-    While a block computes, the next one is gathered; parameters outside of blocks stay gathered. `regather`: blocks are
-    freed after their forward. `every`: gradients are reduced after every micro batch, not only after the last.
-    `gathered`: sizes of the gathered parameters, in their compute dtypes; None: same as `sizes`. `half_sums`: gradients
-    are summed in the dtypes of `gathered`.
+    While a block computes, the next block is gathered; parameters outside of blocks stay gathered. `regather`: blocks
+    are freed after their forward. `every`: gradients are reduced after every micro batch, not only after the last.
+    `gathered`: sizes of the gathered parameters, in their compute dtypes; None: use `sizes`. `half_sums`: gradients are
+    summed in the dtypes of `gathered`.
     """
     mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
     rounds, whole = at.batch.accumulation, gathered or sizes
@@ -92,7 +91,7 @@ def fully_sharded(
         updated=share(sizes.trainable_elements, ranks),
         gradients=sizes.trainable if waits else shares if every else 0,
         retained_grad_fraction=shares / max(whole.trainable, 1) if not waits and not every else 0.0,
-        retained_grad_fraction_outside=0.0 if waits else 1.0,  # these gradients are reduced last
+        retained_grad_fraction_outside=0.0 if waits else 1.0,  # gradients outside of blocks are reduced last
         gathered=most,
         # A block's gradients are copied for the reduce-scatter while the next block computes its own. All gradient
         # shards are allocated by the time the gradients outside of blocks are reduced.

@@ -15,7 +15,7 @@ class UsedParameters(set[nn.Parameter]):
                 parameter.register_post_accumulate_grad_hook(self.add)
 
     def check(self, problem: str) -> None:
-        """Raise TrainingError, ending in `problem`, if a trainable parameter received no gradient."""
+        """Raise TrainingError if a trainable parameter received no gradient; the message ends with `problem`."""
         parameters = self._model.weights.parameters().items()
         if unused := [name for name, p in parameters if p.requires_grad and p not in self]:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crosstrain import Row, TrackedRun, Tracker, registry
+from crosstrain import Row, TrackedRun, Tracker, finite, registry, write_atomically
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.utils.files import append, write_atomically
-from crosstrain.utils.units import finite
+from crosstrain.utils.files import append
 
 
 @registry.register_tracker("jsonl")
@@ -28,7 +27,7 @@ class JsonlTracker(Tracker):
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Drop the rows after `step`, and an unfinished line that a killed run left."""
+    """Drop the rows after `step`, and an incomplete line that a killed run left."""
     kept, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
     for text in lines:
         try:

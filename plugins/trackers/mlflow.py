@@ -19,7 +19,7 @@ class MlflowTracker(Tracker):
 
     @dataclass
     class Options:
-        uri: Text | None = None  # server or database; None: MLFLOW_TRACKING_URI, or SQLite in the run's folder
+        uri: Text | None = None  # URI of a server or database; None: MLFLOW_TRACKING_URI, or SQLite in the run's folder
         experiment: Text = "crosstrain"  # name of the experiment; created if it does not exist
         run_name: Text | None = None  # name of the run; None: the name of the run's folder
 

@@ -25,7 +25,7 @@ class TensorBoardTracker(Tracker):
         self._folder.mkdir(exist_ok=True)
         self._file = self._folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._write(file_version="brain.Event:2")
-        # A START event makes TensorBoard hide the points of earlier starts from this step on.
+        # A START event makes TensorBoard hide points that earlier starts logged at this step or later steps.
         self._write(step=run.resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         if not run.resumed_step:
             self._summarize(0, _text("config", yaml.safe_dump(run.config, sort_keys=False)))
@@ -49,7 +49,7 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # torch's SummaryWriter opens its file in a thread, when another run's folder may already be at this path.
+        # torch's SummaryWriter opens its file later, in a thread, when a new run's folder may already be at this path.
         RecordWriter(self).write(Event(wall_time=time.time(), **event).SerializeToString())
 
     def write(self, record: bytes) -> None:

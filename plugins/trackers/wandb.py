@@ -35,7 +35,7 @@ class WandbTracker(Tracker):
         except wandb.Error as error:
             raise UserError(f"wandb: {error}") from error
         if not logged_in:
-            raise UserError("wandb is not logged in; run `wandb login`, set WANDB_API_KEY, or say mode: offline")
+            raise UserError("wandb is not logged in; run `wandb login`, set WANDB_API_KEY, or set mode: offline")
 
     def __init__(self, options: Options, run: TrackedRun) -> None:
         super().__init__(options, run)

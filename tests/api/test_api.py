@@ -108,7 +108,7 @@ def test_a_hugging_face_folder_opens_as_the_checkpoint_that_it_was_exported_from
     capsys.readouterr()
     assert main(["evaluate", "--checkpoint", str(folder), "--nproc-per-node", "1"]) == 1
     assert capsys.readouterr().err == (
-        "error: datasets: there is none; give a project file that names one, with --cfg-path\n"
+        "error: datasets: none is configured; use --cfg-path with a project file that has one\n"
     )
     with pytest.raises(CheckpointError, match="has no weights called 'ema'"):
         crosstrain.open(folder, weights="ema")
@@ -117,7 +117,7 @@ def test_a_hugging_face_folder_opens_as_the_checkpoint_that_it_was_exported_from
     with pytest.raises(ConfigError, match="is not a run of this model"):
         crosstrain.open(folder, ["model.arch=blip2_qwen"])
     (folder / "checkpoints").mkdir()  # of a run, which names its last checkpoint
-    with pytest.raises(CheckpointError, match="not a checkpoint, and holds none"):
+    with pytest.raises(CheckpointError, match="not a checkpoint, and contains none"):
         crosstrain.open(folder)
     (folder / "checkpoints").rmdir()
     (folder / "model.safetensors").rename(folder / "aside")
@@ -130,7 +130,7 @@ def test_a_hugging_face_folder_opens_as_the_checkpoint_that_it_was_exported_from
     with pytest.raises(CheckpointError, match=r"wpe\.weight"):
         crosstrain.open(folder)
     (folder / "config.json").write_text(json.dumps(sizes | {"n_layer": 3}))
-    with pytest.raises(CheckpointError, match=r"holds no parameter h\.2"):
+    with pytest.raises(CheckpointError, match=r"has no parameter h\.2"):
         crosstrain.open(folder)
     (folder / "state.json").touch()  # a checkpoint whose manifest is lost
     with pytest.raises(CheckpointError, match="not a checkpoint"):
@@ -156,7 +156,7 @@ def test_a_run_has_its_numbers_and_checkpoints(workspace: Workspace) -> None:
     assert "<h" in (workspace.path / "report.html").read_text()
     nothing = crosstrain.Run(workspace.path)
     assert nothing.latest_checkpoint is nothing.best_checkpoint is None
-    with pytest.raises(UserError, match=r"there is no metrics\.jsonl"):
+    with pytest.raises(UserError, match=r"no metrics\.jsonl"):
         _ = nothing.metrics
 
 
@@ -292,5 +292,5 @@ def test_a_keyword_that_no_check_takes_is_an_error(workspace: Workspace) -> None
 def test_flags_of_evaluations_are_keywords() -> None:
     with pytest.raises(TypeError, match=r"evaluate\(\) has no keyword 'answer'; evaluations take answers, sheet, "):
         crosstrain.evaluate("nowhere", answer=["val"])
-    with pytest.raises(crosstrain.UserError, match="--sheet: shows what --answers found; give both"):
+    with pytest.raises(crosstrain.UserError, match="--sheet: needs --answers; give both"):
         crosstrain.evaluate("nowhere", sheet="sheet.png")

@@ -138,9 +138,9 @@ def test_data_that_are_no_tokens_are_shown_as_arrays(workspace: Workspace) -> No
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--split", "tain"], "there is no split 'tain'; the splits are train, val, test"),
-        (["--split", "val", "--number", "0", "100000"], "--number: 100000 is none of the"),
-        (["--number", "-1"], "--number: -1 is none"),
+        (["--split", "tain"], "split: expected one of train, val, test, got 'tain'"),
+        (["--split", "val", "--number", "0", "100000"], "samples of the val split are numbered from 0, got 100000"),
+        (["--number", "-1"], "samples of the train split are numbered from 0, got -1"),
     ],
 )
 def test_mistakes(workspace: Workspace, capsys: pytest.CaptureFixture[str], flags: list[str], expected: str) -> None:

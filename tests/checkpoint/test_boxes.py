@@ -44,7 +44,7 @@ def test_cover_finds_a_hole_an_overlap_and_an_outsider(shape: tuple[int, ...], d
     boxes = left + right
     assert check_cover(boxes, shape) is None
     victim = data.draw(st.sampled_from(boxes))
-    assert "in no file" in (check_cover([b for b in boxes if b is not victim], shape) or "")
+    assert "not in any file" in (check_cover([b for b in boxes if b is not victim], shape) or "")
     assert "overlap" in (check_cover([*boxes, victim], shape) or "")
     outside = Box(tuple(shape), (1,) * len(shape))
     assert "outside" in (check_cover([*boxes, outside], shape) or "")

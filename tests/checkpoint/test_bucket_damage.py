@@ -140,7 +140,7 @@ def test_each_kind_of_damage_is_passed_over(root: Path, every: bool, caplog: pyt
         start = starting_point(root, None, Group())
         assert start is not None
         assert is_as_written(start, OLDER if harmed else NEWER), (kind, file)
-        said = [r.getMessage() for r in caplog.records if "damaged checkpoint passed over" in r.getMessage()]
+        said = [r.getMessage() for r in caplog.records if "skipping a damaged checkpoint" in r.getMessage()]
         assert len(said) == (harmed and not gone), (kind, file)  # without a manifest there is no checkpoint
         # A manifest of the older one is sound, and the files beside it are not as it says.
         named = f"step_{NEWER:06d}/{'' if file == 'manifest.json' else file}"
@@ -191,7 +191,7 @@ def test_a_later_release_is_not_passed_over(root: Path) -> None:
     manifest = json.loads(storage.read(at(NEWER, "manifest.json")))
     del manifest["sha256"]
     storage.write(at(NEWER, "manifest.json"), manifest_text(manifest | {"version": 4}))
-    with pytest.raises(CheckpointError, match="version 4 is not one that this release reads"):
+    with pytest.raises(CheckpointError, match=r"this release cannot read format .* version 4"):
         starting_point(root, None, Group())
 
 
@@ -283,7 +283,7 @@ def test_names_that_no_disk_can_have_are_left_out_and_named(
     assert {"metrics.jsonl", "log.txt"} <= there
     assert there <= {"metrics.jsonl", "log.txt", "tensorboard/a", "tensorboard/a/b"}
     (said,) = [r.getMessage() for r in caplog.records]
-    assert "3 object(s) are left out, as no file here can have such a name" in said
+    assert "3 object(s) are not copied, because their names are not valid file names here" in said
 
 
 def test_a_report_downloads_only_what_it_reads(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_damage_in_the_bucket_is_found_when_it_is_read(bucket: Bucket, machines:
         storage.write(url, data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
         assert complete() == [2, 4]  # from the copy on this machine, which is sound
         shutil.rmtree(storage.local(RUN))
-        with pytest.raises(CheckpointError, match=f"{url}: contents differ"):
+        with pytest.raises(CheckpointError, match=f"{url}: contents do not match"):
             complete()
         storage.write(url, data[:-1])
         found, damaged = folders.newest_valid(storage.local(storage.join(RUN, "checkpoints")))
@@ -246,8 +246,8 @@ def test_commands_take_urls(
     assert main(["report", RUN, "--output", str(tmp_path / "report.html")]) == 0
     for command, complaint in (
         (["export", "--checkpoint", RUN, "--output", "s3://bucket/exported"], "s3://bucket/exported is a URL"),
-        (["report", "s3://bucket/none", "--output", str(tmp_path / "report.html")], "there is no metrics.jsonl"),
-        (["evaluate", "--checkpoint", "s3://bucket/none"], "s3://bucket/none: not a checkpoint, and holds none"),
+        (["report", "s3://bucket/none", "--output", str(tmp_path / "report.html")], "no metrics.jsonl found"),
+        (["evaluate", "--checkpoint", "s3://bucket/none"], "s3://bucket/none: not a checkpoint, and contains none"),
         (
             [
                 "train",

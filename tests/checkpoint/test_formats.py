@@ -40,5 +40,5 @@ def test_is_whole(written: str, tmp_path: Path) -> None:
         last = file.read() if file.seek(-1, os.SEEK_END) else b""
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(CheckpointError, match="contents differ"):
+    with pytest.raises(CheckpointError, match="contents do not match"):
         Reader.open(copy).verify()

@@ -100,7 +100,7 @@ def test_what_was_frozen_can_be_trained_later(partly: tuple[Workspace, Run], run
     shutil.copytree(one.folder, workspace.path / name)
     options = ("run.max_iters=13", f"run.freeze={json.dumps(FROZEN[:2])}", f"run.runner={runner}")
     if runner == "zero2":  # of which a flat group of parameters has one count of steps
-        with pytest.raises(AssertionError, match=r"step of .* is .* this runner keeps one for both"):
+        with pytest.raises(AssertionError, match=r"step is .* for .* this runner keeps one value for both"):
             train(workspace.project, name, *OPTIONS, *options)
         return
     run = train(workspace.project, name, *OPTIONS, *options)

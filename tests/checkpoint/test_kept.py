@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}},
 }  # fmt: skip
 LANGUAGE_DATA = ["text", "instructions", "mixture of texts", "mixture of instructions"]
-SEEING_DATA = ["shapes", "image_text", "packing", "instructions", "mixture of images"]
+SEEING_DATA = ["shapes", "image_text", "instructions", "mixture of images"]
 CASES = [
     *(f"{model}{start} on {data}" for model in FAMILIES for start in ("", " pretrained") for data in LANGUAGE_DATA),
     *(f"blip2_qwen{start} on {data}" for start in ("", " pretrained", " frozen") for data in SEEING_DATA),
@@ -102,10 +102,6 @@ def data_of(kind: str, place: Path, tokenizer: Path) -> dict[str, Any]:
     common = images | {"tokenizer": str(tokenizer)}
     if kind == "instructions":
         return common | {"name": "instructions", "annotations": str(place / "seen.json"), "images": str(place)}
-    if kind == "packing":
-        packed = {"images": str(place), "annotations": str(place / "seen.json"), "output": str(place / "packed")}
-        text = {"text_processor": {"train": {"name": "dialogue"}, "eval": {"name": "dialogue"}}}
-        return common | text | {"name": "image_text", "train": str(place / "packed/train-*.tar"), "prepare": packed}
     shapes = common | sight.shapes(place)
     if kind == "shapes":
         return shapes

@@ -75,8 +75,8 @@ def test_a_moved_folder_ends_the_run_and_keeps_checkpoints(trainings: Train, wor
     elsewhere = workspace.path / "elsewhere"
     living.folder.rename(elsewhere)
     assert living.end() == 1, living.said
-    sentence = f"error: run.output_dir: {living.folder} was moved, deleted, or taken by another run, while "
-    assert f"{sentence}it trained there, so it ends; if you moved it to PLACE, the same command" in living.said
+    sentence = f"error: run.output_dir: {living.folder} was moved, deleted or taken over by a different run "
+    assert f"{sentence}during training, so this run ends; if you moved it to PLACE, the same command" in living.said
     assert "Traceback" not in living.said
     assert not living.folder.exists()
     resumed(trainings, elsewhere)
@@ -89,7 +89,7 @@ def test_a_save_that_is_under_way_does_not_make_a_moved_folder_again(tmp_path: P
     keeper = Checkpointer(folder.checkpoints, Group(), lambda *_: None, folder.run_id)
     folder.path.rename(tmp_path / "elsewhere")
     keeper.save(1, [], {"step": 1}, background=False)
-    with pytest.raises(CheckpointError, match="not this run's folder any more"):
+    with pytest.raises(CheckpointError, match="no longer belongs to this run"):
         keeper.wait()
     assert not folder.path.exists(), "the next run here would take it for its own"
     with pytest.raises(TrainingError, match="was moved"):
@@ -132,7 +132,7 @@ def test_a_deleted_folder_whose_place_another_run_took(trainings: Train, workspa
     other.until_step(3)
     os.kill(pid, signal.SIGCONT)
     assert first.end() == 1, first.said
-    assert f"run.output_dir: {first.folder} was moved, deleted, or taken by another run" in first.said
+    assert f"run.output_dir: {first.folder} was moved, deleted or taken over by a different run" in first.said
     assert other.end() == 0, other.said
     assert_whole(other.folder, list(range(2, 31, 2)))
     assert assert_steps(other.folder)[-1] == 30
@@ -156,7 +156,7 @@ def test_what_is_deleted_is_made_again_or_ends_the_run(trainings: Train, workspa
     os.kill(training.ranks[0].pid, signal.SIGCONT)
     assert training.end() == (what in OWN), training.said
     assert "Traceback" not in training.said
-    assert (f"{folder} was moved, deleted, or taken by another run" in training.said) == (what in OWN)
+    assert (f"{folder} was moved, deleted or taken over by a different run" in training.said) == (what in OWN)
     if what not in OWN:
         assert "step 60/60" in (folder / "log.txt").read_text()
         assert Run(folder).column("step")[-1] == 60
@@ -170,7 +170,7 @@ def test_a_second_start_beside_a_living_run(trainings: Train, workspace: Workspa
     first.until_step(5)
     second = trainings("out", ENDLESS, "run.seed=2", flags=flags)
     assert second.end() == 1, second.said
-    sentence = f"error: run.output_dir: another process is training in {first.folder}; choose another folder"
+    sentence = f"error: run.output_dir: another process is training in {first.folder}; choose a different folder"
     assert second.said.strip() == sentence
     os.kill(first.ranks[0].pid, signal.SIGTERM)
     assert first.end() == 0, first.said
@@ -202,15 +202,15 @@ def test_another_runs_checkpoints_are_left_alone(trainings: Train, workspace: Wo
     refused = trainings("a", "run.max_iters=10")
     assert refused.end() == 1
     assert refused.said.strip().endswith(
-        f"error: {copy} is another run's checkpoint and is left alone; move it elsewhere, and name it there as "
-        f"run.resume_from to go on from it, or let --fresh start over in a new folder"
+        f"error: {copy} is a checkpoint of a different run; move it elsewhere and set run.resume_from to its "
+        f"new path to continue from it, or start over in a new folder with --fresh"
     )
     named = trainings("c", "run.max_iters=10", f"run.resume_from={theirs}")
     assert named.end() == 0, named.said
     assert f"resuming {theirs} at step 8" in named.said
     beyond = trainings("d", "run.max_iters=8", f"run.resume_from={theirs}")
     assert beyond.end() == 1
-    assert "is at step 8, and this run ends after step 8: train longer" in beyond.said
+    assert "is at step 8, but this run ends after step 8: train longer" in beyond.said
 
     # An older one neither stops the run nor goes when the run's own are deleted.
     copy.rename(copy.with_name("step_000001"))
@@ -229,7 +229,7 @@ def test_another_runs_checkpoints_are_left_alone(trainings: Train, workspace: Wo
     os.kill(living.ranks[0].pid, signal.SIGTERM)
     os.kill(living.ranks[0].pid, signal.SIGCONT)
     assert living.end() == 1, living.said
-    assert "is another run's checkpoint and is left alone" in living.said
+    assert "is a checkpoint of a different run; move it elsewhere" in living.said
     assert {folders.run_of(p) for p in (living.folder / "checkpoints").glob("step_*")} == {folders.run_of(theirs)}
 
     shutil.copytree(b / "checkpoints", workspace.path / "e" / "checkpoints")

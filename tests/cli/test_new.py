@@ -42,7 +42,7 @@ def test_nothing_is_overwritten(
     monkeypatch.chdir(tmp_path)
     Path("test_mine.py").write_text("mine")
     assert main(["new", "runner", "mine"]) == 1
-    assert "test_mine.py exists, so nothing was written" in capsys.readouterr().err
+    assert "test_mine.py already exists, so nothing was written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
     Path("crosstrain.schema.json").write_text("{}")
     assert new("project", "one", capsys) == ["one.yaml"]

@@ -119,7 +119,7 @@ def test_from_a_list_of_urls_to_a_model(server: Server, folder: Path) -> None:
     assert read["fetched"] == {
         "blocked ending": 1,
         "ok": 34,
-        "the server says 404": 1,
+        "HTTP status 404": 1,
         "robots.txt does not allow it": 1,
         "named more than once": 1,
     }

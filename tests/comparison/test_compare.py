@@ -33,12 +33,12 @@ FOUND = {
     "schedule": "the schedule must advance once for each applied step",
     "sum": "every gradient is 2 times the reference's: they are summed over the 2 data-parallel ranks",
     "clipping": "it is 0.1 times the reference's: clipping",
-    "decay": "weight decay: other parameters decay",
+    "decay": "weight decay: different parameters decay",
     "forgets": "a checkpoint, lacks exp_avg of transformer.h.0.attn.c_attn.bias and 53 more",
     "says": "although its gradients agree: it is summed over the 2 data-parallel ranks",
-    "stale": "the ranks hold different weights of transformer.ln_f.weight (on rank 1 alone)",
+    "stale": "the ranks hold different weights of transformer.ln_f.weight (only on rank 1)",
     "averages": "it is averaged over micro batches, not over targets",
-    "last": "it has the first micro batch of each rank alone",
+    "last": "it has only the first micro batch of each rank",
     "late": "in step 4 the gradient of transformer.h.0.ln_2.weight differs (1.01 times the reference's)",
     "forgets_at_resume": "is not what was saved: it starts at zero",
     "bf16_masters": "weights are kept in bfloat16",
@@ -55,7 +55,7 @@ def test_planted_bugs_are_named_and_healthy_runners_pass(workspace: Workspace, b
     done = compare(workspace, "ddp@1", "wrong@2", *wrong.values(), options=("model.dropout=0.1",), flags=("--deep",))
 
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {len(bugs)} of {len(bugs) + 1} do not train as ddp@1: ")
+    assert done.stderr.startswith(f"error: {len(bugs)} of {len(bugs) + 1} do not train like ddp@1: ")
     assert "wrong@2\n" in done.stdout
     results = json.loads((workspace.path / "compare.json").read_text())
     assert results["wrong@2"]["finding"] is None
@@ -71,7 +71,7 @@ def test_a_balance_of_micro_batches_is_named(workspace: Workspace) -> None:
     results = json.loads((workspace.path / "compare.json").read_text())
     assert results["unbalanced@2"].get("finding", "") is None, done.stdout + done.stderr
     said = results[wrong]["finding"]["sentence"]
-    assert "from equal logits: means over other tokens" in said
+    assert "from equal logits: means over different tokens" in said
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_warmup_hides_nothing(workspace: Workspace) -> None:
     done = compare(workspace, "ddp@1", "wrong@2", "{name: wrong, bug: decay}@2", options=options)
     assert done.returncode == 1
     problems = [result.get("problem") for result in json.loads((workspace.path / "compare.json").read_text()).values()]
-    assert "weight decay: other parameters decay" in problems.pop()
+    assert "weight decay: different parameters decay" in problems.pop()
     assert set(problems) == {None}
 
 
@@ -168,15 +168,15 @@ def test_a_runner_in_braces_takes_nothing_from_the_projects(workspace: Workspace
 def test_engines_agree(workspace: Workspace) -> None:
     done = compare(workspace, "zero3@2", "fsdp@2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("all train as zero3@2\n")
+    assert done.stdout.endswith("all train like zero3@2\n")
     assert done.stdout.count("trains alike") == 1
 
 
 @pytest.mark.parametrize(
     ("runners", "sentence"),
     [
-        (("ddp@1",), "--runners: name at least two"),
-        (("ddp@1", "zero2@x"), "'zero2@x' is not a runner"),
+        (("ddp@1",), "--runners: expected at least two"),
+        (("ddp@1", "zero2@x"), "and its number of workers such as zero2@2, got 'zero2@x'"),
         (("ddp@1", "{name: zero9, more: 1}@2"), "there is no runner called 'zero9'"),
         (("ddp@1", "ddp@3"), "global_batch_size: 8 is not a multiple of"),
     ],

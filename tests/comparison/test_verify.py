@@ -62,8 +62,8 @@ def test_a_healthy_runner_is_accepted(workspace: Workspace) -> None:
     ("bug", "failed"),
     [
         ("forgets_at_resume", {"resumes itself", "resumes ddp@1", "resumes on 4 ranks"}),
-        ("exports", {"saves its state", "exports right"}),  # its configuration lies beside the tensors
-        ("trains_in_evaluation", {"evaluates alike", "exports right"}),  # it is the loss of the export that is right
+        ("exports", {"saves its state", "exports correctly"}),  # its configuration lies beside the tensors
+        ("trains_in_evaluation", {"evaluates alike", "exports correctly"}),  # the export has the right loss
         ("sum", {"trains alike"}),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_wrong_runner_is_told(workspace: Workspace, bug: str, failed: set[str]
 
 
 def test_a_page_is_a_table_for_each_runner() -> None:
-    rows = [("trains alike", "yes", "a | b"), ("exports right", "no", "c")]
+    rows = [("trains alike", "yes", "a | b"), ("exports correctly", "no", "c")]
     assert page({"one@2": rows[:1], "two@2": rows}, "crosstrain verify").splitlines()[4:] == [
         "## one@2: verified",
         "",
@@ -90,7 +90,7 @@ def test_a_page_is_a_table_for_each_runner() -> None:
         "| check | result | found |",
         "|---|---|---|",
         "| trains alike | yes | a &#124; b |",
-        "| exports right | **no** | c |",
+        "| exports correctly | **no** | c |",
     ]
 
 

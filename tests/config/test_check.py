@@ -143,23 +143,23 @@ class Bounded:
         ("level", 10, "level: expected a whole number of at most 9, got 10"),
         ("level", 2**70, f"level: expected a whole number of at most 9, got {2**70}"),
         ("limit", math.nan, "limit: expected a number, got nan"),
-        ("file", "", "file: expected text, got the text '', which names nothing"),
-        ("file", "a\0b", "file: expected text, got the text 'a\\x00b', which holds a NUL character"),
+        ("file", "", "file: expected text, got the text '', which is blank"),
+        ("file", "a\0b", "file: expected text, got the text 'a\\x00b', which contains a NUL character"),
         ("file", "d/" + "x" * 256, f"file: expected text, got the text '{'d/' + 'x' * 78}'..., which is too long: "
-         "at most 4095 bytes, and 255 between slashes"),
+         "at most 4095 bytes, and 255 bytes between slashes"),
         ("file", "x/" * 3000, f"file: expected text, got the text '{'x/' * 40}'..., which is too long: "
-         "at most 4095 bytes, and 255 between slashes"),
-        ("folder", "", "folder: expected text, got the text '', which names nothing"),
+         "at most 4095 bytes, and 255 bytes between slashes"),
+        ("folder", "", "folder: expected text, got the text '', which is blank"),
         ("name", "", "name: expected text that is not empty, got the text ''"),
         ("name", "\ud800", "name: expected text, got the text '\\ud800', which is not Unicode text"),
         ("name", "x" * 70_000, f"name: expected text, got the text '{'x' * 80}'..., which has 70,000 "
          "characters, more than 65,536"),
         ("names", [], "names: expected a list of text that is not empty, got a list of 0 values"),
         ("sizes", {"a": 0}, "sizes.a: expected a whole number of at least 1, got 0"),
-        ("unbounded", 2**63, f"unbounded: expected a whole number, got {2**63}, which does not fit 64 bits"),
+        ("unbounded", 2**63, f"unbounded: expected a whole number, got {2**63}, which does not fit into 64 bits"),
         ("real", -math.inf, "real: expected a number, got -inf"),
         ("options", {"a": [{"b": "\0"}]}, "options.a.0.b: expected text, got the text '\\x00', "
-         "which holds a NUL character"),
+         "which contains a NUL character"),
         ("options", {"a": b"x"}, "options.a: expected a number, text, true, false, null, a list or a mapping, "
          "got b'x'"),
     ],

@@ -294,7 +294,7 @@ def test_plain_may_be_overridden(home: Path) -> None:
     plain = load("run.runner=ddp").plain
     config = Config.from_plain(plain, ["run.runner=shard2", "run.seed=5"])
     assert (config.run.runner.name, config.run.runner.options.stage, config.run.seed) == ("shard", 2, 5)
-    with pytest.raises(ConfigError, match=r"^--options: model\.model_type: cannot be changed, because config spells"):
+    with pytest.raises(ConfigError, match=r"^--options: model\.model_type: cannot be changed, because config contains"):
         Config.from_plain(plain, ["model.model_type=large"])
 
 
@@ -323,7 +323,9 @@ def test_a_project_brings_its_own_plugins(home: Path) -> None:
 def test_plugins_beside_the_project_are_proposed(home: Path) -> None:
     project = "model: {}\ndatasets: {x: {}}\nrun: {plugins: [mine.py]}"
     write(home, {"projects/deep/p.yaml": project, "projects/deep/mine.py": ""})
-    with pytest.raises(ConfigError, match=r"plugins\.0: mine\.py: paths count from .* mean projects/deep/mine\.py\?"):
+    with pytest.raises(
+        ConfigError, match=r"plugins\.0: mine\.py: paths are relative to .* mean projects/deep/mine\.py\?"
+    ):
         load_config("projects/deep/p.yaml")
 
 

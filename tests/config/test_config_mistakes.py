@@ -150,15 +150,15 @@ model_type: small =>
 {input: stdlib} => {vocabulary: 3}
     10: datasets.webtext.prepare.input: required, but missing; expected text
 output_dir: output/x => output_dir: ???
-    13: run.output_dir: required, but still ???; give it a value, or null where the option has a default of null
+    13: run.output_dir: required, but still ???; give it a value, or null if that is its default
 max_iters: 320000 =>
-    11: run.max_iters: how long to train is required: give max_iters or max_epoch
+    11: run.max_iters: the length of training is required: set max_iters or max_epoch
 global_batch_size: 8\n  micro_batch_size: 4 =>
     11: run.global_batch_size: required, unless micro_batch_size or accum_grad_iters is given
 max_iters: 320000 => max_iters: 3\n  max_epoch: 1
-    15: run.max_epoch: max_iters already says how long to train; give one of the two
+    15: run.max_epoch: max_iters already sets the length of training; give only one of the two
 warmup_fraction: 0.01 => warmup_fraction: 0.01\n  warmup_steps: 3
-    22: run.warmup_fraction: warmup_steps already says how long the warmup is; give one of the two
+    22: run.warmup_fraction: warmup_steps already sets the length of the warmup; give only one of the two
 warmup_fraction: 0.01 => warmup_fraction: 1
     22: run.warmup_fraction: expected a number below 1, got 1
 micro_batch_size: 4 => micro_batch_size: 0
@@ -180,13 +180,13 @@ dropout: 0.1 => arch: other_net
 dropout: 0.1 => freeze: {*_proj: row}
     4: not valid YAML: found undefined alias '_proj'; text that begins with * needs quotes
 dropout: 0.1 => freeze: [?_proj]
-    4: not valid YAML: text with ? between braces needs quotes
+    4: not valid YAML: text that begins with ? needs quotes inside braces
 dropout: 0.1 => freeze: a: b
-    4: not valid YAML: mapping values are not allowed here; text that holds ': ' needs quotes
+    4: not valid YAML: mapping values are not allowed here; text that contains ': ' needs quotes
 dropout: 0.1 => freeze: @block
     4: not valid YAML: found character '@' that cannot start any token; text that begins with this character needs quotes
 output/x => ${model.model_typ}
-    13: run.output_dir: ${model.model_typ} stands for no key; did you mean ${model.model_type}?
+    13: run.output_dir: ${model.model_typ} refers to an unknown key; did you mean ${model.model_type}?
 output/x => ${oc.env:NO_SUCH_VARIABLE}
     13: run.output_dir: the interpolation cannot be resolved: KeyError raised while resolving interpolation: "Environment variable 'NO_SUCH_VARIABLE' not found"
 output/x => ${nope:1}
@@ -196,7 +196,7 @@ output/x => ${run.output_dir}
 output/x => ${model.width
     13: run.output_dir: the interpolation cannot be resolved: no viable alternative at input '${model.width'
 [949, 50, 1] => [1, '${nope}', 1]
-    9: datasets.webtext.split.1: ${nope} stands for no key
+    9: datasets.webtext.split.1: ${nope} refers to an unknown key
 amp: fp16 => plugins: p.yaml
     23: run.plugins: expected a list of text, got the text 'p.yaml'
 """  # noqa: E501
@@ -267,7 +267,7 @@ OPTION_MISTAKES = [
     ("run.seed=1.0", "run.seed: expected a whole number, got 1.0"),
     ("run.seed=-1", "run.seed: expected a whole number of at least 0, got -1"),
     ("run.seed.deeper=1", "run.seed: expected a whole number, got a mapping with deeper"),
-    ("run.seed=${run.sed}", "run.seed: ${run.sed} stands for no key; did you mean ${run.seed}?"),
+    ("run.seed=${run.sed}", "run.seed: ${run.sed} refers to an unknown key; did you mean ${run.seed}?"),
     ("run=fast", "run: expected a mapping, got the text 'fast'"),
     ("run.amp=fp23", "run.amp: expected one of fp32, bf16, fp16, got the text 'fp23'; did you mean fp32?"),
     ("run.amp.dtype=3", "run.amp.dtype: expected one of fp32, bf16, fp16, got 3"),
@@ -286,7 +286,7 @@ def test_a_mistake_on_the_command_line_gets_one_sentence(home: Path, option: str
 
 
 def test_a_value_on_the_command_line_that_is_not_yaml_gets_one_sentence(home: Path) -> None:
-    assert mistake("run.seed=[1").startswith("--options: run.seed: the value is not valid YAML: ")
+    assert mistake("run.seed=[1").startswith("--options: run.seed: cannot parse the value: not valid YAML: ")
 
 
 def test_a_mistake_in_a_preset_is_placed_there(home: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_public_configuration_becomes_a_project(
     said = capsys.readouterr().out
     loaded(project, tree)
     assert all(re.search(rf"to be given: .*\b{re.escape(key)}[,:] ", said) for key in to_give(tree))
-    assert "not known" not in said
+    assert "unknown, and no key" not in said
     assert "Error" not in said
 
 
@@ -79,7 +79,7 @@ def test_what_lavis_says_is_what_the_project_says(tmp_path: Path, capsys: pytest
     assert parts[0].dataset.options.vis_processor.train.options.image_size == 224
     said = capsys.readouterr().out
     assert "not carried over: model.model_type: Qwen-7B-Chat, the first generation, is not in transformers" in said
-    assert "not needed here: run.distributed: --nproc-per-node says it" in said
+    assert "not needed here: run.distributed: --nproc-per-node sets the number of processes" in said
 
 
 def test_files_and_precision_of_lavis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_files_and_precision_of_lavis(tmp_path: Path, monkeypatch: pytest.Monkey
         "datasets.mine.build_info.annotations.val.url",
     ):
         assert re.search(rf"^not carried over: (\S+, )*{re.escape(key)}[:,]", said, re.MULTILINE), key
-    assert "not known" not in said
+    assert "unknown, and no key" not in said
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     settings["run"] |= {"weight_decay": 0.03, "grad_norm_clip": 1.0}
     settings["datasets"]["other"] = {"sample_ratio": 3}
@@ -229,9 +229,9 @@ def test_nothing_is_run(tmp_path: Path, file: str, text: str, monkeypatch: pytes
         ("a.toml", "a = ", "a.toml: cannot be read"),
         ("a.py", "def", "a.py: cannot be read"),
         ("a.sh", "python a.py 'open", "a.sh: cannot be read"),
-        ("a.yaml", "[1, 2]", "a.yaml: there are no settings in it"),
-        ("a.py", "import os", "a.py: there are no settings in it"),
-        ("a.py", "batch_size = 'ten'\ngradient_accumulation_steps = 'two'", "a value in it cannot be understood"),
+        ("a.yaml", "[1, 2]", "a.yaml: no settings found"),
+        ("a.py", "import os", "a.py: no settings found"),
+        ("a.py", "batch_size = 'ten'\ngradient_accumulation_steps = 'two'", "a value cannot be interpreted"),
     ],
 )
 def test_what_cannot_be_read(
@@ -254,8 +254,8 @@ def test_a_project_is_not_overwritten_and_a_program_has_to_be_known(
     assert Path("project.yaml").read_text() == "mine"
     assert main(["migrate", "a.py", "--from", "nemo"]) == 1
     said = capsys.readouterr().err
-    assert "project.yaml cannot be written, choose another name with --output (File exists)" in said
-    assert "there is no program 'nemo'; known: deepspeed, " in said
+    assert "project.yaml cannot be written; choose a different name with --output (File exists)" in said
+    assert "unknown program 'nemo'; known: deepspeed, " in said
 
 
 KNOWN = ", ".join(name for stem, origin in origins().items() for name in (stem, *origin.aliases))
@@ -286,7 +286,7 @@ def test_no_setting_vanishes(tmp_path: Path, name: str) -> None:
                 try:
                     project, notes, ranks = lost(tmp_path, name, {key: value}, section)
                 except ConfigError:
-                    continue  # "a value in it cannot be understood"
+                    continue  # "a value cannot be interpreted"
                 if (project, notes, ranks) == nothing:
                     silent.add((key, value))
     assert silent == set()
@@ -322,7 +322,7 @@ def test_files_that_a_command_or_a_configuration_names_are_read_and_accounted_fo
     run = yaml.safe_load(text)["run"]
     assert run["runner"] == {"name": "fsdp", "reshard_after_forward": False, "cpu_offload": True}
     assert (run["amp"], run["gradient_checkpointing"], ranks) == ("bf16", "full", 4)
-    assert any("fsdp.yaml.unheard_of: not known" in note for note in notes)
+    assert any("fsdp.yaml.unheard_of: unknown, and no key" in note for note in notes)
     assert yaml.safe_load(text)["model"]["adapter"] == {"name": "lora", "rank": 16, "alpha": 128, "dropout": 0.05}
     (data := tmp_path / "data").mkdir()
     (data / "mine.json").write_text("[]")
@@ -361,7 +361,8 @@ def test_steps_and_epochs_of_hugging_face(tmp_path: Path) -> None:
         assert (tree["run"].get("max_iters"), tree["run"].get("max_epoch")) == wanted
         said = [note for note in notes if note.startswith("not carried over")]
         assert said == [
-            "not carried over: num_train_epochs: 1.5 is not whole, and run.max_epoch is 2; run.max_iters counts steps"
+            "not carried over: num_train_epochs: 1.5 is not a whole number, so run.max_epoch is 2; "
+            "for a different length, set run.max_iters"
         ] * (settings.get("num_train_epochs") == 1.5)
 
 
@@ -390,8 +391,8 @@ def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monke
     run = tree["run"]
     assert (run["output_dir"], run["init_lr"], run["max_iters"], run["amp"]) == ("out", 2e-3, 20, "bf16")
     assert notes == [
-        "not needed here: num_train_epochs: max_steps says it",
-        "to be given: run.seed: the file does not say it",
+        "not needed here: num_train_epochs: max_steps already sets the length of training",
+        "to be given: run.seed: the file does not set it",
     ]
     assert not Path("ran").exists()
     Path("a.py").write_text("args = DPOConfig(beta=0.2, loss_type=['sigmoid'], max_steps=steps)")
@@ -399,10 +400,12 @@ def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monke
     run = yaml.safe_load(text)["run"]
     assert (run["objective"], run["amp"]) == ({"name": "dpo", "beta": 0.2}, "bf16")  # TRL's default
     assert [note for note in notes if note.startswith("not carried")] == [
-        "not carried over: max_steps: give run.max_iters"
+        "not carried over: max_steps: set run.max_iters"
     ]
     Path("a.py").write_text("import os\nseed = 1")
-    with pytest.raises(ConfigError, match="no settings in it; a script's are the arguments of TrainingArguments, SFT"):
+    with pytest.raises(
+        ConfigError, match="no settings found; a script's settings are the arguments of TrainingArguments, SFT"
+    ):
         migrate(Path("a.py"), origins()["transformers"])
 
 
@@ -455,7 +458,8 @@ Own("gpt2", args=SFTConfig("out", max_steps=3, learning_rate=1e-3))"""
         "chat",
     )
     assert [note for note in notes if "compute_loss" in note or "inner" in note] == [
-        "not carried over: compute_loss: give run.objective (-log p of each target is given, docs/post-training.md)"
+        "not carried over: compute_loss: set run.objective (an objective receives -log p of each target; see "
+        "docs/post-training.md)"
     ]
 
 
@@ -470,14 +474,14 @@ def test_the_program_is_told_by_the_settings(
     assert main(["migrate", "b.py"]) == 1
     assert main(["migrate", "c.py"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "error: b.py: its settings do not tell whose they are: give --from, one of " + KNOWN,
+        "error: b.py: cannot recognize the program of these settings; give --from, one of " + KNOWN,
         "error: c.py: cannot be read (No such file or directory)",
     ]
 
 
 def test_a_file_of_another_program_is_named(tmp_path: Path) -> None:
     zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
-    with pytest.raises(ConfigError, match="these are settings of DeepSpeed: give --from deepspeed"):
+    with pytest.raises(ConfigError, match="these are settings of DeepSpeed; use --from deepspeed"):
         lost(tmp_path, "transformers", zero)
 
 
@@ -496,7 +500,7 @@ def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> N
     assert "use_flash_attn: model.attention is sdpa" in said
     tree, notes, ranks = lost(tmp_path, "megatron_lm", sizes | {"load": "old", "tensor_model_parallel_size": 2})
     assert "resume_from" not in tree["run"]
-    assert any("load: Megatron-LM's checkpoints are not imported" in note for note in notes)
+    assert any("load: Megatron-LM's checkpoints cannot be imported" in note for note in notes)
     tree, notes, _ = lost(tmp_path, "megatron_lm", sizes | {"save_interval": 20, "save_retain_interval": 100})
     kept = {key: tree["run"].get(key) for key in ("save_interval", "save_best", "keep_every")}
     assert kept == {"save_interval": 20, "save_best": False, "keep_every": 100}
@@ -570,7 +574,7 @@ def test_a_mixture_of_megatron_becomes_the_published_model(tmp_path: Path, famil
     tree, notes, _ = lost(tmp_path, "megatron_lm", common | settings | {"make_vocab_size_divisible_by": 1})
     assert tree["model"]["config"]["model_type"] == family
     assert said in (listed := "\n".join(note for note in notes if "YaRN" not in note))
-    assert "give model.config" not in listed
+    assert "set model.config" not in listed
     kind = registry.get("model", tree["model"].pop("arch"))
     with parameters_on_meta():  # a layer's experts are larger than this machine's memory
         model = kind(kind.Options(**tree["model"]))
@@ -603,8 +607,8 @@ def test_a_blend_of_megatron_becomes_a_project_that_loads(
     size = (tree["model"]["config"] if vocab else tree["model"])["vocab_size"]
     assert size == (load_tokenizer(words).vocab_size if vocab else "???")
     assert not {"resume_optimizer", "eval_iters", "eval_interval"} & tree["run"].keys()
-    assert "finetune: it begins at step 1 from weights, as model.pretrained does" in said
-    assert "train_samples: 21 is not a multiple of the batch of 2; the rest, 1, is left out" in said
+    assert "finetune: to begin at step 1 with these weights, set model.pretrained to" in said
+    assert "train_samples: 21 is not a multiple of the batch size, 2; the remainder, 1, is left out" in said
     load_config(project, [] if vocab else ["model.vocab_size=60"])
 
 
@@ -657,7 +661,7 @@ def test_the_next_command_has_the_ranks(tmp_path: Path, capsys: pytest.CaptureFi
     assert "???" not in said
     migrated(tmp_path, "megatron_gpt3")
     said = capsys.readouterr().out
-    assert "next: give the values that are ??? in " in said
+    assert "next: fill in the values that are ??? in " in said
     assert said.endswith("--dry-run --world-size 128\n")  # 8 x 16
 
 
@@ -720,7 +724,7 @@ def test_of_two_lengths_of_a_warmup_one_is_carried_over(tmp_path: Path) -> None:
     assert run["warmup_steps"] == 500
     assert "warmup_fraction" not in run
     assert run["optimizer"]["betas"] == [0.9, 0.98]
-    assert "not needed here: run.warmup_ratio: run.warmup_steps says it, which alone LAVIS reads" in notes
+    assert "not needed here: run.warmup_ratio: LAVIS reads only run.warmup_steps" in notes
     assert not any("beta2" in note for note in notes)
 
 

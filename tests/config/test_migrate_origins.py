@@ -112,7 +112,7 @@ def test_defaults_of_the_installed_deepspeed(tmp_path: Path) -> None:
         "hysteresis": scaler["hysteresis"],
         "min_scale": scaler["min_loss_scale"],
     }
-    assert "gradient_clipping: there is none; DeepSpeed clips at 1.0" in notes
+    assert "gradient_clipping: it is not set; DeepSpeed then clips at 1.0" in notes
     tree, notes, _ = migrated(
         tmp_path, "deepspeed", file | {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}}
     )
@@ -260,7 +260,7 @@ def test_a_script_of_the_first_megatron(tmp_path: Path, gpus: int, mp: int) -> N
     assert (run["init_lr"], run["lr_sched"], run["warmup_fraction"]) == (0.00015, "cosine_megatron_v1", 0.01)
     assert (run["weight_decay"], run["grad_norm_clip"], run["gradient_checkpointing"]) == (0.01, 1.0, "full")
     assert run["amp"] == {"dtype": "fp16"}  # whose scale begins at 2 ** 32 in both
-    assert "not known" not in notes
+    assert "unknown, and no key" not in notes
     assert "crosstrain prepare from the text of webtext" in notes
 
 
@@ -341,7 +341,7 @@ def test_the_script_of_modelarts(tmp_path: Path) -> None:
     assert (run["lr_sched"], run["min_lr"], run["gradient_checkpointing"]) == ("cosine", 1e-5, "full")
     assert (run["eval_interval"], run["eval_iters"], run["save_interval"]) == (100, 10, 500)
     assert "runner" not in run
-    assert "not known" not in notes
+    assert "unknown, and no key" not in notes
 
 
 @pytest.mark.parametrize(("size", "stage", "pp", "nodes", "gpus", "batch", "runner"), [
@@ -385,7 +385,7 @@ def test_scripts_of_megatron_deepspeed(
     else:
         assert run.get("runner") == runner
         assert "deepspeed_config: ds.json is not beside this file" in notes
-    assert "not known" not in notes
+    assert "unknown, and no key" not in notes
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(complete(tree)))
     load_config(tmp_path / "p.yaml", [])
 
@@ -411,8 +411,8 @@ def test_a_curriculum_of_megatron_deepspeed(tmp_path: Path) -> None:
     tree, notes, _ = migrated(tmp_path, "megatron_lm", script, "a.sh")
     assert "--curriculum-learning" in script
     assert tree["run"]["curriculum"] == {"start": 8, "steps": 60, "multiple_of": 8}
-    assert "curriculum_learning: run.curriculum is that of the DeepSpeed file" in notes
-    assert "curriculum_learning: give" not in notes
+    assert "curriculum_learning: run.curriculum comes from the DeepSpeed file" in notes
+    assert "curriculum_learning: set" not in notes
     assert "under a curriculum the first steps have fewer tokens" in notes
 
 
@@ -471,7 +471,7 @@ def test_layers_with_experts(tmp_path: Path, freq: Any, dense: list[int] | None)
     tree, notes, _ = migrated(tmp_path, "megatron_lm", SPARSE | {"qk_layernorm": True, "moe_layer_freq": freq})
     config = tree["model"]["config"]
     assert (config["model_type"], config["num_experts_per_tok"]) == ("qwen3_moe", 2)
-    assert ("moe_layer_freq: qwen3_moe has experts in other layers" in notes) == (dense is None)
+    assert ("moe_layer_freq: qwen3_moe has experts in different layers" in notes) == (dense is None)
     if isinstance(freq, str) and dense is not None:
         assert [layer for layer, bit in enumerate(eval(freq)) if not bit] == dense
     assert config["mlp_only_layers"] == (dense or [])
@@ -511,7 +511,7 @@ def test_settings_of_offloading_that_have_no_counterpart(tmp_path: Path) -> None
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.3}}
     tree, notes, _ = migrated(tmp_path, "deepspeed", {"zero_optimization": zero})
     assert tree["run"]["runner"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert re.search(r"not carried over: zero_optimization.offload_optimizer.ratio: all of the optimizer state", notes)
+    assert re.search(r"not carried over: zero_optimization.offload_optimizer.ratio: the whole optimizer state", notes)
 
 
 # --- The parts of a DeepSpeed configuration that a tutorial explains one by one.
@@ -580,7 +580,7 @@ def test_a_configuration_of_each_stage(tmp_path: Path, stage: Any) -> None:
     dropped = {"stage3_gather_16bit_weights_on_model_save"}
     wanted = {key: value for key, value in STAGES[stage].items() if key not in dropped}
     assert run["runner"] == {"name": "deepspeed"} | wanted
-    assert "not known" not in notes
+    assert "unknown, and no key" not in notes
     assert "warmup_type" in notes  # DeepSpeed's default is logarithmic
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(complete(tree)))
     load_config(tmp_path / "p.yaml", [])
@@ -601,7 +601,7 @@ OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "ass
     ({"columns": {"prompt": "q", "response": "a"}}, "sft", ["columns.prompt: rename q", "columns.response: rename a"]),
     ({"columns": {"messages": "chat", "videos": "clips", "audios": "sounds"}, "formatting": "sharegpt"}, "sft",
      ["columns.messages: rename chat to conversations", "columns.videos: videos and sounds", "columns.audios: videos"]),
-    ({"columns": ALPACA | {"images": "images"}}, "sft", ["columns.images: the dataset chat is of text"]),
+    ({"columns": ALPACA | {"images": "images"}}, "sft", ["columns.images: the dataset chat contains only text"]),
     ({"columns": {"messages": "conversations"}, "formatting": "sharegpt", "tags": {"role_tag": "speaker"}}, "sft",
      ["tags.role_tag: rename speaker to from", ".tags: rename the keys of a turn"]),
     ({"columns": {"messages": "conversations"}, "formatting": "sharegpt", "tags": {"user_tag": "asker"}}, "sft",
@@ -617,7 +617,7 @@ OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "ass
     ({"columns": ALPACA, "num_samples": 100}, "sft", ["num_samples: all rows of the file are used"]),
     ({"columns": ALPACA, "split": "validation"}, "sft", ["split: all rows"]),
     ({"columns": {"prompt": "text"}}, "pt", []),
-    ({"columns": {"prompt": "instruction", "unheard": "x"}}, "sft", ["columns.unheard: not known"]),
+    ({"columns": {"prompt": "instruction", "unheard": "x"}}, "sft", ["columns.unheard: unknown"]),
 ])  # fmt: skip
 def test_columns_and_tags_of_llama_factory(tmp_path: Path, entry: dict[str, Any], stage: str, noted: list[str]) -> None:
     (tmp_path / "data").mkdir()
@@ -682,7 +682,9 @@ def test_the_length_of_a_text_with_an_image(
 def test_another_architecture_has_to_be_given(tmp_path: Path, arch: str) -> None:
     tree, notes, _ = migrated(tmp_path, "lavis", {"model": {"arch": arch}, "run": {"max_epoch": 1}})
     assert tree["model"]["arch"] == "???"
-    assert f"to be given: model.arch: blip2_qwen, which learns something else than {arch}" in notes
+    assert (
+        f"to be given: model.arch: blip2_qwen, which is trained for a different task; {arch} is not built in" in notes
+    )
 
 
 def test_processors_that_are_not_there_are_named(tmp_path: Path) -> None:
@@ -697,7 +699,7 @@ def test_processors_that_are_not_there_are_named(tmp_path: Path) -> None:
         "blip_image_eval",
     ]
     for name in ("clip_image_train", "clip_image_eval", "gpt_dialogue"):
-        assert f"{name} is not there" in notes
+        assert f"{name} is not built in" in notes
 
 
 # --- Files of strangers.
@@ -800,7 +802,7 @@ def test_our_own_keys_in_a_strangers_file(tmp_path: Path, name: str, capsys: pyt
     own = {"plugins": ["evil.py"], "sample_prompts": ["hello"], "resume_from": "there", "freeze": ["a.*"]}
     tree, notes, _ = migrated(tmp_path, name, least | own, file)
     assert "plugins" not in tree["run"]
-    assert "not carried over: plugins: a file brings no code" in notes
+    assert "not carried over: plugins: a migrated file cannot load code" in notes
     assert {key: tree["run"][key] for key in own if key != "plugins"} == {
         k: v for k, v in own.items() if k != "plugins"
     }
@@ -817,8 +819,8 @@ def test_the_next_command_says_what_was_not_known(tmp_path: Path, capsys: pytest
             == 0
         )
         last = capsys.readouterr().out.splitlines()[-1]
-        assert ("look up the settings that are not known, as the project lacks them" in last) == said
-        assert last.startswith("next: give the values that are ??? in ")
+        assert ("look up the unknown settings, which the project lacks" in last) == said
+        assert last.startswith("next: fill in the values that are ??? in ")
 
 
 def test_a_file_of_thousands_of_settings(tmp_path: Path) -> None:

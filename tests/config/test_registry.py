@@ -240,7 +240,7 @@ def test_a_name_claimed_twice_names_both_files_the_first_owner_first(home: Path)
     plugins(home, ours=plugin("runner", "ddp"), other=plugin("runner", "fine"))
     registry.add_folder(write(home / "more", {"theirs.py": plugin("runner", "ddp"), "new.py": plugin("runner", "new")}))
     assert complaint("runner", "ddp") == (
-        "runner 'ddp' is already registered by plugins/ours.py:5, so more/theirs.py:5 must choose another name"
+        "runner 'ddp' is already registered by plugins/ours.py:5, so more/theirs.py:5 must choose a different name"
     )
     assert registry.get("runner", "fine")
     assert registry.get("runner", "new")
@@ -287,12 +287,12 @@ def test_the_environment_names_several_folders(home: Path, monkeypatch: pytest.M
 
 
 def test_a_missing_folder_is_an_error_that_says_who_named_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="nowhere: no such folder of plugins"):
+    with pytest.raises(ConfigError, match="nowhere: not a folder of plugins"):
         registry.add_folder(home / "nowhere")
     forget_plugins()
     monkeypatch.setenv("CROSSTRAIN_PLUGINS", "nowhere")
     for _ in range(2):
-        assert complaint("model", "x") == "CROSSTRAIN_PLUGINS: nowhere: no such folder of plugins, nor a .py file"
+        assert complaint("model", "x") == "CROSSTRAIN_PLUGINS: nowhere: not a folder of plugins or a .py file"
 
 
 def test_a_file_is_taken_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_a_file_is_taken_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     registry.add_folder("mine")
     assert registry.get("model", "other").__module__ == "crosstrain_plugins.mine.other"
     for named in ("mine/notes.txt", "mine/none.py"):
-        with pytest.raises(ConfigError, match=r"no such folder of plugins, nor a \.py file"):
+        with pytest.raises(ConfigError, match=r"not a folder of plugins or a \.py file"):
             registry.add_folder(named)
 
 
@@ -359,7 +359,7 @@ def test_an_entry_point_to_nothing_is_reported(home: Path, monkeypatch: pytest.M
     plugins(home, fine=plugin("model", "fine"))
     install(monkeypatch, home / "site", module)
     assert registry.get("model", "fine")
-    assert f"someone (the entry point names the module {module}, which is not there)" in complaint("model", "other")
+    assert f"someone (the module {module} of the entry point does not exist)" in complaint("model", "other")
 
 
 # ---- the real ones

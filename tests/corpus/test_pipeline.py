@@ -72,8 +72,8 @@ def test_an_input_that_gives_no_document_says_why(tmp_path: Path) -> None:
             )
         return str(error.value)
 
-    assert "empty.jsonl holds no document: there is nothing in it" in complaint("empty.jsonl", "")
-    assert "blank.txt holds no document: everything in it is empty or white space" in complaint("blank.txt", " \n")
+    assert "empty.jsonl holds no document: it is empty" in complaint("empty.jsonl", "")
+    assert "blank.txt holds no document: all its documents are empty or white space" in complaint("blank.txt", " \n")
 
 
 def test_a_report_says_what_became_of_every_document(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_full_disk_is_named_and_what_is_finished_stays(corpus: Path, tmp_path:
         capture_output=True,
         text=True,
     )
-    assert "there is no room to write" in done.stdout, done.stdout + done.stderr
+    assert "there is no space to write" in done.stdout, done.stdout + done.stderr
     assert list((tmp_path / "out.partial" / "clean").glob("*.json"))
     prepare(recipe_options(corpus, workers=1), tmp_path / "out", False)
     assert content(tmp_path / "whole") == content(tmp_path / "out")
@@ -232,7 +232,7 @@ def test_inspect_shows_counts_and_a_document(tmp_path: Path, capsys: pytest.Capt
     assert "3 documents in 3 sequences" in shown
     assert TEXTS[1] in shown
     assert main(["prepare", "inspect", str(tmp_path / "out"), "--document", "3"]) == 1
-    assert "has documents 0 to 2, no document 3" in capsys.readouterr().err
+    assert "has no document 3; expected 0 to 2" in capsys.readouterr().err
 
 
 def test_a_replaced_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +240,7 @@ def test_a_replaced_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "a" / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace('"version"', '"Version"', 1))
     assert main(["prepare", "inspect", str(tmp_path / "a")]) == 1
-    assert "is not the tokenizer that made the tokens beside it" in capsys.readouterr().err
+    assert "is not the tokenizer that encoded the tokens beside it" in capsys.readouterr().err
 
 
 def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_exactly_one_tokenizer_is_asked_for() -> None:
 def test_an_existing_dataset_is_replaced_only_on_request(tokenizer: Path, tmp_path: Path) -> None:
     first, second = json_lines(tmp_path / "1.jsonl", TEXTS), json_lines(tmp_path / "2.jsonl", TEXTS[:1])
     prepare(options(first, tokenizer), tmp_path / "out", progress=False)
-    with pytest.raises(DataError, match="prepared already"):
+    with pytest.raises(DataError, match="already prepared"):
         prepare(options(second, tokenizer), tmp_path / "out", progress=False)
     assert Summary.read(tmp_path / "out").documents == 3
     prepare(options(second, tokenizer), tmp_path / "out", progress=False, overwrite=True)

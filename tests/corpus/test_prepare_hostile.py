@@ -104,10 +104,10 @@ def a_socket(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda path: path.symlink_to("nowhere"), "a link to nothing"), (os.mkfifo, "no regular file"),
-        (a_socket, "no regular file"), (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (lambda path: path.symlink_to("nowhere"), "a broken link"), (os.mkfifo, "not a regular file"),
+        (a_socket, "not a regular file"), (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
         (lambda path: path.symlink_to(path.parent), "a link to a folder"),
-        (lambda path: path.symlink_to(path), "a link to nothing"),
+        (lambda path: path.symlink_to(path), "a broken link"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(
@@ -162,7 +162,7 @@ def test_a_bomb_is_refused(ending: str, compress: Callable[[bytes], bytes], toke
     for name in (f"a.txt.{ending}", f"a.jsonl.{ending}"):
         bomb = tmp_path / name
         bomb.write_bytes(compress(bytes(65 << 20)))
-        with pytest.raises(DataError, match=rf"{name} is damaged.*times as large"):
+        with pytest.raises(DataError, match=rf"{name} is damaged.*times its size"):
             prepare(options(bomb, tokenizer), tmp_path / "out", progress=False)
 
 

@@ -155,13 +155,13 @@ def test_truncated_and_damaged_archives_are_named(tmp_path: Path, ending: str) -
     with pytest.raises(DataError, match=rf"x\.jsonl{ending} is truncated"):
         read(file)
     file.write_bytes(b"no archive at all, whatever its name says")
-    with pytest.raises(DataError, match=rf"x\.jsonl{ending} is damaged, or not what its ending says"):
+    with pytest.raises(DataError, match=rf"x\.jsonl{ending} is damaged, or its content does not match its suffix"):
         read(file)
 
 
 def test_what_no_reader_claims_is_read_as_text_where_its_reader_is_named(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("# words")
-    with pytest.raises(DataError, match=r"page\.md is of no known kind.*\{name: text, path: .*page\.md\}"):
+    with pytest.raises(DataError, match=r"page\.md is of an unknown kind.*\{name: text, path: .*page\.md\}"):
         read(tmp_path / "page.md")
     assert read(Component("text", {"path": str(tmp_path / "page.md")})) == ["# words"]
 
@@ -204,7 +204,7 @@ def test_a_dump_that_ends_early_or_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"wiki\.xml:\d+ begins a page that does not end: the dump is truncated"):
         read(file)
     (tmp_path / "other.xml").write_text("<html></html>")
-    with pytest.raises(DataError, match="is no dump of a MediaWiki"):
+    with pytest.raises(DataError, match="is not a MediaWiki dump"):
         read(tmp_path / "other.xml")
     (tmp_path / "broken.xml").write_text("<mediawiki>\n" + PAGE.format(title="A", ns=0, text="<b>") + "</mediawiki>")
     with pytest.raises(DataError, match=r"broken\.xml:2 begins a page that is not valid XML"):

@@ -74,10 +74,10 @@ def test_only_what_the_recipe_and_the_host_allow_is_asked_for(server: Server, tm
         "no valid URL": 3,
         "ok": 1,
         "robots.txt does not allow it": 1,
-        "the server says 404": 1,
+        "HTTP status 404": 1,
     }
     only = reader(tmp_path / "urls", domains=["example.org"])
-    with pytest.raises(DataError, match=r"gave no page: .*4 other domain"):
+    with pytest.raises(DataError, match=r"no page could be fetched from .*4 other domain"):
         only.fetch(tmp_path / "fetched", False)
 
 
@@ -126,14 +126,14 @@ def test_a_host_whose_rules_cannot_be_had_is_left_alone(server: Server, tmp_path
     server.failures["/robots.txt"] = 9
     server.content["/a"] = page(1)
     (tmp_path / "list.txt").write_text(server.url("/a"))
-    with pytest.raises(DataError, match=r"gave no page: 1 robots\.txt does not allow it"):
+    with pytest.raises(DataError, match=r"no page could be fetched from .*: 1 robots\.txt does not allow it"):
         reader(tmp_path / "list.txt").fetch(tmp_path / "fetched", False)
     assert server.paths() == []
 
 
 def test_addresses_of_a_local_network_are_not_asked(server: Server, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text(server.url("/a"))
-    with pytest.raises(DataError, match=r"gave no page: 1 robots\.txt"):
+    with pytest.raises(DataError, match=r"no page could be fetched from .*: 1 robots\.txt"):
         reader(tmp_path / "list.txt", private_hosts=False).fetch(tmp_path / "fetched", False)
     assert server.seen == []
 
@@ -177,7 +177,7 @@ def test_an_interrupted_transfer_goes_on_unless_the_file_has_changed(server: Ser
 def test_a_server_that_refuses_is_named(server: Server, tmp_path: Path) -> None:
     server.content["/busy"], server.failures["/busy"] = page(1), 99
     for name, reason in (("none", "404"), ("busy", "503")):
-        with pytest.raises(DataError, match=rf"/{name} cannot be fetched; what arrived is kept.*{reason}"):
+        with pytest.raises(DataError, match=rf"/{name} cannot be fetched; the received part is kept.*{reason}"):
             download(server.url(f"/{name}"), tmp_path, False)
 
 

@@ -149,7 +149,7 @@ def test_a_page_that_the_parser_does_not_finish_is_one_dropped_record(
     found = source.open()
     monkeypatch.setattr(limited_process, "_PER_SECOND", 1e6)
     monkeypatch.setattr(found.shown, "_seconds", 0.5)
-    with pytest.raises(DataError, match=r"dump\.xml: A cannot be read: its markup took more than 0\.\d s of computing"):
+    with pytest.raises(DataError, match=r"dump\.xml: A cannot be read: its markup took more than 0\.\d s of CPU time"):
         list(found.read(next(found.tasks())))
     found.drops = RowAudit()
     assert [text.text for task in found.tasks() for text in found.read(task)] == ["B\n\nb"]

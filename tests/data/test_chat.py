@@ -94,21 +94,21 @@ def test_every_layout_gives_the_same_sample(tmp_path: Path, chatml: Path, layout
 def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Path) -> None:
     reasons = {
         "{": "it is not JSON",
-        "[1]": "it is no JSON object",
-        '{"text": "a"}': "it has text, and none of messages",
-        '{"messages": []}': "messages is no list of turns",
+        "[1]": "it is not a JSON object",
+        '{"text": "a"}': "it has text; expected messages",
+        '{"messages": []}': "messages is not a list of turns",
         '{"messages": [1]}': "a turn is int",
-        '{"messages": [{"role": "user", "content": "a"}]}': "no turn is the assistant's",
+        '{"messages": [{"role": "user", "content": "a"}]}': "it has no assistant turn, so there is nothing to train on",
         '{"messages": [{"role": "nobody", "content": "a"}]}': "a turn has the role 'nobody'",
-        '{"messages": [{"role": "user"}]}': "a turn of user has no text",
+        '{"messages": [{"role": "user"}]}': "a user turn has no text",
         '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a turn has a part of type image, not text",
-        '{"prompt": "a<|im_end|>", "completion": "b"}': "contain the special token",
-        json.dumps({"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "x<|im_end|>"}]}): "turn 2 contain the",
-        json.dumps({"messages": TURNS, "tools": [{"name": "<|im_start|>"}]}): "the tools contain the special token",
+        '{"prompt": "a<|im_end|>", "completion": "b"}': "contains the special token",
+        json.dumps({"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "x<|im_end|>"}]}): "turn 2 contains the",
+        json.dumps({"messages": TURNS, "tools": [{"name": "<|im_start|>"}]}): "the tools contains the special token",
         '{"instruction": 5, "output": "a"}': "it is malformed",
         '{"instruction": "a", "history": [5], "output": "a"}': "a turn is int",
         json.dumps({"messages": TURNS, "tools": "[" * 10**5}): "it is malformed",
-        '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}': "a turn of assistant has no text",
+        '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}': "an assistant turn has no text",
         json.dumps({"prompt": "a", "completion": "b " * 300}): "seq_length is 256",
     }
     path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"], *reasons, LAYOUTS["prompt"]])
@@ -134,7 +134,7 @@ def test_a_table_s_nulls_and_splits(tmp_path: Path, chatml: Path) -> None:
     rows = [{"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}]
     tables = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "test")})
     tables.save_to_disk(str(tmp_path / "tables"))
-    with pytest.raises(DataError, match="tables holds several splits: name the files or the folder of one"):
+    with pytest.raises(DataError, match="tables holds several splits: give the files or the folder of one split"):
         chat(tmp_path / "tables", chatml)
     tools = write_tokenizer(tmp_path / "tools", SHAPES["tool calls as JSON"].template)
     data = chat(tmp_path / "tables" / "train", tools)
@@ -158,7 +158,9 @@ def test_a_mixture_of_what_is_packed_and_what_is_not_is_refused(tmp_path: Path, 
         part(Component("chat", Chat.Options(path, str(chatml), seq_length=64, packing=packing)))
         for packing in (True, False)
     ]
-    with pytest.raises(DataError, match="either every part of a mixture keeps documents of a sample apart, or none"):
+    with pytest.raises(
+        DataError, match="either all parts of a mixture must separate the documents of a sample, or none"
+    ):
         mixture(mixture.Options(parts), "train")
     mixed = mixture(mixture.Options([parts[0], parts[0]]), "train")
     assert mixed.documents
@@ -183,7 +185,7 @@ def test_changed_files_are_rendered_again(tmp_path: Path, chatml: Path) -> None:
     lines(path, [LAYOUTS["messages"]] * 3)
     assert len(chat(path, chatml)) == 3
     assert len(chat([path, path], chatml)) == 6
-    with pytest.raises(DataError, match=r"the val split has none"):
+    with pytest.raises(DataError, match=r"the val split contains none"):
         chat(path, chatml, "val")
 
 
@@ -259,7 +261,7 @@ def test_a_split_has_files_of_its_own(tmp_path: Path, chatml: Path) -> None:
     train, val = (chat(tmp_path / "train.jsonl", chatml, split, **own) for split in ("train", "val"))
     assert (len(train), len(val)) == (5, 3)
     assert "val.jsonl" in val.location(0)
-    with pytest.raises(DataError, match="name files as test"):
+    with pytest.raises(DataError, match="set test to files of its own"):
         chat(tmp_path / "train.jsonl", chatml, "test", **own)
 
 

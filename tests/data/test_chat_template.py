@@ -99,7 +99,7 @@ def test_the_prompt_of_an_answer_is_the_beginning_of_the_trained_sequence(tmp_pa
 def test_words_with_special_tokens_are_refused(tmp_path: Path) -> None:
     template = ChatTemplate(write_tokenizer(tmp_path / "t", SHAPES["chatml"].template))
     messages = [{"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "c"}]
-    with pytest.raises(ChatError, match=r"turn 1 contain the special token <\|im_end\|>"):
+    with pytest.raises(ChatError, match=r"turn 1 contains the special token <\|im_end\|>"):
         template.encode(messages, None)
 
 

@@ -170,7 +170,7 @@ def test_calls_of_tools_are_written_in_the_familys_form_or_refused(everything: P
         assert text.endswith(CALLS[name])
         assert '"description": "Adds."' in text or name == "deepseek_v3"
     elif name != "deepseek_r1":
-        with pytest.raises(ChatError, match=r"no turn of tool|leaves out thoughts or calls"):
+        with pytest.raises(ChatError, match=r"no turn of tool|leaves out thoughts or tool calls"):
             marked(everything, name, CALLED, [TOOL])
 
 

@@ -196,7 +196,7 @@ def test_tools_of_a_system_turn(given_tools: Any) -> None:
     turns = [{"role": "system", "content": SYSTEM, "tools": given_tools}, ASKED, ANSWERED]
     assert normal({"messages": turns}) == [([{"role": "system", "content": SYSTEM}, ASKED, ANSWERED], [TOOL], True)]
     assert normal({"messages": turns, "tools": [TOOL]})[0][1] == [TOOL]
-    with pytest.raises(ChatError, match="names its tools twice, in different ways"):
+    with pytest.raises(ChatError, match="it has two different lists of tools"):
         conversations({"messages": turns, "tools": [CALL]})
 
 
@@ -204,7 +204,7 @@ def test_a_system_column_agrees_with_the_system_turn_or_the_row_is_refused() -> 
     turns = [{"role": "system", "content": SYSTEM}, ASKED, ANSWERED]
     assert normal({"messages": turns, "system": SYSTEM})[0][0] == turns
     for name in ("messages", "conversations"):
-        with pytest.raises(ChatError, match="its system column says other than its system turn"):
+        with pytest.raises(ChatError, match="its system column differs from its system turn"):
             conversations({name: turns, "system": "Be long."})
     pair = {"prompt": turns[:2], "chosen": [ASKED, ANSWERED], "rejected": [ASKED, BAD]}
     assert normal(pair, True)[0][0] == turns
@@ -224,17 +224,17 @@ def test_labels(key: str, label: Any, good: bool) -> None:
 REFUSED: dict[str, tuple[Row, str]] = {
     "half a weight": ({"messages": [ASKED, ANSWERED | {"weight": 0.5}]}, r"a turn has \{'weight': 0.5\}"),
     "a weight in words": ({"messages": [ASKED, ANSWERED | {"weight": "0"}]}, r"a turn has \{'weight': '0'\}"),
-    "contradiction": ({"messages": [ASKED, ANSWERED | {"weight": 1, "train": False}]}, "both that it is learned and"),
+    "contradiction": ({"messages": [ASKED, ANSWERED | {"weight": 1, "train": False}]}, "which contradict each other"),
     "a call without a name": ({"messages": [ASKED, ANSWERED | {"tool_calls": [{"arguments": {}}]}]}, "a call of None has no"),
     "arguments that are a list": (
-        {"messages": [ASKED, ANSWERED | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "arguments that are no JSON",
+        {"messages": [ASKED, ANSWERED | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "its arguments are not a JSON object",
     ),
     "arguments that are no JSON": (
         {"messages": [ASKED, ANSWERED | {"tool_calls": [{"name": "f", "arguments": "print(1)"}]}]}, "arguments is not JSON",
     ),
     "a function_call of words": ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "function_call is not JSON"),
     "tools that are no JSON": ({"messages": [ASKED, ANSWERED], "tools": "add"}, "tools is not JSON"),
-    "an image": ({"messages": [ASKED, ANSWERED], "image": "a.png"}, "it has image, and this dataset reads text only"),
+    "an image": ({"messages": [ASKED, ANSWERED], "image": "a.png"}, "it has image, but this dataset reads only text"),
     "videos": ({"messages": [ASKED, ANSWERED], "videos": ["a.mp4"]}, "it has videos"),
     "an audio in a turn": ({"messages": [ASKED | {"audio": "a.wav"}, ANSWERED]}, "it has audio"),
     "an image part": ({"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, ANSWERED]}, "not text"),
@@ -252,7 +252,7 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("label", ["maybe", 2, 0.5, [], "yes"])
 def test_labels_that_are_neither(label: Any) -> None:
-    with pytest.raises(ChatError, match="label, which is true or false, or 1 or 0"):
+    with pytest.raises(ChatError, match="a label of true, false, 1 or 0"):
         conversations({"prompt": Q, "completion": A, "label": label}, True)
 
 
@@ -327,7 +327,7 @@ def test_what_is_read_in_part_is_reported() -> None:
     assert unread == {"nulls"}
     assert found.messages[1].tool_calls[0]["function"]["arguments"] == {"b": {}, "d": [None]}
     pair = {"prompt": "another", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, BAD]}
-    assert conversations(pair, True)[1] == {"the prompt beside whole conversations"}
+    assert conversations(pair, True)[1] == {"the prompt next to complete conversations"}
 
 
 # ---- files
@@ -360,7 +360,7 @@ def test_columns_beside_data_belong_to_every_row(tmp_path: Path) -> None:
     assert found == [
         {"version": 1, "system": SYSTEM, "prompt": Q},
         {"version": 1, "system": "own", "prompt": "b"},
-        "it is no JSON object",
+        "it is not a JSON object",
     ]
 
 
@@ -487,13 +487,13 @@ def test_turns_of_weight_0_are_no_targets(tmp_path: Path, tools_template: Path) 
     last = write(tmp_path / "last.jsonl", [{"messages": [*EARLIER, ASKED, ANSWERED | {"weight": 0}]}])
     assert said(chat(last, tools_template), 0) == "hi<|im_end|>"
     with pytest.raises(
-        DataError, match="no turn is the assistant's and has a weight above 0, so nothing is to be learned"
+        DataError, match="it has no assistant turn with a weight above 0, so there is nothing to train on"
     ):
         chat(last, tools_template, train_on="last")
     for weight, train_on in ((1, "assistant"), (0, "all")):
         other = write(tmp_path / f"{train_on}.jsonl", [{"messages": [ASKED | {"weight": weight}, ANSWERED]}])
         with pytest.raises(
-            DataError, match=rf"turns \[1\] have weight {weight}, which train_on: {train_on} takes of the"
+            DataError, match=rf"turns \[1\] have weight {weight}, which train_on: {train_on} allows only for the"
         ):
             chat(other, tools_template, train_on=train_on)
 
@@ -539,7 +539,7 @@ def test_a_prompt_may_begin_the_thought_of_an_answer(tmp_path: Path) -> None:
         assert said(chat(path, tokenizer), 0) == f"{THOUGHT}\n</think>\n\n{A}<|im_end|>"
         plain = write(tmp_path / f"plain{number}.jsonl", [{"messages": [ASKED, ANSWERED]}])
         if name == "words as they are":  # the prompt promises a thought, and there is none
-            with pytest.raises(DataError, match=r"is no prefix .* such as chat_template: chatml or .*qwen3"):
+            with pytest.raises(DataError, match=r"is not a prefix .* such as chat_template: chatml or .*qwen3"):
                 chat(plain, tokenizer)
             assert said(chat(plain, tokenizer, chat_template="qwen3"), 0) == f"<think>\n\n</think>\n\n{A}<|im_end|>"
         else:
@@ -550,7 +550,9 @@ def test_a_prompt_may_begin_the_thought_of_an_answer(tmp_path: Path) -> None:
 def test_templates_that_leave_something_out_are_named(tmp_path: Path, tools_template: Path) -> None:
     for number, more in enumerate(({"reasoning_content": THOUGHT}, {"tool_calls": [CALL]})):
         path = write(tmp_path / f"{number}.jsonl", [{"messages": [ASKED, ANSWERED | more]}])
-        with pytest.raises(DataError, match=r"leaves out thoughts or calls of turn 2; use a template .*: chatml or"):
+        with pytest.raises(
+            DataError, match=r"leaves out thoughts or tool calls of turn 2; use a template .*: chatml or"
+        ):
             chat(path, tools_template)
         (home,) = {chat(path, tools_template, chat_template="chatml").folder}
         assert home.is_dir()
@@ -572,4 +574,4 @@ def test_samples_show_what_is_not_used(tmp_path: Path, tools_template: Path, cap
     }
     (tmp_path / "p.yaml").write_text(json.dumps(project))
     assert main(["samples", "--cfg-path", str(tmp_path / "p.yaml")]) == 0
-    assert f"not used: quality (1 of 1 rows, first in {path}:1)" in caplog.text
+    assert f"unused keys: quality (1 of 1 rows, first in {path}:1)" in caplog.text

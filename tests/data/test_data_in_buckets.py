@@ -71,10 +71,10 @@ def test_samples_are_those_of_the_disk(dataset: Path, memory: str, options: dict
             }
     assert load_tokenizer(far.tokenizer_path).vocab_size == near.vocab_size
     assert opened(url + "/tokens.bin", vocab_file=None).file.num_tokens == near.file.num_tokens
-    with pytest.raises(DataError, match="there are no tokens at memory://bucket/nothing, neither a folder"):
+    with pytest.raises(DataError, match="there are no tokens at memory://bucket/nothing: expected a folder"):
         opened(memory + "/nothing")
     with pytest.raises(
-        DataError, match=r"memory://bucket/nothing.idx does not exist \(tokens are two files, nothing.b"
+        DataError, match=r"memory://bucket/nothing.idx does not exist \(tokens are stored in two files, nothing.b"
     ):
         opened(memory + "/nothing.bin")
 
@@ -172,7 +172,7 @@ def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path) -> None
     assert TextDataset.is_prepared(made)
     assert storage.read(memory + "/made/tokens.bin") == storage.read(memory + "/out/tokens.bin")
     assert "40 documents" in inspect(memory + "/out")
-    with pytest.raises(DataError, match="memory://bucket/none/ holds no file that a reader reads"):
+    with pytest.raises(DataError, match="memory://bucket/none/ holds no file that a reader supports"):
         prepare(PrepareOptions(input=memory + "/none/", train_tokenizer=300), home / "x", False)
 
 

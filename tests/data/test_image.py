@@ -298,9 +298,9 @@ REFUSED = {
     "PFM": (b"Pf\n2 2\n-1.0\n" + np.ones(4, "<f4").tobytes(), r"mode F\) have no known range"),
     "32 bits": (tiff(noise(1, np.int32), 1), r"mode I\) have no known range: convert it to 8 or 16 bits"),
     "16 bits with a sign": (tiff(noise(1, np.int16), 1), r"mode I\) have no known range"),
-    "16 bits in planes": (tiff(RGB16, 2, planes=True), "its channels lie in planes"),
-    "LAB in planes": (tiff(RGB8, 8, planes=True), "its channels lie in planes"),
-    "PostScript": (saved(Image.fromarray(RGB8), "EPS"), "a program in PostScript"),
+    "16 bits in planes": (tiff(RGB16, 2, planes=True), "its channels are stored in planes"),
+    "LAB in planes": (tiff(RGB8, 8, planes=True), "its channels are stored in planes"),
+    "PostScript": (saved(Image.fromarray(RGB8), "EPS"), "a PostScript program"),
     "nothing": (b"", "cannot identify image file"),
     "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot identify image file"),
     "a PNG cut off": (png(RGB8)[:-60], "truncated|broken|unrecognized|incomplete|end of"),
@@ -308,7 +308,7 @@ REFUSED = {
     "a TIFF cut off": (tiff(RGB16, 2)[:200], ""),
     "a bomb": (png(np.zeros((1, 1, 1), np.uint8)).replace(
         struct.pack(">II", 1, 1), struct.pack(">II", 40_000, 40_000)), ""),
-    "broken EXIF": (png(RGB8, chunk(b"eXIf", b"garbage")), "EXIF data, which say how it is turned, cannot be read"),
+    "broken EXIF": (png(RGB8, chunk(b"eXIf", b"garbage")), "its EXIF orientation cannot be read"),
 }  # fmt: skip
 
 

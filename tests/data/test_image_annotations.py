@@ -127,8 +127,8 @@ def test_each_layout_gives_the_same_sample(home: Path, words: Path, name: str) -
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
-        ("https://example.org/1.png", "its image is 'https://example.org/1.png', and not a file's name"),
-        ({"hash": "1"}, "its image is {'hash': '1'}, and not a file's name"),
+        ("https://example.org/1.png", "its image is 'https://example.org/1.png'; expected a file name"),
+        ({"hash": "1"}, "its image is {'hash': '1'}; expected a file name"),
         ({"bytes": None, "path": None}, "its image is {'bytes': None"),
         ([["1.png"]], r"its image is \['1.png'\]"),
         ([None], "its image is None"),
@@ -195,9 +195,9 @@ def test_files_are_read_by_their_content(home: Path, words: Path, name: str) -> 
         (b"PAR1" + bytes(99), "is not JSON"),
         (b'[{"image": "0.png", "caption": "red"}, {"ima', r"n\.json: it is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b"3", "it is no JSON object"),
-        (b'{"a": 1}\n{"b": 2}', r"n\.json:1: it has none of the known layouts, but a"),
-        (b'[{"image": "0.png", "boxes": []}]', "entry 0: it has none of the known layouts, but image, boxes"),
+        (b"3", "it is not a JSON object"),
+        (b'{"a": 1}\n{"b": 2}', r"n\.json:1: its layout is unknown; it has a"),
+        (b'[{"image": "0.png", "boxes": []}]', "entry 0: its layout is unknown; it has image, boxes"),
     ],
 )
 def test_a_file_that_holds_no_annotations_is_one_sentence(home: Path, words: Path, data: bytes, reason: str) -> None:
@@ -212,7 +212,7 @@ def test_rows_that_cannot_be_used_are_dropped_up_to_a_share(home: Path, words: P
     assert len(dataset) == 18
     assert "2 of 20 rows are dropped" in dataset.notice
     assert "n.jsonl:19: it is not JSON" in dataset.notice
-    assert "n.jsonl:20: it has none of the known layouts, but image" in dataset.notice
+    assert "n.jsonl:20: its layout is unknown; it has image" in dataset.notice
     with pytest.raises(DataError, match=r"3 of 21 rows are dropped, .*more than max_dropped=0\.1"):
         opened(home, notes(home, words, (text + "3\n").encode(), "n.jsonl"))
     assert len(opened(home, notes(home, words, (text + "3\n").encode(), "n.jsonl", max_dropped=0.2))) == 18
@@ -229,11 +229,14 @@ def test_a_table_holds_its_images(home: Path, words: Path) -> None:
 
 
 ODD_PLACES: dict[str, tuple[dict[str, Any], str]] = {
-    "an image in a turn": ({"conversations": [ASKED[0] | {"images": ["0.png"]}, ASKED[1]]}, "it has images, and"),
+    "an image in a turn": (
+        {"conversations": [ASKED[0] | {"images": ["0.png"]}, ASKED[1]]},
+        "it has images, but only text and images are read",
+    ),
     "a video in a turn": ({"image": "0.png", "conversations": [ASKED[0] | {"video": "a"}, ASKED[1]]}, "has video"),
     "two systems": ({"system": "a", "conversations": [{"from": "system", "value": "b"}, *ASKED]}, "its system column"),
     "a part that is text": ({"messages": [{"role": "user", "content": ["<image>"]}, ANSWERED]}, "a part of type str"),
-    "an answer without words": ({"image": "0.png", "question": "what", "answer": ""}, "none of the known layouts"),
+    "an answer without words": ({"image": "0.png", "question": "what", "answer": ""}, "its layout is unknown; it has "),
 }
 
 
@@ -247,7 +250,7 @@ def test_what_stands_in_an_odd_place_is_refused(home: Path, words: Path, name: s
 @pytest.mark.parametrize(("more", "key"), [({"tools": [{"name": "f"}]}, "tools"), ({"label": False}, "label")])
 def test_columns_of_chats_that_no_image_needs_are_named(home: Path, words: Path, more: Any, key: str) -> None:
     dataset = opened(home, notes(home, words, [{"image": "0.png", "conversations": ASKED, **more}]))
-    assert f"not used: {key} (1 of 1 rows" in dataset.notice
+    assert f"unused keys: {key} (1 of 1 rows" in dataset.notice
 
 
 # ---- captions of COCO
@@ -383,18 +386,18 @@ def test_a_row_with_other_media_is_dropped_with_the_reason(home: Path, words: Pa
     rows = [{"image": "0.png", "conversations": ASKED}] * 9 + [{key: ["a.mp4"], "conversations": ASKED[1:]}]
     dataset = opened(home, notes(home, words, rows))
     assert len(dataset) == 9
-    assert f"1 of 10 rows are dropped, 1 such as {home}/notes.json, entry 9: it has {key}, and" in dataset.notice
-    with pytest.raises(DataError, match=f"it has {key}, and only images and texts are read"):
+    assert f"1 of 10 rows are dropped, 1 such as {home}/notes.json, entry 9: it has {key}, but" in dataset.notice
+    with pytest.raises(DataError, match=f"it has {key}, but only text and images are read"):
         opened(home, notes(home, words, rows, max_dropped=0.05))
 
 
 UNUSABLE: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "video": ([{"from": "human", "value": "<video>\nwhat"}, ASKED[1]], "placeholder <video>, and only images"),
-    "audio": ([{"from": "human", "value": "what <audio>"}, ASKED[1]], "placeholder <audio>, and only images"),
+    "video": ([{"from": "human", "value": "<video>\nwhat"}, ASKED[1]], "placeholder <video>, but only images"),
+    "audio": ([{"from": "human", "value": "what <audio>"}, ASKED[1]], "placeholder <audio>, but only images"),
     "two placeholders": ([{"from": "human", "value": "<image><image>"}, ASKED[1]], "2 <image> placeholders"),
     "a weight of a half": ([ASKED[0], ASKED[1] | {"weight": 0.5}], "a turn has {'weight': 0.5}; 0, 1"),
-    "nothing learned": ([ASKED[0], ASKED[1] | {"weight": 0}], "nothing to learn"),
-    "a tool": ([ASKED[0], {"from": "observation", "value": "x"}, ASKED[1]], "a turn calls a tool, or has its result"),
+    "nothing learned": ([ASKED[0], ASKED[1] | {"weight": 0}], "no assistant turn to train on"),
+    "a tool": ([ASKED[0], {"from": "observation", "value": "x"}, ASKED[1]], "a turn is a tool call or a tool result"),
     "half a character": ([ASKED[0], {"from": "gpt", "value": "red \ud800"}], "half a surrogate pair"),
 }
 
@@ -448,16 +451,17 @@ def test_questions_of_lavis_draw_one_of_their_answers(home: Path, words: Path) -
     assert "question_id (1 of 1 rows" in dataset.notice
     dataset = opened(home, notes(home, words, [*rows, {"conversations": ASKED[1:]}]))
     assert said(dataset) == "red <|im_end|>"
-    assert dataset.skipped[0] == "it has no conversations; text_processor vqa learns its questions"
+    assert dataset.skipped[0] == "it has no conversations; text_processor vqa reads its questions"
 
 
 @pytest.mark.parametrize(
     ("caption", "reason"),
     [
-        (None, "it has no caption"), ("", "it has no caption"), ("  ", "it has no caption, but '  '"),
-        ({"en": "red"}, "it has no caption, but \"{'en': 'red'}\""),
-        (["red", None], "it has no caption, but \"['red', None]\""), (3, "it has no caption, but '3'"),
-        ("red <image>", "the text has 2 <image> placeholders, and the sample 1 images"),
+        (None, "it has no caption"), ("", "it has no caption"), ("  ", "it has no caption: expected a text, got '  '"),
+        ({"en": "red"}, "it has no caption: expected a text, got \"{'en': 'red'}\""),
+        (["red", None], "it has no caption: expected a text, got \"['red', None]\""),
+        (3, "it has no caption: expected a text, got '3'"),
+        ("red <image>", "the text has 2 <image> placeholders, but the sample has 1 images"),
     ],
 )  # fmt: skip
 def test_a_caption_that_is_no_text_is_skipped(home: Path, words: Path, caption: Any, reason: str) -> None:
@@ -562,7 +566,7 @@ def test_options_of_streams_are_ignored_where_they_changed_nothing(home: Path, w
 def test_a_member_that_is_there_twice_is_refused(home: Path, words: Path, apart: bool) -> None:
     members = [("0.jpg", jpeg(0)), ("0.txt", b"red"), ("0.txt", b"blue")]
     members.insert(2, ("1.jpg", jpeg(1))) if apart else None
-    with pytest.raises(DataError, match=r"0\.txt is there twice"):
+    with pytest.raises(DataError, match=r"it contains .*0\.txt twice"):
         opened(home, captions(words, train=tar(home / "a.tar", members)))
 
 
@@ -577,5 +581,5 @@ def test_layouts_of_files_are_read_in_shards_too(home: Path, words: Path) -> Non
     assert [said(dataset, i) for i in range(2)] == ["red <|im_end|>"] * 2
     video = [{"jpg": jpeg(0), "json": json.dumps({"video": "a.mp4", "caption": "red"}).encode()}]
     dataset = opened(home, captions(words, train=str(write_shard(home / "b.tar", video))))
-    with pytest.raises(DataError, match="it has video, and only images and texts are read"):
+    with pytest.raises(DataError, match="it has video, but only text and images are read"):
         get(dataset)

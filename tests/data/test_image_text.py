@@ -196,20 +196,20 @@ def test_bad_samples_are_skipped_counted_and_replaced_by_the_next_good_one(home:
     assert len(dataset) == 12
     for index in range(3, 9):
         assert np.array_equal(get(dataset, index)["pixel_values"], get(dataset, 9)["pixel_values"])
-    parts = ["not a readable image"] * 2 + ["no image", "text cannot be read", "neither a .json", "no caption"]
+    parts = ["not a readable image"] * 2 + ["no image", "text cannot be read", "one .txt or one of each", "no caption"]
     for index, part in enumerate(parts, 3):
         assert part in dataset.skipped[index]
 
 
 def test_more_bad_samples_than_allowed_end_the_training(home: Path, words: Path) -> None:
     dataset = opened(home, captions(words, train=broken(home), max_skipped=0.3))
-    with pytest.raises(DataError, match=r"4 of 12 samples cannot be used, .* share max_skipped=0\.3"):
+    with pytest.raises(DataError, match=r"4 of 12 samples cannot be used, .* more than max_skipped=0\.3"):
         get(dataset, 3)  # whose place the next good one would take
 
 
 def test_a_wrong_folder_ends_a_large_training_at_once(home: Path, words: Path) -> None:
     project = instructions(home, words, [LLAVA[0]] * 5000, images=str(home / "none"), max_skipped=0.01)
-    with pytest.raises(DataError, match=r"^datasets\.\w+: there is no folder .*none of images$"):
+    with pytest.raises(DataError, match=r"^datasets\.\w+: the image folder .*none does not exist$"):
         opened(home, project)
     (home / "none").mkdir()
     dataset = opened(home, project)
@@ -349,7 +349,7 @@ def test_mixtures_have_their_shares(home: Path, words: Path) -> None:
     assert kinds == {True: 10, False: 4}
     batch = dataset.collate([get(dataset, i) for i in (0, 10, 11, 12)])
     assert batch["pixel_values"].shape[0] == 4
-    with pytest.raises(ConfigError, match="either every part has a ratio, or none"):
+    with pytest.raises(ConfigError, match="give a ratio to all parts or to none"):
         load_config(home / "mixed.yaml", options({"datasets.mixed.parts": [parts[0], {"dataset": notes}]}))
 
 
@@ -431,5 +431,5 @@ def test_the_same_shapes_are_made_again_and_others_refused(home: Path) -> None:
     one = opened(home, shapes(home))
     other = opened(home, shapes(home / "again"))
     assert all(one.samples.read(i) == other.samples.read(i) for i in range(40))
-    with pytest.raises(DataError, match="was made with images=40, and that is now 41: choose another folder"):
+    with pytest.raises(DataError, match="was made with images=40, but images is now 41: choose a different folder"):
         opened(home, shapes(home, images=41))

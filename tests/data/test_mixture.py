@@ -142,7 +142,7 @@ def test_impossible_curricula_are_refused() -> None:
         Checker(".".join).dataclass(CurriculumOptions, {"start": 8, "steps": 0}, ())
     with pytest.raises(ConfigError, match="start: 40 is more than the dataset's seq_length, 32"):
         CurriculumOptions(start=40, steps=5).check(32)
-    with pytest.raises(ConfigError, match="no common length"):
+    with pytest.raises(ConfigError, match="no fixed length"):
         CurriculumOptions(start=8, steps=5).check(None)
 
 

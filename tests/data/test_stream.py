@@ -116,7 +116,7 @@ def test_an_id_that_is_no_token_of_the_model_is_refused_before_a_forward(key: st
     plan = BatchPlan(12, 4, 3, 1)
     for replacement in (99, 100):
         dataset = Tokens(harmless | {(6, key, 7): replacement})
-        wrong = r"sample {} of the train split \(line 6 of a file\) has token id 100, .* vocab_size is 100: .* 101"
+        wrong = r"sample {} of the train split \(line 6 of a file\) has token ID 100, .* vocab_size is 100: .* 101"
         number = next(n for n in range(12) if dataset.training_index(3, n) == 6)
 
         def both(vocab_size: int | None, dataset: Dataset = dataset) -> list[Callable[[], object]]:

@@ -253,7 +253,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=4, prepare=wanted))
     megatron(output / "tokens", [[1, 2, 3], [4, 5, 60_000]])
     data = dataset(output, seq_length=5, split=[1])
-    with pytest.raises(DataError, match=r"tokens\.bin holds token 60000"):
+    with pytest.raises(DataError, match=r"tokens\.bin contains token 60000"):
         data.get(0, RNG)
 
 
@@ -275,7 +275,7 @@ def test_a_dataset_made_otherwise_is_not_passed_off_as_the_one_asked_for(tmp_pat
     wanted, output = prepared(tmp_path, ["some words"] * 20)
     TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=8, prepare=wanted))
     wanted.separator = "---"
-    with pytest.raises(DataError, match=r"prepared with separator=None, and prepare\.separator is now '---'"):
+    with pytest.raises(DataError, match=r"prepared with separator=None, but prepare\.separator is now '---'"):
         TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=8, prepare=wanted))
 
 

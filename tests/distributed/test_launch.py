@@ -143,7 +143,7 @@ def test_environments_of_launchers() -> None:
 
 def test_a_number_of_workers_that_makes_no_sense(workspace: Workspace) -> None:
     said = program(workspace.path, "train", *workspace.command(nproc=-1)[2:]).err
-    assert "--nproc-per-node: at least 1" in said
+    assert "--nproc-per-node: expected at least 1" in said
 
 
 def test_the_folder_is_untouched_by_a_run_that_cannot_start(workspace: Workspace) -> None:

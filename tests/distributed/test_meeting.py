@@ -115,9 +115,11 @@ def test_a_rank_without_the_others_says_so_and_leaves_when_told(
 ) -> None:
     port = port_for_slurm()
     with ranks(workspace, launcher, rank, port=port) as (process,):
-        wait_until(lambda: "waits for" in process.said, process)
+        wait_until(lambda: "is waiting for" in process.said, process)
         host = "localhost" if launcher == "srun" else "127.0.0.1"
-        assert re.search(rf"rank {rank} of 2 on \S+ waits for \[{1 - rank}\] at {host}:{port}, ", process.said)
+        assert re.search(
+            rf"rank {rank} of 2 on \S+ is waiting for ranks \[{1 - rank}\] at {host}:{port}, ", process.said
+        )
         told = time.monotonic()
         process.send_signal(signal.Signals[number])
         assert process.wait(5) != 0
@@ -162,7 +164,7 @@ def test_a_port_in_use_ends_every_rank_in_a_sentence(workspace: Workspace, launc
             assert len(errors) == 1, rank.said
             assert "MASTER_PORT: " in errors[0]
             assert said in errors[0]
-            assert "set MASTER_PORT to a free one" in errors[0]
+            assert "set MASTER_PORT to a free port" in errors[0]
             assert "Traceback" not in rank.said
             assert "DistNetworkError" not in rank.said
 
@@ -175,14 +177,14 @@ def test_the_store_of_a_different_job_is_none_of_ours(workspace: Workspace) -> N
     store.set("job 99 0    ", "")
     with ranks(workspace, "mpirun", 1, port=store.port) as (rank,):
         assert rank.wait(120) == 1
-        assert "is not rank 0 of this run; set MASTER_PORT to a free one" in rank.said
+        assert "is not rank 0 of this run; set MASTER_PORT to a free port" in rank.said
 
 
 @pytest.mark.parametrize("launcher", mostly_slow(LAUNCHERS, []))
 def test_ranks_that_come_late_train(workspace: Workspace, launcher: str) -> None:
     port = port_for_slurm()
     with ranks(workspace, launcher, 1, port=port) as (late,):
-        wait_until(lambda: "waits for [0] at" in late.said, late)
+        wait_until(lambda: "is waiting for ranks [0] at" in late.said, late)
         with ranks(workspace, launcher, 0, port=port) as (first,):
             assert (first.wait(200), late.wait(60)) == (0, 0), first.said + late.said
             assert "runner ddp on 2 cpu worker(s)" in first.said

@@ -140,7 +140,7 @@ def test_a_lost_node_is_replaced(machines: Machines, undisturbed: Run, lost: int
     run = Run(folder)
     assert_undisturbed(run, undisturbed)
     # 0: the other rank waited where nobody can see that a peer is lost, until the replacement came.
-    assert len(re.findall(r"started again \(restart [01] of 3\) and go on from step ", log_of(run))) == 1
+    assert len(re.findall(r"restarted \(restart [01] of 3\) and continue from step ", log_of(run))) == 1
     assert log_of(run).count("resuming") == 1
 
 
@@ -148,7 +148,7 @@ def test_a_lost_node_is_replaced(machines: Machines, undisturbed: Run, lost: int
 def test_a_worker_that_dies_on_either_node_is_replaced(machines: Machines, undisturbed: Run, tmp_path: Path) -> None:
     run = machines.train("died", *dying(tmp_path, "10:1:kill", "11:0:kill"))
     assert_undisturbed(run, undisturbed)
-    told = [line for line in log_of(run).splitlines() if "started again" in line]
+    told = [line for line in log_of(run).splitlines() if "ranks restarted" in line]
     assert ["was killed by SIGKILL" in line for line in told] == [True, True], "the one that lost it says why"
 
 
@@ -157,7 +157,7 @@ def test_a_users_mistake_ends_all_nodes(machines: Machines, tmp_path: Path) -> N
     nodes = [machines.start(node, "mistaken", *dying(tmp_path, "3:1:user")) for node in range(2)]
     said = sorted(finish(node, code=1).strip().splitlines()[-1] for node in nodes)
     assert said == [
-        "error: another node has ended the run, and its output says why",
+        "error: another node ended the run; see its output for the reason",
         "error: the moon is in the wrong phase; wait a week",
     ]
 
@@ -174,7 +174,7 @@ def test_a_node_that_is_to_leave_has_all_save(machines: Machines, number: signal
     finish(nodes[0], code=128 + signal.SIGTERM)
     last = logged_step(folder)
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{last:06d}"
-    assert "started again" not in log_of(Run(folder))
+    assert "ranks restarted" not in log_of(Run(folder))
 
 
 @pytest.mark.slow
@@ -208,8 +208,8 @@ def test_nobody_comes(machines: Machines) -> None:
     alone = "run.max_restarts=0"
     first = machines.start(0, "nobody", alone, before="")
     *_, lonely = said = finish(first, code=1, seconds=240).strip().splitlines()
-    assert said.count(f"waiting for 2 nodes to meet at {ADDRESSES[0]}:{PORT}, for at most 120 s") == 2
-    assert lonely.startswith(f"error: --nnodes: of 2 nodes too few came to {ADDRESSES[0]}:{PORT} within 120 s")
+    assert said.count(f"waiting for 2 nodes to join at {ADDRESSES[0]}:{PORT}, for at most 120 s") == 2
+    assert lonely.startswith(f"error: --nnodes: fewer than 2 nodes joined at {ADDRESSES[0]}:{PORT} within 120 s")
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_workers_are_no_orphans(machines: Machines) -> None:
         (("2", 0, "127.0.0.1:http"), "--rdzv-endpoint: '127.0.0.1:http' is not HOST:PORT"),
         (("2", 0, "127.0.0.1:0"), "is not HOST:PORT"),
         (("2", 0, "127.0.0.1", "192.0.2.7"), "--local-addr: 192.0.2.7 is not an address of this machine"),
-        (("2", 0, "192.0.2.7", "127.0.0.1"), "which others cannot reach"),
+        (("2", 0, "192.0.2.7", "127.0.0.1"), "which other nodes cannot reach"),
         (("2", 0, "127.0.0.1", None, "patience=3"), "--rdzv-conf: 'patience' is unknown"),
         (("2", 0, "127.0.0.1", None, "join_timeout=x"), "--rdzv-conf: join_timeout needs a whole number"),
         (("2", 0, "no.such.host.invalid:1", None, "join_timeout=1"), "no.such.host.invalid cannot be reached"),
@@ -273,7 +273,7 @@ def test_node_0_that_does_not_answer() -> None:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         nodes = Nodes.of("2", 1, f"127.0.0.1:{taken.getsockname()[1]}", None, "join_timeout=1")
         assert nodes is not None
-        with pytest.raises(UserError, match=r"nobody answers at 127\.0\.0\.1:.*start node 0 there"):
+        with pytest.raises(UserError, match=r"no answer from 127\.0\.0\.1:.*start node 0 there"):
             nodes.wait_for_host()
 
 

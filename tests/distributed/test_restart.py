@@ -20,7 +20,7 @@ from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, worker
 from fixtures_processes import train_as_user
 from fixtures_ranks import free_port, mostly_slow, train
 
-SENTENCE = "; all ranks started again (restart {number} of {most}) and go on from step {step}"
+SENTENCE = "; all ranks restarted (restart {number} of {most}) and continue from step {step}"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_dead_worker_is_replaced(
     run = train_as_user(shared_workspace, f"{how}{nproc}", *options, nproc=nproc)
     assert_undisturbed(run, undisturbed(nproc))
     what = "was killed by SIGKILL" if how == "kill" else "failed with ZeroDivisionError: a bug in a plugin"
-    told = [line for line in (run.folder / "log.txt").read_text().splitlines() if "started again" in line]
+    told = [line for line in (run.folder / "log.txt").read_text().splitlines() if "ranks restarted" in line]
     assert [line.split(" ", 2)[2] for line in told] == [
         f"rank {rank} {what}" + SENTENCE.format(number=1, most=2, step=0),
         f"rank {rank} {what}" + SENTENCE.format(number=2, most=2, step=8),
@@ -63,8 +63,8 @@ def test_restarts_end(workspace: Workspace) -> None:
     run = workspace.train("out", *options, nproc=2, fails=True)
     assert run.code == 1
     assert "rank 1 was killed by SIGKILL" in run.err
-    assert run.out.count("started again") == 2
-    assert "note: run.max_restarts: all 2 are used up, so the run ends\nerror: rank 1 " in run.err
+    assert run.out.count("ranks restarted") == 2
+    assert "note: run.max_restarts: all 2 restarts are used up, so the run ends\nerror: rank 1 " in run.err
     assert (run.folder / "checkpoints" / "latest").read_text().strip() == "step_000006", "each start got two steps on"
 
 
@@ -108,7 +108,7 @@ def test_a_worker_that_dies_in_the_last_seconds_loses_nothing(
     options = (*INTERVALS, "run.save_interval=null", f"run.plugins=[{tmp_path}/late.py]", late)
     name = f"late_{when}"
     run = shared_workspace.train(name, *options, nproc=2, fails=True)
-    what = "ended with exit code 3 and no error of Python's" if when == "exit" else "was killed by SIGKILL"
+    what = "ended with exit code 3 and without a Python error" if when == "exit" else "was killed by SIGKILL"
     assert (run.code, run.err.count("\n")) == (1, 1), run.err
     assert f"error: rank 1 {what}" in run.err
     saved = when in ("end", "close")
@@ -162,7 +162,7 @@ def test_a_users_mistake_is_not_tried_again(workspace: Workspace) -> None:
     run = workspace.train("out", "run.max_restarts=5", *dying(workspace.path, "2:0:user"), fails=True)
     assert run.code == 1
     assert run.err.strip() == "error: the moon is in the wrong phase; wait a week"
-    assert "started again" not in run.out
+    assert "ranks restarted" not in run.out
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_stop_is_no_failure(workspace: Workspace, nproc: int, number: signal.S
     process.send_signal(number)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + number, out
-    assert "started again" not in out
+    assert "ranks restarted" not in out
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{logged_step(folder):06d}"
 
 
@@ -215,7 +215,7 @@ def test_a_stop_while_workers_start(workspace: Workspace, number: signal.Signals
             process.send_signal(number)
         out = process.communicate(timeout=60)[0]
         assert process.returncode in (128 + number, -number), out
-        assert "started again" not in out
+        assert "ranks restarted" not in out
 
 
 @pytest.mark.slow
@@ -228,5 +228,5 @@ def test_a_worker_killed_again_and_again(shared_workspace: Workspace, undisturbe
         os.kill(workers(process.pid)[step % 4 // 2], signal.SIGKILL)
     out = process.communicate(timeout=240)[0]
     assert process.returncode == 0, out
-    assert out.count("started again") >= 4
+    assert out.count("ranks restarted") >= 4
     assert_undisturbed(Run(folder), undisturbed(2))

@@ -176,7 +176,7 @@ def test_a_process_that_is_stopped_while_it_starts_does_not_hold_the_others_up(w
     os.kill(workers(process.pid)[1], signal.SIGSTOP)
     said = process.communicate(timeout=200)[0].splitlines()[-1]
     assert process.returncode == 1
-    assert said.startswith("error: the ranks did not all start within 61 s (run.collective_timeout and a minute)")
+    assert said.startswith("error: the ranks did not all start within 61 s (run.collective_timeout plus one minute)")
 
 
 @pytest.mark.slow

@@ -98,8 +98,8 @@ def test_a_run_goes_on_under_any_number_of_sharing_ranks(workspace: Workspace) -
 
 
 FOUND = {
-    "mask": "the first difference is what transformer.h.0.attn.c_proj is given, behind transformer.h.0.attn.c_attn",
-    "labels": "no module's output differs, but the loss that is made of them: its targets",
+    "mask": "the first difference is the input of transformer.h.0.attn.c_proj, after transformer.h.0.attn.c_attn",
+    "labels": "no module's output differs, only the loss: its targets",
     "averaged": "every gradient is 0.5 times the reference's: they are averaged over the 2 context-parallel ranks",
 }
 
@@ -201,9 +201,9 @@ def test_every_family_computes_alike_or_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "ranks", "sentence"),
     [
-        ({"model_type": "gpt2", "n_head": 6, "n_embd": 48, "n_layer": 1}, 4, "4 ranks cannot share the 6 heads of"),
-        (tiny("mistral"), 2, "mistral is another"),
-        (tiny("mamba"), 2, "mamba is another"),
+        ({"model_type": "gpt2", "n_head": 6, "n_embd": 48, "n_layer": 1}, 4, "4 ranks cannot share the 6 attention"),
+        (tiny("mistral"), 2, "ranks cannot share sequences of mistral"),
+        (tiny("mamba"), 2, "ranks cannot share sequences of mamba"),
     ],
 )
 def test_models_that_cannot_share_sequences_are_refused(model: dict[str, Any], ranks: int, sentence: str) -> None:
@@ -216,7 +216,7 @@ def test_models_that_cannot_share_sequences_are_refused(model: dict[str, Any], r
     ("options", "ranks", "sentence"),
     [
         (("run.runner={name: ddp, context_parallel: 2}",), 3, "context_parallel: 2 does not divide the 3 ranks"),
-        (("run.runner=megatron_tp2_cp2",), 6, "tensor_parallel 2 x context_parallel 2 = 4 ranks"),
+        (("run.runner=megatron_tp2_cp2",), 6, "tensor_parallel 2 x context_parallel 2 needs a multiple of 4 ranks"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(

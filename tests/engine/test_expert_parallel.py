@@ -263,5 +263,5 @@ def test_gradients_of_experts_summed_over_the_wrong_ranks_are_named(planted: Wor
 @pytest.mark.slow
 def test_a_checkpoint_without_one_expert_is_refused(planted: Workspace) -> None:
     options = ("run.max_iters=2", "run.save_interval=2", f"run.plugins=[{planted.path}/planted.py]")
-    with pytest.raises(AssertionError, match="elements are in no file"):
+    with pytest.raises(AssertionError, match="elements are not in any file"):
         train(planted.project, "unsaved", *options, "run.runner=unsaved", size=2)

@@ -79,5 +79,5 @@ def test_checkpointing_changes_no_loss(workspace: Workspace, mode: str) -> None:
 
 
 def test_sums_in_bf16_need_gathers_in_bf16(workspace: Workspace) -> None:
-    with pytest.raises(ConfigError, match=r"run\.runner\.reduce_dtype: bf16 is for what run.amp=bf16 gathers in it"):
+    with pytest.raises(ConfigError, match=r"run\.runner\.reduce_dtype: bf16 needs param_dtype=amp and run.amp=bf16"):
         dry_run(load_config(workspace.project, ["run.runner={name: fsdp, reduce_dtype: bf16}"]), 2)

@@ -179,7 +179,7 @@ def test_compare_knows_the_rounding_of_muon(tmp_path: Path, dataset: Path) -> No
         "megatron_tp2@2",
         options=("run.optimizer=muon", "model.dropout=0"),
     )
-    assert "all train as ddp@1" in done.stdout, done.stdout
+    assert "all train like ddp@1" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, []))

@@ -143,7 +143,9 @@ def test_bubbles_and_activations_are_those_of_torchs_schedules() -> None:
                     assert kept("1f1b", ranks, chunks, count) == counted(ranks, chunks, count)
     assert kept("1f1b", 4, 1, 64) == [4, 3, 2, 1]
     assert bubble(4, 1, 9) == pytest.approx(3 / 12)
-    with pytest.raises(ConfigError, match="1f1b has 4 ranks take micro batches in 2 equal rounds, and a step has 9"):
+    with pytest.raises(
+        ConfigError, match="1f1b on 4 ranks takes the micro batches of a step in 2 equal rounds, but there are 9"
+    ):
         kept("1f1b", 4, 2, 9)
 
 
@@ -162,10 +164,10 @@ def counted(ranks: int, chunks: int, count: int) -> list[float]:
 @pytest.mark.parametrize(
     ("runner", "sentence"),
     [
-        ("pipeline_chunks: 2", "there is no pipeline"),
+        ("pipeline_chunks: 2", "needs pipeline_parallel above 1"),
         ("pipeline_parallel: 2, pipeline_schedule: zbv", "expected one of 1f1b, gpipe, got the text 'zbv'"),
-        ("pipeline_parallel: 2, pipeline_chunks: 2, data_parallel_style: fsdp", "one stage on each rank"),
-        ("pipeline_parallel: 2, pipeline_chunks: 2, offload: cpu", "one stage on each rank"),
+        ("pipeline_parallel: 2, pipeline_chunks: 2, data_parallel_style: fsdp", "only one stage per rank"),
+        ("pipeline_parallel: 2, pipeline_chunks: 2, offload: cpu", "only one stage per rank"),
         ("pipeline_parallel: 2, pipeline_chunks: 2, pipeline_layers: [1, 1]", "each of the 4 stages"),
     ],
 )

@@ -50,11 +50,11 @@ def test_a_model_that_nobody_knows_is_cut_by_a_plan_in_yaml_alone(workspace: Wor
 PLAN = "run.runner.plan="
 NO_PLAN = "model={arch: causal_lm, config: {model_type: gpt_neo, num_layers: 2, attention_types: [[[global], 2]]}}"
 MISTAKES = {
-    PLAN + "{'transformer.h.*.nothing': row}": "'transformer.h.*.nothing' matches no parameter; names are like",
+    PLAN + "{'transformer.h.*.nothing': row}": "'transformer.h.*.nothing' matches no parameter; similar names: ",
     PLAN + "{'transformer.h.*.attn.nothing': divide}": "'transformer.h.*.attn.nothing' matches no parameter",
-    PLAN + "{'transformer.h.*.mlp.c_fc': sideways}": "'sideways' is no style; known: column, fused_qkv, row",
-    PLAN + "{'transformer.ln_f': column}": "transformer.ln_f.weight belongs to a LayerNorm, and the style",
-    PLAN + "{transformer.wpe: row}": "transformer.wpe.weight belongs to a Embedding, and the style row",
+    PLAN + "{'transformer.h.*.mlp.c_fc': sideways}": "unknown style 'sideways'; known: column, fused_qkv, row",
+    PLAN + "{'transformer.ln_f': column}": "transformer.ln_f.weight belongs to a LayerNorm, but the style",
+    PLAN + "{transformer.wpe: row}": "transformer.wpe.weight belongs to a Embedding, but the style row",
     PLAN + "{'transformer.h.*.attn.layer_idx': divide}": (
         "run.runner.tensor_parallel: transformer.h.1.attn.layer_idx, which is 1, cannot be divided by 2 ranks; the "
         "model allows 1"
@@ -64,10 +64,10 @@ MISTAKES = {
         "for 2 ranks, because the output features of each of its three parts are 1 x 32; the model allows 1"
     ),
     "run.runner={name: megatron, tensor_parallel: 4}": "are 2 x 16; the model allows 1, 2",
-    NO_PLAN: "gpt_neo has no plan that says how to cut its parameters; write one under run.runner.plan (docs/",
+    NO_PLAN: "gpt_neo has no plan for sharding its parameters; write one under run.runner.plan (see Plans in docs/",
     "run.runner={name: megatron, pipeline_parallel: 4}": "pipeline_parallel: 4 stages are too many for 2 blocks",
-    "run.runner={name: megatron, pipeline_parallel: 2, pipeline_layers: [2, 1]}": "[2, 1] are 3 blocks, and the model",
-    "run.compile=model": "run.compile: ranks talk between blocks under the megatron runner; compile blocks",
+    "run.runner={name: megatron, pipeline_parallel: 2, pipeline_layers: [2, 1]}": "[2, 1] are 3 blocks, but the model",
+    "run.compile=model": "run.compile: the megatron runner communicates between blocks; use blocks",
 }
 
 
@@ -102,8 +102,8 @@ def test_nobody_starts_workers_for_a_layout_that_cannot_be(workspace: Workspace)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"tensor_parallel": 3}, "= 3 ranks do not divide the 4 that there are"),
-        ({"pipeline_parallel": 2, "data_parallel": 4}, "takes 8 ranks, and there are 4"),
+        ({"tensor_parallel": 3}, "needs a multiple of 3 ranks, but there are 4"),
+        ({"pipeline_parallel": 2, "data_parallel": 4}, "needs 8 ranks, but there are 4"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_said_before_any_worker_starts(options: Any, sentence: str) -> None:
@@ -116,9 +116,9 @@ def test_a_layout_that_does_not_fit_is_said_before_any_worker_starts(options: An
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("{sequence_parallel: true}", "run.runner.sequence_parallel: tensor-parallel ranks share the sequence"),
-        ("{pipeline_parallel: 2, pipeline_layers: [1, 1, 1]}", "must say for each of the 2 stages how many blocks"),
-        ("{offload: cpu, data_parallel_style: zero1}", "data_parallel_style zero1 keeps parameters on devices"),
+        ("{sequence_parallel: true}", "run.runner.sequence_parallel: needs tensor_parallel above 1"),
+        ("{pipeline_parallel: 2, pipeline_layers: [1, 1, 1]}", "expected the number of blocks of each of the 2 stages"),
+        ("{offload: cpu, data_parallel_style: zero1}", "cpu needs data_parallel_style fsdp; zero1 keeps parameters"),
         ("{tensor_parallel: 0}", "run.runner.tensor_parallel: expected a whole number of at least 1, got 0"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_plan_that_cannot_compute_is_refused_before_any_worker_starts(
         make_plan(Project(config, ready.model, ready.sample), Budget(), 2, {})
 
     heads = {"transformer.h.*.attn.num_attention_heads": "divide"}
-    cannot = r"cannot compute as it is spread over ranks \(.*\); is something mi"
+    cannot = r"the forward fails when the model is split across ranks \(.*\); is something mi"
     for wrong, said in (
         (GPTJ_PLAN, "a part of the heads; add transformer.h.*.attn.num_attention_heads: divide"),
         (GPTJ_PLAN | heads | {"transformer.h.*.mlp.fc_out": "replicated"}, cannot),
@@ -192,7 +192,7 @@ def test_a_plan_that_computes_something_else_is_refused(workspace: Workspace) ->
 def test_a_contestant_that_cannot_run_does_not_end_the_others(workspace: Workspace) -> None:
     done = compare(project(workspace, OPT), "ddp@1", "megatron_tp2@2", "ddp@2")
     assert done.returncode == 1
-    assert "megatron_tp2@2: failed: run.runner.tensor_parallel: opt has no plan that says" in done.stdout
+    assert "megatron_tp2@2: failed: run.runner.tensor_parallel: opt has no plan for sharding" in done.stdout
     assert "error: 1 of 2 failed: megatron_tp2@2" in done.stderr
 
 

@@ -179,5 +179,7 @@ def test_the_plan_of_a_model_within_a_model_names_its_parameters_and_its_adapter
         runner.check_model(runner.Options(tensor_parallel=4), model)
     for key in ("pipeline_parallel", "sequence_parallel"):
         given = {"tensor_parallel": 2, key: True if key == "sequence_parallel" else 2}
-        with pytest.raises(ConfigError, match=f"{key}: Blip2Qwen does not say what runs before and after its blocks"):
+        with pytest.raises(
+            ConfigError, match=f"{key}: Blip2Qwen does not define what runs before and after its blocks"
+        ):
             runner.check_model(runner.Options(**given), model)

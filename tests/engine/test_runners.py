@@ -147,7 +147,7 @@ def test_plain_ddp_says_it_in_one_sentence_and_leaves(partly_used: Any) -> None:
 @pytest.mark.parametrize("other", ["zero2_offload@2", "zero3_offload@2"])
 def test_offloading_refuses_a_parameter_that_takes_no_part(partly_used: Any, other: str) -> None:
     workspace, options, _ = partly_used
-    with pytest.raises(AssertionError, match="extra took no part in a micro batch"):
+    with pytest.raises(AssertionError, match="extra took no part in the loss of a micro batch"):
         follow(workspace, other, *options, "model.period=1")
 
 

@@ -97,7 +97,7 @@ def test_the_first_of_parts_that_ask_in_several_ways_is_named(
     alone = ChatSession(ChatForm.of_training(project(tmp_path, c=silent), words), []).ask("cat")
     assert given["input_ids"].tolist() == alone["input_ids"].tolist()
     assert [record.getMessage() for record in caplog.records] == [
-        "the mixture's parts have several forms of conversations; a chat has that of b"
+        "the mixture's parts have different conversation formats; chats use the format of b"
     ]
 
 

@@ -77,7 +77,7 @@ def test_generation_ends_at_the_end_of_text(runner: Runner, monkeypatch: pytest.
 
 
 def test_a_prompt_that_fills_the_model_is_refused_and_a_long_one_is_cut_short(runner: Runner) -> None:
-    with pytest.raises(UserError, match="limit is 256; shorten it"):
+    with pytest.raises(UserError, match="limit is 256; shorten the prompt"):
         generate(runner, Letters(), asked("a" * 256), Sampling())
     (text,) = generate(runner, Letters(), asked("a" * 250), Sampling(max_new_tokens=50, temperature=0))
     assert len(text) <= 6

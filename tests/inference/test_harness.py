@@ -225,7 +225,7 @@ def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
 @pytest.mark.slow
 def test_a_folder_of_tasks_alone_is_a_mistake(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "--checkpoint", str(run.folder), "--task-path", "tasks"]) == 1
-    assert "--task-path: name tasks with --tasks" in capsys.readouterr().err
+    assert "--task-path: needs --tasks with the names" in capsys.readouterr().err
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

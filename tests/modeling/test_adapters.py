@@ -178,13 +178,13 @@ def test_an_adapter_starts_from_another(trained: Workspace, tmp_path: Path, sour
     [
         (
             "{name: lora, targets: [q_proj]}",
-            r"model\.adapter\.targets: 'q_proj' is no linear map .* c_attn, c_fc, c_proj",
+            r"model\.adapter\.targets: 'q_proj' is not a linear layer of the blocks; they have c_attn, c_fc, c_proj",
         ),
-        ("{name: lora, targets: [lm_head]}", "model.adapter.targets: 'lm_head' is no linear map"),
+        ("{name: lora, targets: [lm_head]}", "model.adapter.targets: 'lm_head' is not a linear layer of the blocks"),
         ("{name: lora, rank: 0}", "model.adapter.rank: expected a whole number of at least 1"),
         ("{name: lara}", "there is no adapter called 'lara'; did you mean lora"),
-        ("{name: lora, rank: 8, pretrained: tuned}", "model.adapter.rank: 8 is not the 4 of"),
-        ("{name: lora, pretrained: base}", "holds no adapter"),
+        ("{name: lora, rank: 8, pretrained: tuned}", "model.adapter.rank: expected 4, as in .*, got 8"),
+        ("{name: lora, pretrained: base}", "expected an adapter, but there is no adapter_config.json"),
         ("{name: lora, pretrained: nowhere}", "nowhere"),
     ],
 )
@@ -200,7 +200,7 @@ def test_an_adapter_is_no_model_to_begin_with(trained: Workspace, monkeypatch: p
     monkeypatch.chdir(trained.path)
     base = trained.path / "base" / "checkpoints" / "step_000002"
     said = (
-        f"tuned: holds an adapter and not the model below it; begin with both by model.pretrained: {base} and "
+        f"tuned: contains an adapter without its base model; load both with model.pretrained: {base} and "
         "model.adapter: {name: lora, pretrained: tuned}"
     )
     with pytest.raises(UserError, match=re.escape(said)):
@@ -317,8 +317,8 @@ def test_qlora_is_refused_where_it_cannot_be(quantised: tuple[Workspace, list[st
     for runner in ("zero3", "megatron_tp2"):
         refused = workspace.train(f"refused_{runner}", *options, f"run.runner={runner}", nproc=2, fails=True)
         assert refused.code == 1
-        assert "model.adapter: qlora keeps weights in few bits, which" in refused.err
-    with pytest.raises(UserError, match=r"model\.adapter\.dora: needs whole weights"):
+        assert "model.adapter: qlora quantizes weights, which" in refused.err
+    with pytest.raises(UserError, match=r"model\.adapter\.dora: DoRA needs unquantized weights"):
         build(workspace, "model.adapter={name: qlora, dora: true}")
     sizes = "{arch: gpt2, n_embd: 32, n_head: 2, n_layer: 2, vocab_size: 320, n_positions: 32, pretrained: null}"
     refused = workspace.train("initial", *options, f"model={sizes}", fails=True)

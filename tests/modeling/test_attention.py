@@ -134,7 +134,7 @@ def test_kernels_are_told_of_documents_and_dropout(kernels: None) -> None:
 @pytest.mark.parametrize("attention", [FLASH_3])
 def test_kernels_without_dropout_refuse_it(attention: str, kernels: None) -> None:
     model = build("qwen", attention=attention, attention_dropout=0.25)
-    with pytest.raises(ConfigError, match=r"has no dropout, and the model's is 0\.25; set it to 0"):
+    with pytest.raises(ConfigError, match=r"does not support dropout, but the model's rate is 0\.25; set it to 0"):
         model(**packed())
 
 
@@ -214,14 +214,14 @@ def test_blocks_that_ignore_documents_are_refused() -> None:
     model.blocks()[1].self_attn.forward = lambda *args, documents=None, attention_mask=None, **kwargs: attend(  # type: ignore[union-attr]
         model.blocks()[1].self_attn, *args, attention_mask=None, **kwargs
     )
-    with pytest.raises(ConfigError, match=r"block 1 \(LlamaDecoderLayer\) lets documents of a sequence see each other"):
+    with pytest.raises(ConfigError, match=r"block 1 \(LlamaDecoderLayer\) ignores document boundaries"):
         model(**packed())
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}, "takes no positions"),
+        ({"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}, "takes no position_ids"),
         ({"model_type": "gemma2", **SIZES, "head_dim": 8, "sliding_window": 8}, "eager cannot keep documents apart"),
     ],
 )

@@ -295,7 +295,7 @@ def test_mistakes_are_one_sentence(project: Path, given: dict[str, Any], sentenc
 
 @pytest.mark.parametrize("key", ["model.vision", "datasets.images.vis_processor.train"])
 def test_images_of_another_size_are_refused_before_a_run(project: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=r"images have \d+ x \d+ pixels and the model takes \d+ x \d+: "):
+    with pytest.raises(ConfigError, match=r"images have \d+ x \d+ pixels, but the model takes \d+ x \d+: "):
         preflight(load_config(project, [f"{key}.image_size=32"]), 1)
 
 
@@ -309,5 +309,5 @@ def test_another_language_model_of_the_registry_does(project: Path) -> None:
     other.write_text(yaml.safe_dump(yaml.safe_load(project.read_text()) | {"model": config}))
     run = train(other, "gpt2", "run.max_iters=4")
     assert run.column("loss")[-1] < run.column("loss")[0]
-    with pytest.raises(CheckpointError, match="is `model` the one that was trained"):
+    with pytest.raises(CheckpointError, match="check that `model` is the model that was trained"):
         build(project, checkpoint=run.checkpoint(4))

@@ -120,9 +120,9 @@ def test_sizes_are_those_of_the_weights(published: Path, tmp_path: Path) -> None
     assert given.keys() == found.keys()
     assert all(torch.equal(given[name], found[name]) for name in given if not name.startswith("language_projection."))
     for key, there in {"vision.image_size": 16, "vision.depth": 2, "qformer.hidden_size": 32}.items():
-        with pytest.raises(ConfigError, match=rf"model\.{key}: it is 28, and {there} in .*blip2; write {there}"):
+        with pytest.raises(ConfigError, match=rf"model\.{key}: 28 differs from {there} in .*blip2; set it to {there}"):
             build(project, f"model.{key}=28")
-    with pytest.raises(ConfigError, match=r"model\.qformer\.num_query_tokens: it is 32, and 4 in .*; write 4"):
+    with pytest.raises(ConfigError, match=r"model\.qformer\.num_query_tokens: 32 differs from 4 in .*; set it to 4"):
         build(project, "model.qformer.num_query_tokens=32")
 
 
@@ -236,7 +236,7 @@ def test_every_runner_keeps_frozen_matrices_in_bf16(published: Path, low: Run, n
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("model.vision.weights=bf16", "bf16 needs precision: bf16, to be computed in"),
+        ("model.vision.weights=bf16", "weights in bf16 need precision: bf16"),
         ("model.projector={weights: bf16, precision: bf16}", "trained weights are kept in fp32"),
     ],
 )
@@ -289,7 +289,9 @@ def test_moments_of_an_opened_part_begin_at_zero_beside_the_others(published: Pa
     shutil.copytree(projection.folder, folder)
     given = (*UNTIL_12, QFORMER, f"run.runner={runner}")
     if runner.startswith("zero"):
-        with pytest.raises(AssertionError, match=r"this runner keeps one for both; use a runner such as ddp or fsdp"):
+        with pytest.raises(
+            AssertionError, match=r"this runner keeps one value for both; use a runner such as ddp or fsdp"
+        ):
             train(published, folder.name, *given, size=int(size))
         return
     run = train(published, folder.name, *given, size=int(size))
@@ -321,16 +323,22 @@ def test_a_second_stage_begins_with_the_weights_of_the_first(published: Path, pr
 def test_every_tensor_of_an_earlier_stage_is_accounted_for(published: Path, projection: Run, adapted: Run) -> None:
     run = train(published, "stage2", f"model.pretrained={projection.folder}", "model.projector.freeze=true", *LORA)
     said = (run.folder / "log.txt").read_text()
-    assert f"2 parameters begin with the weights in {projection.checkpoint(8)}\n" in said
-    assert re.search(r"parameters begin with the weights in \S*blip2; \d+ there are not used, such as language_", said)
-    assert re.search(r"28 parameters are new, with initial values, such as language_model\S+lora_A\.weight\n", said)
+    assert f"2 parameters are initialized from the weights in {projection.checkpoint(8)}\n" in said
+    assert re.search(
+        r"parameters are initialized from the weights in \S*blip2; \d+ of its parameters are not used, "
+        r"such as language_",
+        said,
+    )
+    assert re.search(r"28 parameters are newly initialized, such as language_model\S+lora_A\.weight\n", said)
     kept = stored(run.checkpoint(8))
     assert "language_projection.weight" in kept, "what a run trained is in the checkpoints of the next"
     build(published, *LORA, "model.projector.freeze=true", checkpoint=run.checkpoint(8))
-    with pytest.raises(CheckpointError, match=r"holds 28 parameters that the model lacks, such as .*lora_A\.weight"):
+    with pytest.raises(CheckpointError, match=r"has 28 parameters that the model lacks, such as .*lora_A\.weight"):
         beginning(published, adapted.folder)
     for part, name in (("vision", r"vision_model\."), ("qformer", r"q\w+"), ("language_model.model", r"lang\w+\.")):
-        with pytest.raises(CheckpointError, match=rf"holds no parameter {name}.*, which was frozen; name in `model`"):
+        with pytest.raises(
+            CheckpointError, match=rf"has no parameter {name}.*, which was frozen; set its pretrained weights"
+        ):
             beginning(published, projection.folder, f"model.{part}.pretrained=null", *SIZES)
 
 
@@ -355,7 +363,7 @@ def test_a_part_is_exported_alone_and_begins_another_run(
 ) -> None:
     out = tmp_path / part
     assert main(["export", "--checkpoint", str(projection.folder), "--part", part, "--output", str(out)]) == 0
-    assert f"; model.{part}.pretrained={out} begins a run with it\n" in capsys.readouterr().out
+    assert f"; model.{part}.pretrained={out} starts a run from it\n" in capsys.readouterr().out
     there = load_file(out / "model.safetensors")
     given = (f"model.{part}.pretrained={out}", "run.seed=7")
     first, again = build(published, checkpoint=projection.checkpoint(8)).model, build(published, *given).model
@@ -471,7 +479,7 @@ def test_its_language_model_is_kept_in_four_bits(published: Path) -> None:
     kept = build(published, qlora).model.weights.quantized()
     assert len(kept) == 2 * 7
     assert all(module.scales.any() for module in kept.values())
-    with pytest.raises(AssertionError, match="qlora keeps weights in few bits, which deepspeed cannot"):
+    with pytest.raises(AssertionError, match="qlora quantizes weights, which deepspeed cannot train"):
         train(published, "four_zero3", qlora, "run.runner=zero3", size=2)
 
 

@@ -111,7 +111,7 @@ def test_pretrained_weights_are_loaded_under_either_naming(tmp_path: Path, prefi
 def test_pickled_pretrained_weights_are_refused(tmp_path: Path) -> None:
     GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=300).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(CheckpointError, match="a file of torch's pickles"):
+    with pytest.raises(CheckpointError, match="a pickle file of torch"):
         build(f"model.pretrained={tmp_path}", "model.n_layer=1")
 
 
@@ -138,8 +138,8 @@ def test_data_of_another_tokenizer_than_the_weights_is_refused(workspace: Worksp
     for name, begin in begins.items():
         run = workspace.train(name, begin, f"datasets.tiny.path={workspace.path / 'other'}", fails=True)
         assert run.code == 1
-        assert "the data was made with another tokenizer than the weights in" in run.err
-        assert "prepare it with tokenizer=" in run.err
+        assert "the data was prepared with a different tokenizer than the weights in" in run.err
+        assert "prepare the data with tokenizer=" in run.err
         assert "Traceback" not in run.err
 
 

@@ -148,7 +148,7 @@ def test_every_runner_trains_alike(reference: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ({"head_dim": 16}, "model.head_dim: qwen2 has none of its own"),
+        ({"head_dim": 16}, "model.head_dim: qwen2 does not have this option"),
         ({"num_key_value_heads": 3}, "model.num_key_value_heads: 3 does not divide num_attention_heads=4 evenly"),
         ({"hidden_size": 30}, "model.num_attention_heads: 4 does not divide hidden_size=30 evenly"),
     ],
@@ -164,5 +164,5 @@ def test_another_kind_of_pretrained_folder_is_refused(workspace: Workspace, tmp_
     GPT2Config().save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ConfigError, match="is of type 'gpt2'; known: qwen2, qwen3"):
         build(use(workspace, pretrained=str(tmp_path / "gpt2")))
-    with pytest.raises(CheckpointError, match="neither a folder nor a model that the hub gave"):
+    with pytest.raises(CheckpointError, match="not a folder, and cannot be downloaded from the Hugging Face Hub"):
         build(use(workspace, pretrained="no-such-owner/no-such-model"))

@@ -53,7 +53,7 @@ def fsdp_in_one_file(folder: Path) -> None:
         (lambda folder: (deepspeed(folder), (folder / "config.json").write_text("{}")), "DeepSpeed.*zero_to_fp32.py"),
         (fsdp, "torch.distributed.checkpoint, as FSDP saves it.*accelerate merge-weights"),
         (fsdp_of_accelerate, "torch.distributed.checkpoint, as FSDP saves it.*accelerate merge-weights"),
-        (fsdp_in_one_file, "FSDP in one file.*SHARDED_STATE_DICT"),
+        (fsdp_in_one_file, "FSDP in one pickle file.*SHARDED_STATE_DICT"),
     ],
 )  # fmt: skip
 def test_sharded_checkpoints_of_other_programs_say_how_to_convert_them(
@@ -89,7 +89,7 @@ def test_a_configuration_that_is_no_small_file_is_refused(tmp_path: Path) -> Non
     config = tmp_path / "config.json"
     with open(config, "wb") as file:
         file.truncate(900 << 20)
-    with pytest.raises(CheckpointError, match="943718400 bytes are more than the 4194304 that are read"):
+    with pytest.raises(CheckpointError, match="943718400 bytes exceed the limit of 4194304"):
         pretrained_folder(str(tmp_path))
     config.unlink()
     os.mkfifo(config)
@@ -104,7 +104,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_fails_the_dry_run(
     made = {"datasets.tiny.path": "none", "datasets.tiny.prepare.input": tmp_path / "a.txt", "model.vocab_size": 290}
     options: list[Any] = [f"{key}={value}" for key, value in made.items()]
     config = load_config(workspace.project, [*options, f"datasets.tiny.prepare.tokenizer={tokenizer}"])
-    with pytest.raises(ConfigError, match=r"vocab_size of 290 is too small .* has 300 ids"):
+    with pytest.raises(ConfigError, match=r"vocab_size of 290 is too small .* has 300 IDs"):
         preflight(config, 1, dry=True)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
@@ -118,5 +118,5 @@ def test_an_id_beyond_all_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     document = json.loads((tokenizer / "tokenizer.json").read_text())
     document["model"]["vocab"]["zz"] = 4_000_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(DataError, match="has the id 4000000000; at most 16777216"):
+    with pytest.raises(DataError, match="has the ID 4000000000; at most 16777216"):
         load_tokenizer(tmp_path / "tokenizer.json")

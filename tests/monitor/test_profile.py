@@ -99,8 +99,8 @@ def test_windows_and_ranks_that_the_run_has_not_are_refused(workspace: Workspace
     options = load_config(workspace.project, [WINDOW]).run.profile
     assert options is not None
     options.check(9, 1)
-    with pytest.raises(ConfigError, match="the window 7 to 9 does not end before the run, whose last step is 8"):
+    with pytest.raises(ConfigError, match="the window 7 to 9 extends beyond the last step of the run, 8"):
         options.check(8, 1)
     options.ranks = [0, 2]
-    with pytest.raises(ConfigError, match=r"run\.profile\.ranks: there is no rank 2; the last one is 1"):
+    with pytest.raises(ConfigError, match=r"run\.profile\.ranks: there is no rank 2; the last rank is 1"):
         options.check(9, 2)

@@ -196,7 +196,7 @@ def test_a_damaged_file_gives_what_can_be_read_and_a_note(tmp_path: Path) -> Non
     (run,) = read_runs([folder])
     assert (len(run.curves["loss"]), run.last_step) == (10, 10)
     assert run.problems == [
-        "cut: metrics.jsonl: the last line could not be read, as when a run was killed or is being written; "
+        "cut: metrics.jsonl: the last line could not be read (the run was killed or is still writing); "
         "the rest is shown"
     ]
     bad = [
@@ -211,7 +211,7 @@ def test_a_damaged_file_gives_what_can_be_read_and_a_note(tmp_path: Path) -> Non
     folder = write_run(tmp_path / "bad", [], raw="\n".join([*bad, json.dumps({"step": 5, "loss": 1.5}), "\0\0"]))
     (run,) = read_runs([folder])
     assert list(run.curves["loss"].values()) == [1.5]
-    assert "lines, the first of them 1," in run.problems[0]
+    assert "lines, the first being line 1," in run.problems[0]
     check_harmless(page([run]))
 
 
@@ -228,7 +228,7 @@ def test_steps_that_stand_twice_count_once(tmp_path: Path) -> None:
     (run,) = read_runs([write_run(tmp_path / "run", again)])
     assert list(run.curves["loss"]) == [1, 2, 3, 4]
     assert list(run.curves["loss"].values()) == [0.0, 3.0, 4.0, 5.0]
-    assert "the later row counts" in run.problems[0]
+    assert "the later row is used" in run.problems[0]
 
 
 def test_events_are_told(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_configuration_that_is_a_bomb_is_a_note(tmp_path: Path, bomb: str) -> 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
-    assert "there is no metrics.jsonl" in capsys.readouterr().err
+    assert "no metrics.jsonl found" in capsys.readouterr().err
     folder = write_run(tmp_path / "run", rows(2))
     (tmp_path / "bare").mkdir()
     assert main(["report", folder, str(tmp_path / "bare"), "--output", str(tmp_path / "page.html")]) == 0

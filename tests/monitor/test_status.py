@@ -48,7 +48,7 @@ def test_a_run_trains_dies_or_finishes(workspace: Workspace, capsys: pytest.Capt
 
 def test_what_is_half_written_or_hostile_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 1
-    assert "there is no run in or below" in capsys.readouterr().err
+    assert "no run found in or below" in capsys.readouterr().err
     assert main(["status", "s3://bucket/runs"]) == 1
     assert "`crosstrain report` reads a run in a bucket" in capsys.readouterr().err
     for name in ("bare", "odd", "fifo"):

@@ -62,8 +62,8 @@ def test_a_slow_rank_is_named_when_it_was_slow_twice() -> None:
     ours = detector([[*EVEN, 0], [*EVEN, 1], [0.0, 0.2, 0.37, 2], [*EVEN, 3]])
     assert notes_of(ours) == []
     assert notes_of(ours, 1) == [
-        "rank 2 is a straggler: at step 10, as at the logged one before, its forward and backward take 1.9x the median "
-        "of the other ranks (570 ms against 300 ms)"
+        "rank 2 is a straggler: at step 10, as at the previous logged step, its forward and backward take 1.9x the "
+        "median of the other ranks (570 ms against 300 ms)"
     ]
 
 

@@ -86,7 +86,7 @@ def test_a_plugin_tracks_what_metrics_jsonl_holds_and_a_failing_one_stops_nothin
     assert not (run.folder / "tensorboard").exists()
     complaints = [line for line in (run.folder / "log.txt").read_text().splitlines() if "offline_forever" in line]
     assert len(complaints) == 1
-    assert "failed (ConnectionError: no route to host at step 1); training goes on" in complaints[0]
+    assert "failed (ConnectionError: no route to host at step 1); training continues" in complaints[0]
     # Its checkpoint can be evaluated where nobody knows these trackers.
     saved = json.loads((run.checkpoint(3) / "state.json").read_text())["config"]["run"]["trackers"]
     assert [tracker["name"] for tracker in saved] == ["jsonl", "offline_forever", "notebook"]
@@ -127,7 +127,7 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
 
 
 def test_a_tracker_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"^trackers: jsonl is named twice$"):
+    with pytest.raises(OptionError, match=r"^trackers: jsonl is listed twice$"):
         RunOptions("out", max_iters=1, global_batch_size=1, trackers=[Component("jsonl"), Component("jsonl")])
 
 
@@ -166,8 +166,8 @@ def test_a_network_that_hangs_holds_nothing_up(
     tracking.join()
     assert time.monotonic() - started < 5
     assert list(dict.fromkeys(record.getMessage() for record in caplog.records)) == [
-        "run.trackers: stuck is more than 1000 rows behind; training goes on, and it loses rows",
-        "run.trackers: stuck did not take the last rows within 0 s; it may lack them",
+        "run.trackers: stuck is more than 1000 rows behind; training continues, and rows are lost",
+        "run.trackers: stuck did not accept the last rows within 0 s; some may be missing",
     ]
     stuck.release.set()
 
@@ -256,7 +256,7 @@ def test_weights_and_biases_without_a_login_is_one_sentence(workspace: Workspace
     run = workspace.train("out", "run.trackers=[wandb]", fails=True, env=env)
     assert run.code == 1
     assert run.err.strip().splitlines()[-1] == (
-        "error: run.trackers: wandb is not logged in; run `wandb login`, set WANDB_API_KEY, or say mode: offline"
+        "error: run.trackers: wandb is not logged in; run `wandb login`, set WANDB_API_KEY, or set mode: offline"
     )
     assert not run.folder.exists()
 

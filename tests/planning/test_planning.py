@@ -108,7 +108,7 @@ def test_a_mode_that_the_runner_refuses_is_impossible(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_runners_are_in_the_order_of_what_they_cost(project: Path) -> None:
     made = crosstrain.plan(project, ["run.global_batch_size=32"], world_size=2, device_memory="30MiB")
-    rows, _, refused = str(made).partition("other runners")[2].partition("what fits first")
+    rows, _, refused = str(made).partition("other runners")[2].partition("sorted by fit")
     possible = [made.presets[row[:37].strip()] for row in rows.splitlines()[1:-1]]
     assert len(possible) == sum(not isinstance(e, str) for e in made.presets.values())
     names = re.sub(r"\s+", " ", refused.partition("says why): ")[2].partition("\n\n")[0]).split(", ")
@@ -142,9 +142,9 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
     command = ["train", "--cfg-path", str(project), "--device-memory", "30MiB"]
     assert main(command) == 1
     error = capsys.readouterr().err
-    assert "would need" in error
+    assert "a rank needs" in error
     assert "its device has 30.0 MiB" in error
-    assert "leaves a tenth free: run.micro_batch_size=" in error  # the nearest change
+    assert "cheapest change that fits and leaves a tenth free: run.micro_batch_size=" in error  # the nearest change
     assert not (tmp_path / "run").exists()
     assert main([*command, "--no-fit-check"]) == 0
     assert (tmp_path / "run" / "checkpoints").is_dir()
@@ -214,11 +214,11 @@ def test_adapters_are_advised_last_and_to_pretrained_models_alone(tmp_path: Path
 def test_ranks_that_a_layout_lacks_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--cfg-path", str(ROOT / "projects" / "gpt3_175b.yaml"), "--options", "run.device=cpu"]) == 1
     said = capsys.readouterr().err
-    assert "128 ranks do not divide the 1 that there are; --world-size 128 plans for 128 ranks" in said
+    assert "needs a multiple of 128 ranks, but there are 1; --world-size 128 plans for 128 ranks" in said
     train = ["train", "--cfg-path", str(ROOT / "projects" / "gpt2_345m_tp2.yaml"), "--options", "run.device=cpu"]
     assert main(train) == 1
     said = capsys.readouterr().err
-    assert "tensor_parallel 2 = 2 ranks do not divide the 1 that there are; --nproc-per-node 2 starts 2 workers" in said
+    assert "tensor_parallel 2 needs a multiple of 2 ranks, but there are 1; --nproc-per-node 2 starts 2 workers" in said
 
 
 @pytest.mark.slow

@@ -43,7 +43,9 @@ class ImageText(TransformersModel):
 
         def __post_init__(self) -> None:
             if (self.pretrained is None) == ("model_type" not in self.config):
-                raise OptionError("config", "give transformers' configuration with its model_type, or pretrained")
+                raise OptionError(
+                    "config", "needs a transformers configuration with its model_type, unless pretrained is set"
+                )
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
@@ -54,7 +56,7 @@ class ImageText(TransformersModel):
             name = type(config).__name__
             raise ConfigError(f"model.config: transformers has no image-text model of {name}") from error
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"model.config: transformers cannot build it ({error})") from error
+            raise ConfigError(f"model.config: transformers cannot build a model from it ({error})") from error
         super().__init__(options, config, lm, source)
 
 

@@ -131,5 +131,5 @@ def test_a_resumed_run_has_the_same_bits_and_reference(project: Path) -> None:
 
 
 def test_a_validation_is_refused(project: Path) -> None:
-    with pytest.raises(AssertionError, match="the objective makes samples in training only"):
+    with pytest.raises(AssertionError, match="the objective generates samples only in training"):
         train(project, "validates", "run.eval_interval=2")

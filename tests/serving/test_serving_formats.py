@@ -176,8 +176,8 @@ def test_beyond_this_machine_without_a_key_is_worth_a_warning(speaker: Path) -> 
     place = ["serve", "--checkpoint", str(speaker), "--port"]
     for arguments, complaint in (
         (["70000"], "--port: 70000 is not between"),
-        (["0", "--host", "192.0.2.1"], "cannot listen there"),
-        (["0", "--api-key", ""], "an empty key lets nobody in"),
+        (["0", "--host", "192.0.2.1"], "cannot listen on this address"),
+        (["0", "--api-key", ""], "expected a key that is not empty"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "crosstrain", *place, *arguments], env=ENVIRONMENT, capture_output=True, text=True

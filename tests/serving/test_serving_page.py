@@ -107,7 +107,7 @@ def test_the_page_asks_for_a_key_shows_refusals_and_stops(
 ) -> None:
     page, trouble = opened(browser, locked)
     page.wait_for_selector("#keybox:visible")
-    assert "key is needed" in page.inner_text("#about")
+    assert "key is required" in page.inner_text("#about")
     page.fill("#key", "secret")
     page.press("#key", "Tab")
     page.wait_for_function("() => document.title === 'tiny'")

@@ -92,9 +92,9 @@ def test_a_layout_for_more_ranks_gives_way_to_one_process(
     assert (config.run.runner.name, how.world_size) == ("ddp", 1)
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith("note: ")
-    assert note.endswith("; one process computes instead, with plain torch")
+    assert note.endswith("; using one process with plain torch instead")
     for chosen, workers in (["run.runner.pipeline_parallel=1"], None), ([], 1), ([], 3):
-        with pytest.raises(ConfigError, match="give --nproc-per-node N, or another runner"):
+        with pytest.raises(ConfigError, match="set --nproc-per-node N, or choose a different runner"):
             open_on_workers(*given, chosen, False, workers)
 
 

@@ -97,10 +97,10 @@ def test_a_callback_may_refuse_a_step(workspace: Workspace) -> None:
 
 
 def test_a_hook_that_does_not_exist_cannot_be_replaced(workspace: Workspace) -> None:
-    with pytest.raises(AssertionError, match="one replaces nothing, which is no hook of the platform"):
+    with pytest.raises(AssertionError, match="a callback replaces nothing, which is not a platform hook"):
         run_ranks(1, _order, str(project(workspace, "stranger")))
 
 
 def test_a_hook_of_every_run_is_not_named_twice(workspace: Workspace) -> None:
-    with pytest.raises(AssertionError, match=r"run\.callbacks: profile is a hook of every run: leave it out"):
+    with pytest.raises(AssertionError, match=r"run\.callbacks: profile is a hook of every run: remove it"):
         run_ranks(1, _order, str(project(workspace, "profile")))

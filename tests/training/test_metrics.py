@@ -194,5 +194,5 @@ def test_a_count_of_targets_that_is_no_int_names_its_method() -> None:
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(TrainingError, match="two numbers are called 'loss'"):
+    with pytest.raises(TrainingError, match="two values are called 'loss'"):
         StepMetrics(1, 0.5, 0.1, 1.0, 1.0, 8, 0, recorded={"loss": 2.0}).row()

@@ -253,7 +253,7 @@ def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace)
     project(workspace, "dpo", rows()[:-1])
     refused = workspace.train("run", *OPTIONS, fails=True)
     assert refused.code == 1
-    assert "reference_train.bin: damaged, or of other data" in refused.err
+    assert "reference_train.bin: damaged, or measured on different data" in refused.err
 
 
 def test_a_reference_is_read_from_the_bucket_of_an_earlier_run(workspace: Workspace, home: Path) -> None:
@@ -282,11 +282,11 @@ def test_a_run_resumes_with_the_reference_that_it_began_with(workspace: Workspac
     own = parts.folder / "reference_train.bin"
     own.write_bytes(own.read_bytes()[:-1] + b"?")
     damaged = workspace.train("parts", *longer, fails=True)
-    assert "reference_train.bin: damaged, or of other data" in damaged.err
+    assert "reference_train.bin: damaged, or measured on different data" in damaged.err
     own.unlink()
     lost = workspace.train("parts", *longer, fails=True)
     assert lost.code == damaged.code == 1
-    assert "reference_train.bin: the reference that the run began with is not there" in lost.err
+    assert "reference_train.bin: the reference that the run started with is missing" in lost.err
 
 
 def win_rate(workspace: Workspace, checkpoint: Path | None) -> float:
@@ -379,7 +379,7 @@ def test_single_answers_and_their_mismatches(workspace: Workspace) -> None:
     others = ["good1", "good1", "good2", "good2", "good0", "good0"]
     assert [words.removesuffix("<|im_end|>") for words in said] == others
     project(workspace, "dpo", data)
-    with pytest.raises(DataError, match="set pairs: false, for kto"):
+    with pytest.raises(DataError, match="set pairs: false to train with kto"):
         built(workspace)
 
 
@@ -390,7 +390,7 @@ def test_an_objective_and_a_dataset_that_do_not_fit(workspace: Workspace) -> Non
     for options in (["run.objective=kto"], ["run.objective=null"]):
         config = load_config(workspace.project, options)
         objective = make_objective(config, model_on_meta(config))
-        with pytest.raises(ConfigError, match=r"run\.objective: it takes .*, and the dataset has pairs"):
+        with pytest.raises(ConfigError, match=r"run\.objective: the objective takes .*, but the dataset has pairs"):
             check_fit(objective, data)
 
 

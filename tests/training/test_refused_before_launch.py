@@ -23,7 +23,7 @@ from crosstrain.utils.units import finite
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["run.grad_norm_clip=1e-300"], "grad_norm_clip: 1e-300 leaves nothing of a gradient"),
+        (["run.grad_norm_clip=1e-300"], "grad_norm_clip: 1e-300 reduces gradients to almost 0"),
         (["run.grad_norm_clip=1e300"], "grad_norm_clip: expected"),
         (["run.objective={name: dpo, beta: 9223372036854775808}"], "beta: expected"),
         (["run.objective={name: orpo, beta: 1e-300}"], "beta: expected"),
@@ -53,12 +53,12 @@ def refused(workspace: Workspace, capsys: pytest.CaptureFixture[str], *options: 
 
 
 METRICS = [
-    ("early_stopping", "val_los", "but val_loss"),
-    ("early_stopping", "val_lsos", "but val_loss"),
-    ("best_checkpoints", "val_perplexty", "but val_perplexity"),
-    ("early_stopping", "loss", "but val_loss, val_perplexity, val_accuracy"),
-    ("best_checkpoints", "eval_loss", "but val_loss"),
-    ("early_stopping", "val_acuracy", "but val_accuracy"),
+    ("early_stopping", "val_los", "known: val_loss"),
+    ("early_stopping", "val_lsos", "known: val_loss"),
+    ("best_checkpoints", "val_perplexty", "known: val_perplexity"),
+    ("early_stopping", "loss", "known: val_loss, val_perplexity, val_accuracy"),
+    ("best_checkpoints", "eval_loss", "known: val_loss"),
+    ("early_stopping", "val_acuracy", "known: val_accuracy"),
 ]
 
 
@@ -68,7 +68,7 @@ def test_a_misspelt_metric_is_refused(
 ) -> None:
     followed = f"run.callbacks=[{{name: {callback}, metric: {metric}}}]"
     line = refused(workspace, capsys, "run.eval_interval=5", "run.metrics=[accuracy]", followed)
-    assert f"run.callbacks: validation gives no {metric}, {said}" in line
+    assert f"run.callbacks: validation has no metric {metric}; {said}" in line
     assert not (workspace.path / "out").exists()
 
 
@@ -92,7 +92,7 @@ def test_parts_of_a_mixture_of_different_lengths_are_refused(
 ) -> None:
     parts = ", ".join(f"{{dataset: {{name: text, path: {dataset}, seq_length: {n}}}}}" for n in (16, 32))
     line = refused(workspace, capsys, f"datasets={{mixed: {{name: mixture, parts: [{parts}]}}}}")
-    assert "the parts of a mixture have samples of [16, 32] tokens: give them one seq_length" in line
+    assert "the parts of a mixture have samples of [16, 32] tokens: give all parts the same seq_length" in line
 
 
 def test_nvme_without_its_library_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_nvme_without_its_library_is_refused(workspace: Workspace, monkeypatch: 
     monkeypatch.setattr(builders.AsyncIOBuilder, "has_function", lambda *_, **__: False)
     nvme = [f"run.runner.{key}.nvme_path={workspace.path}" for key in ("offload_optimizer", "offload_param")]
     config = load_config(str(workspace.project), ["run.runner=zero3_nvme", *nvme])
-    with pytest.raises(ConfigError, match=r"offloading to nvme needs libaio, .*: apt-get install libaio-dev"):
+    with pytest.raises(ConfigError, match=r"offloading to nvme needs libaio, .*: run `apt-get install libaio-dev`"):
         preflight(config, 1)
 
 
@@ -136,7 +136,7 @@ LONG = {
 @pytest.mark.parametrize("kind", LONG)
 def test_a_long_configuration_is_read_no_further_than_the_bound(kind: str) -> None:
     begun = time.process_time()
-    with pytest.raises(Unreadable, match=f"more than {LARGEST_TREE:,} values|nested too deep"):
+    with pytest.raises(Unreadable, match=f"more than {LARGEST_TREE:,} values|nested too deeply"):
         parse(LONG[kind])
     assert time.process_time() - begun < 5
 
@@ -150,7 +150,7 @@ def test_a_deleted_lock_ends_the_run_that_held_it(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError, match="another process is training in"):
         RunFolder(tmp_path / "out").create({"run": {}})
     (tmp_path / "out" / ".lock").unlink()
-    with pytest.raises(TrainingError, match="was moved, deleted, or taken by another run"):
+    with pytest.raises(TrainingError, match="was moved, deleted or taken over by a different run"):
         living.check_kept()
     living.release()
     assert not RunFolder(tmp_path / "out").is_held()

@@ -67,7 +67,7 @@ def test_a_restart_keeps_the_moments_of_a_run_that_began_without_those_of_anothe
         log = workspace.path / name / "log.txt"
         before = log.read_text() if log.exists() else ""
         run = train(workspace.project, name, *INTERVALS, "run.lr_decay_iters=20", *options)
-        return run, "is left behind" in log.read_text().removeprefix(before)
+        return run, "is not loaded" in log.read_text().removeprefix(before)
 
     first, _ = trained("first", "run.max_iters=4")
     begun = (f"run.resume_from={first.folder}", "run.resume_optimizer=false")
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workspace: Wor
     damaged.write_bytes(content)
     resumed = train_as_user(workspace, "out", *options[1:], "run.max_iters=12")
 
-    assert f"damaged checkpoint passed over: {Path('out/checkpoints/step_000008/model.safetensors')}" in resumed.out
+    assert f"skipping a damaged checkpoint: {Path('out/checkpoints/step_000008/model.safetensors')}" in resumed.out
     assert "step_000004 at step 4" in resumed.out
     assert resumed.column("step") == list(range(1, 13)), "no step stands twice"
     assert (run.folder / "checkpoints" / "step_000008.damaged").is_dir()
@@ -150,8 +150,10 @@ def test_fresh_starts_over_and_keeps_what_was_there(workspace: Workspace) -> Non
 
 def test_another_model_in_a_runs_folder_is_told_what_to_do(workspace: Workspace) -> None:
     train(workspace.project, "out", "run.max_iters=2")
-    for change, said in (("n_layer=3", "lacks the model's transformer.h.2."), ("n_embd=64", "has shape")):
-        with pytest.raises(AssertionError, match=rf"{said}.* Another run.output_dir, or --fresh, begins anew"):
+    for change, said in (("n_layer=3", "the model's transformer.h.2.* is missing"), ("n_embd=64", "has shape")):
+        with pytest.raises(
+            AssertionError, match=rf"{said}.*; to start over, use a different run.output_dir, or --fresh"
+        ):
             train(workspace.project, "out", "run.max_iters=3", f"model.{change}")
 
 
@@ -165,7 +167,7 @@ def test_a_finished_run_does_nothing_more_and_says_so(workspace: Workspace) -> N
     log = (second.folder / "log.txt").read_text()
     assert log.count("changed since") == 1
     assert 'changed since step_000002: run.seed 1234 -> 7, run.lr_sched "cosine" -> "constant"\n' in log, log
-    assert "nothing is left of 2 steps: a larger run.max_iters" in log
+    assert "all 2 steps are done: raise run.max_iters" in log
 
 
 def test_epochs_end_with_a_validation_and_a_checkpoint(workspace: Workspace) -> None:
@@ -189,4 +191,4 @@ def test_a_longer_run_says_at_which_learning_rate_it_goes_on(workspace: Workspac
     run = train(workspace.project, "out", "run.max_iters=8")
     log = (run.folder / "log.txt").read_text()
     rate = f"{run.column('lr')[2]:.3E}"
-    assert f"the learning rate's schedule spans 8 steps now: {rate} at step 3\n" in log, log
+    assert f"the learning-rate schedule now spans 8 steps: {rate} at step 3\n" in log, log

@@ -55,9 +55,9 @@ def test_results_and_errors_come_from_one_other_process() -> None:
     assert first != os.getpid()
     with pytest.raises(DataError, match=r"^no data$"):
         limited(("data error", "no data"))
-    with pytest.raises(LimitError, match=r"^the work fails \('x'\)$"):
+    with pytest.raises(LimitError, match=r"^the work failed \('x'\)$"):
         limited(("error", "x"))
-    with pytest.raises(LimitError, match=r"the work fails .*chunk size must be non-zero"):
+    with pytest.raises(LimitError, match=r"the work failed .*chunk size must be non-zero"):
         limited(("panic", None))
     assert limited(("text", "naïve")) == "naïve"
     assert limited(("process", None)) == first
@@ -65,8 +65,8 @@ def test_results_and_errors_come_from_one_other_process() -> None:
 
 
 @pytest.mark.parametrize(("kind", "given", "said"), [
-    ("abort", None, "crashed or took too much memory"), ("memory", 1 << 40, "MemoryError"),
-    ("endless", None, r"took more than 0\.2 s of computing"),
+    ("abort", None, "crashed or used too much memory"), ("memory", 1 << 40, "MemoryError"),
+    ("endless", None, r"took more than 0\.2 s of CPU time"),
 ])  # fmt: skip
 def test_what_goes_too_far_is_one_error(kind: str, given: Any, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     limited = process(seconds=5.0 if kind == "abort" else 0.2)
@@ -102,7 +102,7 @@ def test_limits_grow_with_the_text() -> None:
 
 def test_an_urgent_call_ends_by_the_clock() -> None:
     limited, started = process(seconds=0.3, urgent=True), time.monotonic()
-    with pytest.raises(TooLate, match=r"the work has no result after 0\.3 s"):
+    with pytest.raises(TooLate, match=r"the work did not finish within 0\.3 s"):
         limited(("asleep", None))
     assert time.monotonic() - started < 20
     limited.close()

@@ -76,10 +76,10 @@ def test_what_does_not_pass_is_one_sentence(bucket: Bucket, monkeypatch: pytest.
         assert "secret" not in str(refused.value)
     with (
         bucket.interfered(refuse(100, "503 Slow Down", "SlowDown")),
-        pytest.raises(StorageError, match=r"s3://bucket/x: no success in 1 attempt\(s\) \(The SlowDown message\.\)"),
+        pytest.raises(StorageError, match=r"s3://bucket/x: failed after 1 attempt\(s\) \(The SlowDown message\.\)"),
     ):
         storage.read(url)
-    with pytest.raises(StorageError, match="there is no protocol s4"):
+    with pytest.raises(StorageError, match="unknown protocol s4"):
         storage.read("s4://bucket/x")
     with pytest.raises(FileNotFoundError):
         storage.write("s3://no-such-bucket/x", b"")
@@ -112,7 +112,7 @@ def test_errors_of_other_services_are_one_sentence(monkeypatch: pytest.MonkeyPat
     for status, kind, words, attempts in (
         (403, StorageError, r"the credentials were refused.* \(what the service says\)", 1),
         (404, FileNotFoundError, "what the service says", 1),
-        (503, StorageError, r"no success in 2 attempt\(s\) \(what the service says\)", 2),
+        (503, StorageError, r"failed after 2 attempt\(s\) \(what the service says\)", 2),
         (0, StorageError, r"failing://bucket/x: cannot be opened \(Must provide an account\)", 0),
     ):
         monkeypatch.setattr(_Failing, "status", status)

@@ -1,4 +1,4 @@
-"""The callback ends a training, and counts on where a checkpoint left off."""
+"""The callback ends training, and a resumed run continues its count."""
 
 import json
 import subprocess

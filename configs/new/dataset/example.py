@@ -6,7 +6,7 @@ import numpy as np
 
 from crosstrain import Dataset, PositiveInt, Sample, Split, registry
 
-SHARES = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # of all progressions
+SHARES = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # shares of all progressions
 
 
 @registry.register_dataset("example")
@@ -16,7 +16,7 @@ class ExampleDataset(Dataset):
     @dataclass
     class Options:
         length: PositiveInt = 32  # tokens per sample
-        modulus: PositiveInt = 97  # ids are below it
+        modulus: PositiveInt = 97  # token IDs are below this number
 
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)

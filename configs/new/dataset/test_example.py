@@ -1,4 +1,4 @@
-"""The samples are what the docstring says, no split shares one with another, and a model trains on them."""
+"""The samples are arithmetic progressions, no two splits share a sample, and a model trains on them."""
 
 import subprocess
 import sys

@@ -14,9 +14,9 @@ class ExampleModel(Model):
 
     @dataclass
     class Options:
-        vocab_size: PositiveInt  # ids
-        hidden_size: PositiveInt = 64  # width
-        layers: PositiveInt = 2  # blocks
+        vocab_size: PositiveInt  # number of token IDs
+        hidden_size: PositiveInt = 64  # width of the hidden states
+        layers: PositiveInt = 2  # number of blocks
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -42,7 +42,7 @@ class ExampleModel(Model):
 
 
 class ExampleWeights(Weights):
-    """Initial values other than torch's own."""
+    """Initial values that differ from torch's defaults."""
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         value.normal_(0.0, 0.1, generator=rng) if value.ndim > 1 else value.zero_()

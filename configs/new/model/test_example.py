@@ -1,4 +1,4 @@
-"""The model learns, and what it says of the next token is what it is trained on."""
+"""The model learns, and its loss is the cross-entropy of its logits."""
 
 import json
 import subprocess
@@ -36,4 +36,4 @@ def test_the_loss_is_that_of_the_logits() -> None:
     ids, label = torch.arange(8).reshape(1, 8), torch.full((1, 8), -100)
     label[0, -1] = 3
     expected = torch.nn.functional.cross_entropy(model(ids), label[:, -1])
-    assert torch.allclose(model(ids, label), expected, rtol=1e-4)  # fp32, in another order
+    assert torch.allclose(model(ids, label), expected, rtol=1e-4)  # fp32 sums in a different order

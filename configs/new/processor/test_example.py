@@ -1,4 +1,4 @@
-"""The processor makes a conversation of an annotation, and names what an annotation lacks."""
+"""The processor converts annotations to conversations, and reports missing keys."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A runner: one process per device, each with the whole model and other samples."""
+"""A runner: every process holds the full model and trains on its own samples."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class ExampleRunner(Runner):
 
     @dataclass
     class Options:
-        bucket: PositiveInt = 10_000_000  # numbers that are exchanged at a time
+        bucket: PositiveInt = 10_000_000  # gradient elements per all-reduce
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         loss = super().forward_backward(micro_batches, num_targets)

@@ -1,4 +1,4 @@
-"""The runner trains, evaluates, saves, resumes and exports as plain torch does, on any number of workers."""
+"""The runner trains, evaluates, saves, resumes and exports like plain torch, on any number of workers."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint on workers: losses on splits, and what evaluation plugins measure."""
+"""Evaluate a checkpoint on workers: losses on splits, and the results of evaluation plugins."""
 
 import json
 import tempfile
@@ -42,11 +42,11 @@ def evaluate(
     weights: str | None = None,
     **given: Any,
 ) -> dict[str, Any]:
-    """Return the results that `crosstrain evaluate --output` writes: `splits` has each split's loss and perplexity.
+    """Return the results that `crosstrain evaluate --output` writes.
 
-    By default the splits are val and test, if they have samples. given: flags of evaluations, such as tasks=["piqa"]
-    and answers=["test"]. The workers are separate processes. Raises UserError, and KeyboardInterrupt if the workers
-    were stopped.
+    The key `splits` contains each split's loss and perplexity. By default, the splits are val and test, if they have
+    samples. given: flags of evaluations, such as tasks=["piqa"] and answers=["test"]. The workers are separate
+    processes. Raises UserError for mistakes, and KeyboardInterrupt if the workers were stopped.
     """
     flags = with_defaults(given, evaluations().values(), "evaluate", "evaluations")
     with tempfile.TemporaryDirectory() as folder, main_hidden():
@@ -81,16 +81,16 @@ def start_evaluation(job: dict[str, Any], apart: bool = False) -> int:
                 _open_split(config, split, checkpoint)
             except EmptySplit as error:
                 if job["splits"] is not None or split in needed or splits == [split]:
-                    raise EmptySplit(f"{error.args[0]}; name other splits") from None
+                    raise EmptySplit(f"{error.args[0]}; choose other splits") from None
                 splits.remove(split)
-                log.warning("%s is left out: %s", split, error.args[0])
+                log.warning("split %s is skipped: %s", split, error.args[0])
     how = replace(how, starts_workers=how.starts_workers or apart)
     job = job | {"checkpoint": checkpoint, "trust": config.trust, "splits": splits}
     return launch(evaluate_worker, (config.plain, job), how)
 
 
 def _open_split(config: Config, split: Split, checkpoint: Path) -> Dataset:
-    """Open a split, with the reference values that the checkpoint's run measured for its objective."""
+    """Open a split. If the objective needs reference values, add the values that the checkpoint's run computed."""
     dataset, objective = open_split(config, split), config.run.objective
     if objective is not None and registry.get("objective", objective.name).needs_reference:
         dataset.reference = read_reference(checkpoint, dataset)

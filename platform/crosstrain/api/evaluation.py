@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # evaluations declare their flags without importing torch
 
 
 class Evaluation(ABC):
-    """Base class of measurements besides the loss. The flags choose which of the registered ones run.
+    """Base class of evaluations other than the loss. Flags choose the registered evaluations that run.
 
     given: flag name -> value, for all flags of `crosstrain evaluate`.
     """
@@ -29,16 +29,16 @@ class Evaluation(ABC):
         """Return True if the flags ask for this evaluation. Raises UserError for flags that contradict each other."""
 
     def splits(self, given: Mapping[str, Any]) -> Sequence[Split]:
-        """Return the splits that `run` opens. None of them may be empty."""
+        """Return the splits that `run` opens. Each split must have samples."""
         return ()
 
     def needs_one_process(self, given: Mapping[str, Any]) -> bool:
-        """Return True if the evaluation is possible only in one process, such as a dialogue."""
+        """Return True if the evaluation, such as a dialogue, is possible only in one process."""
         return False
 
     @abstractmethod
     def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
-        """Return the results, JSON values, which are written under the evaluation's name. Collective."""
+        """Return the results, as JSON values to be written under the evaluation's name. Collective."""
 
 
 def evaluations() -> dict[str, Evaluation]:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class DeclaresFlags(Protocol):
-    """A plugin with flags, such as a check before a start or an evaluation."""
+    """A plugin with flags, such as a preflight check or an evaluation."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -14,9 +14,10 @@ class DeclaresFlags(Protocol):
 def with_defaults(
     given: Mapping[str, Any], plugins: Iterable[DeclaresFlags], function: str, kind: str
 ) -> dict[str, Any]:
-    """Return the value of every flag of `plugins`: the one in `given`, else its default.
+    """Return flag -> value for every flag of `plugins`: the value in `given`, or else the default.
 
-    function, kind: names of the function and of the plugins, for the message. Raises TypeError for an unknown keyword.
+    function, kind: names of the function and of the plugins, for the error message. Raises TypeError for an unknown
+    keyword.
     """
     parser = argparse.ArgumentParser()
     for plugin in plugins:

@@ -1,4 +1,4 @@
-"""A checkpoint's model in this process."""
+"""The model of a checkpoint, opened in this process."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,15 +24,15 @@ Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, in Op
 
 
 class OpenModel(AbstractContextManager["OpenModel"]):
-    """A model for generation, chat and evaluation. Its methods are collective if several ranks opened it.
+    """A model for generation, chat and evaluation. Its methods are collective if several ranks opened the model.
 
-    Text needs the tokenizer in the checkpoint. Prompts are encoded in a separate process, which ends with `close` or
-    with the `with` block. Methods raise UserError for invalid prompts. `sampling` is max_new_tokens (64), temperature
-    (1.0; 0 takes the likeliest token), top_k, top_p and seed.
+    Methods that take or return text need the tokenizer in the checkpoint. A separate process encodes prompts, and ends
+    at `close` or at the end of the `with` block. Methods raise UserError for invalid prompts. The keywords in
+    `sampling` are max_new_tokens (64), temperature (1.0; 0 takes the likeliest token), top_k, top_p and seed.
     """
 
     def __init__(self, config: Config, checkpoint: Path, *, text: bool = False, weights: str | None = None) -> None:
-        config = replace(config, run=replace(config.run, objective=None))  # only training needs it
+        config = replace(config, run=replace(config.run, objective=None))  # only losses on splits need the objective
         self.config, self.checkpoint = config, checkpoint
         self.runner = make_runner(config)
         self.runner.setup()
@@ -53,7 +53,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     def module(self) -> torch.nn.Module:
         """The model in evaluation mode.
 
-        The `lm` of a language model is the model from transformers. Its vocabulary may be padded.
+        In a language model, `module.lm` is the model from transformers, perhaps with a padded vocabulary.
         """
         return self.runner.model.eval()
 
@@ -74,13 +74,13 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     def chat(self, messages: str | Turns, *, files: Sequence[str | Path] = (), **sampling: Any) -> str:
         """Return the answer to a message, or to the last message of a conversation, formatted as in training.
 
-        The format is the tokenizer's chat template, or that of the dataset if it has its own. files: images, or what
-        the dataset takes, for the first user message.
+        The format is the dataset's own format, or the tokenizer's chat template if the dataset has no format. files:
+        images, or other files that the dataset supports, for the first user message.
         """
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         turns: list[dict[str, Any]] = [dict(message) for message in given]
         form = self._form
-        if files and form is None:  # raise the reason why there is none
+        if files and form is None:  # raises an error with the reason
             form = ChatForm.of_training(self.config, self.checkpoint, self.encoders)
         if form is None or form.builder is None:
             asked = as_prompt(self.encoders.encode("chat", turns), self.tokenizer.eos_token_id)
@@ -97,8 +97,8 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     def loss(self, given: str | Batch) -> float:
         """Return the mean loss per target of a batch, or of a text in nats per token.
 
-        A batch is in the format of the dataset's collate. In a text every token is a target; the first one follows the
-        end-of-text token, as in lm-evaluation-harness.
+        A batch has the format that the dataset's `collate` returns. In a text, every token is a target, and the first
+        token follows an end-of-text token, as in lm-evaluation-harness.
         """
         batch = given
         if isinstance(batch, str):
@@ -129,9 +129,9 @@ def open(
 ) -> OpenModel:
     """Open a checkpoint, a run's newest checkpoint, or a language model's Hugging Face folder, in this process.
 
-    The configuration is the checkpoint's or `project`'s, overridden by `options`. Checkpoints never run code. Data and
-    weights named by a checkpoint from others are opened only with `trust_data`. weights: name of a callback, such as
-    "ema", whose weights are used. Raises CheckpointError and ConfigError.
+    The configuration comes from the checkpoint or from `project`, and `options` override it. Code in a checkpoint is
+    never run. If others trained the checkpoint, the data and weights that it names are opened only with `trust_data`.
+    weights: use the weights of this callback, such as "ema". Raises CheckpointError and ConfigError.
     """
     found = find_model(checkpoint, weights)
     given = pairs(options)

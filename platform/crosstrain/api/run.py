@@ -26,7 +26,7 @@ class Run:
         """The logged metrics, one row per step. `pandas.DataFrame(run.metrics)` makes a table."""
         path, rows = RunFolder(self.folder).metrics, dict[int, Row]()
         if not path.exists():
-            raise UserError(f"{self.folder}: there is no metrics.jsonl; name a run's folder in which a step was logged")
+            raise UserError(f"{self.folder}: no metrics.jsonl; expected the folder of a run that has logged a step")
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError):  # the last line may be half written
                 row = json.loads(line)
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def latest_checkpoint(self) -> Path | None:
-        """The newest checkpoint's folder."""
+        """The folder of the newest checkpoint, or None if there is no checkpoint."""
         return self._checkpoint("latest")
 
     @property
@@ -49,5 +49,5 @@ class Run:
         return None if step is None else step_folder(root, step)
 
     def open(self, options: Overrides = (), **more: Any) -> OpenModel:
-        """Open the newest undamaged checkpoint. The arguments are those of `crosstrain.open`."""
+        """Open the newest undamaged checkpoint. The arguments are the same as for `crosstrain.open`."""
         return model.open(self.folder, options, **more)

@@ -21,12 +21,12 @@ from crosstrain.utils.processes import main_hidden
 def train(
     project: ProjectLike, options: Overrides = (), *, nproc_per_node: int = 1, fresh: bool = False, **given: Any
 ) -> Run:
-    """Train a project in `nproc_per_node` processes. An earlier run in its folder is resumed.
+    """Train a project in `nproc_per_node` processes. If its run folder holds an earlier run, resume that run.
 
-    `fresh` starts over and keeps the earlier folder as NAME.1. given: flags of the checks before the start, such as
+    `fresh` starts over and keeps the earlier folder as NAME.1. given: options of the preflight checks, such as
     device_memory="24GiB" and fit_check=False. On Ctrl-C, or a notebook's stop button, the workers save a checkpoint,
     and KeyboardInterrupt is raised. Raises UserError for mistakes and for errors that end training, and WorkerFailure
-    with its traceback for any other error.
+    with a traceback for any other error.
     """
     flags = with_defaults(given, preflight_checks(), "train", "checks")
     config = load_config(project, options)

@@ -1,9 +1,10 @@
 """Boxes describe the parts of tensors that ranks hold.
 
 A *logical tensor* is a parameter or an optimizer moment under its canonical name and unpadded shape. A *box* is an
-axis-aligned block of it. Every supported layout is a set of boxes: a replica is one box, a tensor-parallel slice of a
-fused projection is three, and a contiguous range of a flattened tensor (ZeRO) is at most 2*ndim-1. Writers write the
-boxes that they hold and readers ask for the boxes that they need, so neither depends on the other's layout.
+axis-aligned block of a logical tensor. Every supported layout is a set of boxes: a replica is one box, a
+tensor-parallel slice of a fused projection is three boxes, and a contiguous range of a flattened tensor (ZeRO) is at
+most 2*ndim-1 boxes. Writers write the boxes that they hold, and readers ask for the boxes that they need; the
+layouts of writers and readers are independent of each other.
 """
 
 import math
@@ -17,17 +18,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-CALLBACK = "callback:"  # prefix of the kinds of callbacks' tensors
-RUNNER = "runner:"  # prefix of the kinds of runners' own tensors; `runner:3:` is for rank 3 only
+CALLBACK = "callback:"  # prefix of `Shard.kind` for tensors of callbacks
+RUNNER = "runner:"  # prefix of `Shard.kind` for tensors of runners; `runner:3:` for tensors of rank 3 only
 
 
 def own_kind(rank: int, kind: str) -> str:
-    """Return the kind of a tensor of which every rank has a separate copy."""
+    """Return the kind of a tensor with separate values on every rank."""
     return f"{RUNNER}{rank}:{kind}"
 
 
 def shared_kind(kind: str) -> str:
-    """Return `kind` without the rank that `own_kind` added, if any."""
+    """Return the kind that was passed to `own_kind` to make `kind`; other kinds are returned unchanged."""
     prefix, _, name = kind.removeprefix(RUNNER).partition(":")
     return name if kind.startswith(RUNNER) and prefix.isdecimal() else kind
 
@@ -86,8 +87,8 @@ class Piece:
 class Shard:
     """The part of one logical tensor that this rank holds.
 
-    `kind` is "param" for a parameter, the state's name for optimizer state ("exp_avg", "step", ...), or CALLBACK or
-    RUNNER followed by the name that a callback or a runner gives its tensor.
+    `kind` is "param" for a parameter, the state's name for optimizer state ("exp_avg", "step", ...), or a name
+    chosen by a callback or a runner, after the prefix CALLBACK or RUNNER.
     """
 
     kind: str
@@ -97,16 +98,16 @@ class Shard:
 
 
 def whole_pieces(tensor: Tensor, shape: tuple[int, ...]) -> list[Piece]:
-    """Return the single piece of a rank that holds a whole tensor, without padding beyond the logical `shape`."""
+    """Return a whole tensor as a single piece, without padding beyond the logical `shape`."""
     return without_padding([Piece(Box.whole(tuple(tensor.shape)), tensor.detach())], shape)
 
 
 def flat_range_pieces(
     flat: Tensor, shape: tuple[int, ...], start: int, padded: tuple[int, ...] | None = None
 ) -> list[Piece]:
-    """Return the pieces of a rank that holds elements [start, start + flat.numel()) of the flattened logical tensor.
+    """Return `flat`, the elements [start, start + flat.numel()) of the flattened logical tensor, as pieces.
 
-    `padded` is the shape that was flattened, if it is larger than the logical shape.
+    padded: shape of the tensor that was flattened, if it is larger than the logical shape.
     """
     pieces = [
         Piece(box, flat.detach()[first - start : first - start + box.numel].view(box.shape))
@@ -116,7 +117,7 @@ def flat_range_pieces(
 
 
 def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
-    """Return the piece of a rank that holds the local part of a DTensor."""
+    """Return this rank's local part of a DTensor as a piece; no piece if it is only padding."""
     local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return without_padding([Piece(Box(tuple(offset), tuple(local_shape)), tensor.to_local().detach())], shape)
 
@@ -124,14 +125,14 @@ def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
 def without_padding(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
     """Cut off padding beyond the logical `shape`."""
     logical = Box.whole(tuple(shape))
-    if logical.numel == 0:  # an empty tensor is whole on every rank
+    if logical.numel == 0:  # every rank holds all of an empty tensor
         return [Piece(logical, torch.empty(logical.shape))]
     cut = [(piece, piece.box.intersect(logical)) for piece in pieces]
     return [Piece(box, piece.part(box)) for piece, box in cut if box is not None]
 
 
 def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Yield boxes that tile the row-major range [start, stop) of a tensor, each with its first flat index."""
+    """Yield boxes that tile the row-major range [start, stop) of a tensor, each with the start of its range."""
     if not shape and start < stop:
         yield Box((), ()), 0
         return
@@ -149,17 +150,18 @@ def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 
 
 def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
-    """Return None if the boxes tile a tensor of this shape exactly once, or else a clause about the mistake."""
+    """Return None if the boxes tile a tensor of this shape exactly once; otherwise, text for an error."""
     for box in boxes:
         if not box.within(shape):
-            return f"a box at {list(box.offset)} of shape {list(box.shape)} lies outside {list(shape)}"
+            return f"a box at {list(box.offset)} of shape {list(box.shape)} is outside the shape {list(shape)}"
     covered, wanted = sum(box.numel for box in boxes), math.prod(shape)
     if covered < wanted:
-        return f"{wanted - covered} of its {wanted} elements are in no file"
+        return f"{wanted - covered} of its {wanted} elements are not in any file"
     # Comparing every pair would take hours for a manifest with a million boxes. Instead, every index along a dimension
-    # gets a random weight, kept as running sums, and the weight of a box is the product of its sides' weights. Boxes
-    # that tile the tensor have the same total weight as the tensor. Any other set differs, except with probability
-    # dimensions / 2^64 (Schwartz & Zippel).
+    # gets a random weight; `sums` contains the running sums of these weights. The weight of a side is the sum over its
+    # indices, and the weight of a box is the product over its sides. Boxes that tile the tensor have the same total
+    # weight as the tensor. For any other set of boxes, the weights differ, except with a probability of (number of
+    # dimensions) / 2^64 (Schwartz & Zippel).
     draw = random.SystemRandom().getrandbits
     sums: list[dict[int, int]] = [defaultdict(lambda: draw(64)) for _ in shape]
 

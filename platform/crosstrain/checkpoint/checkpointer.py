@@ -1,13 +1,13 @@
 """Save checkpoints, optionally in the background. No tensor is gathered, and a checkpoint appears only when complete.
 
 All ranks agree on a writer for each box. Each rank writes its own file. A background save writes from a copy, so that
-training continues. When all ranks have succeeded, rank 0 writes the manifest, every rank reads its file back, and
-rank 0 renames the folder. At that moment the checkpoint exists. If a rank fails, all ranks raise the same error, and
-the previous checkpoint remains the newest.
+training can continue. When all ranks have succeeded, rank 0 writes the manifest, every rank reads its file back, and
+rank 0 renames the folder. The checkpoint exists only after the rename. If a rank fails, all ranks raise the same error,
+and the previous checkpoint remains the newest.
 
 Objects in a bucket cannot be renamed. There, every rank writes its file to the local copy of the checkpoint and
-uploads it. When all ranks are done, rank 0 uploads the manifest, unless the bucket already has one. At that moment the
-checkpoint exists.
+uploads this file. When all ranks are done, rank 0 uploads the manifest. The checkpoint exists only after this upload.
+If the bucket already contains a manifest for this step, the save fails.
 """
 
 import os
@@ -54,7 +54,7 @@ from crosstrain.utils.errors import CheckpointError, RankLost, StorageError, Use
 from crosstrain.utils.files import write_json
 from crosstrain.utils.logging import log
 
-# ------------------------------------------------------------------------ which rank writes which box, into which file
+# ------------------------------------------------------------------------------------ a writer and a file for each box
 
 
 class Holding(NamedTuple):
@@ -78,13 +78,15 @@ def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
     for shard in shards:
         for piece in shard.pieces:
             if piece.data.dtype not in DTYPES:
-                raise CheckpointError(f"{shard.kind} {shard.name} is {piece.data.dtype}, which checkpoints cannot hold")
+                raise CheckpointError(
+                    f"{shard.kind} {shard.name}: checkpoints cannot store its dtype, {piece.data.dtype}"
+                )
             held[Holding(shard.kind, shard.name, tuple(shard.shape), DTYPES[piece.data.dtype], piece.box)] = piece.data
     return held
 
 
 def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
-    """Choose a writer for each distinct box: the holder with the least to write so far. Large boxes come first.
+    """Choose a writer for each distinct box, largest box first: the rank that holds it and has the least to write.
 
     The choice is deterministic, so every rank computes the same result from the same holdings. Raises CheckpointError
     if ranks disagree about a tensor's shape or dtype.
@@ -95,7 +97,7 @@ def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
         for holding in held:
             kind, name, shape, dtype, _ = holding
             if facts.setdefault((kind, name), (shape, dtype)) != (shape, dtype):
-                raise CheckpointError(f"ranks disagree about the shape or type of {kind} {name}")
+                raise CheckpointError(f"ranks disagree on the shape or dtype of {kind} {name}")
             holders.setdefault(holding, []).append(rank)
     load = [0] * len(by_rank)
     writers = {}
@@ -108,8 +110,8 @@ def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
 def file_names(writers: dict[Holding, int], complete: bool) -> dict[Holding, str]:
     """Return the file of every box, in manifest order.
 
-    Each writer has one file for its boxes. If no parameter is sharded, the parameters go to separate files with Hugging
-    Face's names. Pass complete=False if the model has parameters that are not in `writers`.
+    Each writer has one file for its boxes. If no parameter is sharded, parameters go to separate files, named as in a
+    Hugging Face folder. Pass complete=False if the model has parameters that are not in `writers`.
     """
     # If some parameters are sharded or absent, do not write the others as a partial Hugging Face folder.
     whole = complete and all(h.box.shape == h.shape for h in writers if h.kind == "param")
@@ -141,10 +143,11 @@ class _Save:
 class Checkpointer:
     """Writes the checkpoints of one run under `root`.
 
-    If the run's ID is given as `run`, checkpoints of other runs are neither replaced nor deleted. `group` must be a
+    If `run`, the ID of the run, is given, checkpoints of other runs are neither replaced nor deleted. `group` must be a
     separate process group, so that background saves do not mix with training's collectives. On rank 0,
-    `write_assets(folder, reader)` writes the Hugging Face configuration, and further files that it may derive from the
-    parameters. The newest `keep_last` checkpoints are kept (None: all), and those of multiples of `keep_every` steps.
+    `write_assets(folder, reader)` writes the Hugging Face configuration, and files derived from the parameters if there
+    are any. The newest `keep_last` checkpoints (None: all) and all checkpoints at multiples of `keep_every` steps are
+    kept.
     """
 
     def __init__(
@@ -178,11 +181,11 @@ class Checkpointer:
     ) -> None:
         """Start saving, and return once this rank's share is copied. Collective.
 
-        `frozen` parameters are recorded but not written; they are not among the shards. `pointers` names pointer
-        files, in addition to "latest", that will point to this checkpoint. The checkpoints of the steps in `keep` are
-        not deleted afterwards. With background=False nothing is copied, and the call returns when everything is
-        written. If the previous save failed, the failure was logged and is not raised here: the current state should
-        still be saved.
+        `frozen` parameters are listed in the manifest, but not written; they are not in `shards`. `pointers` names
+        pointer files, in addition to "latest", that will point to this checkpoint. The checkpoints of the steps in
+        `keep` are not deleted afterwards. With background=False nothing is copied, and the call returns when everything
+        is written. A failure of the previous save is not raised here, because the current state should still be saved;
+        that failure is already logged.
         """
         self._join()
         mine = holdings(shards)
@@ -216,11 +219,11 @@ class Checkpointer:
                     folders.remove(temporary)
             self._error = CheckpointError(
                 f"checkpoint {storage.origin(final) or final} could not be written: {problem}; "
-                f"any earlier one is intact"
+                f"earlier checkpoints are intact"
             )
         except Exception as error:  # a rank is lost; `wait` raises this, unless that rank's error ends the run first
             self._error = RankLost(
-                f"{self.root}: the save was broken off ({first_line(error)}); any earlier one is intact"
+                f"{self.root}: the save was aborted ({first_line(error)}); earlier checkpoints are intact"
             )
             self._error.__cause__ = error
         if self.group.rank == 0:
@@ -241,7 +244,7 @@ class Checkpointer:
             self._thread = None
 
     def _together(self, action: Callable[[], Any], by_first: bool = False) -> list[Any]:
-        """Run `action` on every rank, or only the first, and return the results.
+        """Run `action` on every rank, or only on rank 0, and return the results of all ranks.
 
         If the action fails on one rank, all ranks raise CheckpointError.
         """
@@ -257,10 +260,10 @@ class Checkpointer:
 
     def _check_own(self) -> None:
         if storage.origin(self.root):
-            if self.run is not None and self.group.rank == 0:  # other ranks' local copies may have no ID
+            if self.run is not None and self.group.rank == 0:  # other ranks' local folders may lack the writer's ID
                 RunFolder(self.root.parent).check_writer()
         elif self.run is not None and RunFolder(self.root.parent).read_id() != self.run:
-            raise CheckpointError(f"{self.root.parent} is not this run's folder any more")
+            raise CheckpointError(f"{self.root.parent} no longer belongs to this run")
 
     def _begin(self, temporary: Path) -> None:
         folders.remove(temporary)
@@ -282,7 +285,7 @@ class Checkpointer:
                 by_file.setdefault(name, {})[holding.key] = held.pop(holding)
         files = {}
         if storage.origin(temporary):
-            temporary.mkdir(parents=True, exist_ok=True)  # rank 0 created it only on its own machine
+            temporary.mkdir(parents=True, exist_ok=True)  # the local copy may not exist yet
         for name, tensors in by_file.items():
             self._check_own()
             folders.remove(temporary / name)  # a killed run may have left this file here
@@ -296,7 +299,7 @@ class Checkpointer:
             storage.upload(path, url)
 
     def _complete(self, temporary: Path, save: _Save, shares: list[Files]) -> None:
-        """Write the remaining files next to the ranks' shares, the manifest last."""
+        """Write all files except those in the ranks' shares; the manifest comes last."""
         files = {name: entry for share in shares for name, entry in share.items()}
         if index := {h.key: name for h, name in save.names.items() if name.startswith("model-")}:
             size = sum(files[name]["bytes"] for name in set(index.values()))
@@ -323,14 +326,16 @@ class Checkpointer:
         fsync(temporary)
 
     def _check(self, temporary: Path, shares: list[Files]) -> None:
-        """Raise CheckpointError unless the files match their checksums. Every rank reads its own files."""
+        """Raise CheckpointError unless the files match their checksums. Every rank reads the files that it wrote."""
         mine = shares[self.group.rank]
         if self.group.rank == 0:
             written = Reader.open(temporary).files  # raises if the boxes do not tile every tensor
             if storage.origin(temporary):
                 check_sizes(temporary, written)
             elif strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:
-                raise CheckpointError(f"{temporary / min(strange)}: in the folder or in its manifest, but not in both")
+                raise CheckpointError(
+                    f"{temporary / min(strange)}: present in the folder or in its manifest, but not in both"
+                )
             theirs = {name for share in shares[1:] for name in share}
             mine = {name: entry for name, entry in written.items() if name not in theirs} | mine
         for name, entry in mine.items():
@@ -338,16 +343,16 @@ class Checkpointer:
 
     def _publish(self, temporary: Path, final: Path, save: _Save) -> None:
         if (url := storage.origin(final)) is not None:
-            for earlier in self.root.glob("step_*"):  # keep one copy on this machine, for a restart
+            for earlier in self.root.glob("step_*"):  # keep only one local copy, for a restart
                 if earlier != final:
                     folders.remove(earlier)
         if self.group.rank != 0:
             return
         if url is not None:
             if self.run is not None:
-                RunFolder(self.root.parent).copy()  # without the log, a resume on a new machine would leave gaps in it
+                RunFolder(self.root.parent).copy()  # otherwise, a resume on a new machine leaves a gap in the log
             if not storage.create(storage.join(url, MANIFEST), (final / MANIFEST).read_bytes()):
-                raise CheckpointError(f"another process has put {storage.join(url, MANIFEST)} meanwhile")
+                raise CheckpointError(f"another process wrote {storage.join(url, MANIFEST)} during the save")
         else:
             if os.path.lexists(final):
                 # If this checkpoint is our own, it is damaged: otherwise the run would have resumed from it.
@@ -363,12 +368,12 @@ class Checkpointer:
             self.damaged.discard(save.step)
             folders.prune(self.root, save.step, self.keep_last, self.keep_every, self.run, save.keep, self.damaged)
         except (OSError, StorageError) as error:  # the checkpoint is saved; the next save repeats this cleanup
-            log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
+            log.warning("%s: could not update pointers or delete old checkpoints (%s)", self.root, error)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint. Raises CheckpointError if it is not a JSON object with a valid step."""
+    """Read the JSON state of a checkpoint. Raises CheckpointError unless it is a JSON object with a valid step."""
     state = read_json(folder / STATE, most_bytes=1 << 24)
     if not isinstance(state, dict) or not is_count(state.get("step")):
-        raise CheckpointError(f"{folder / STATE}: not the state of a checkpoint")
+        raise CheckpointError(f"{folder / STATE}: expected a JSON object with the step of a checkpoint")
     return state

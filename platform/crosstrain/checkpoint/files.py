@@ -4,7 +4,7 @@ A folder holds `manifest.json` (files with sizes and checksums; logical tensors 
 samples, scaler, configuration), safetensors files, and the configuration and tokenizer that make it a Hugging Face
 model folder. Nothing is ever unpickled or executed.
 
-Checksums are 128-bit XXH3, one per 4 MiB chunk. Hashing a cached file takes a tenth of the time of reading it. Earlier
+Checksums are 128-bit XXH3, one per 4 MiB chunk. Hashing takes a tenth of the time of reading a cached file. Earlier
 versions used SHA-256. Either kind of checksum detects corruption; neither protects against somebody who changes a file
 together with its checksum.
 """
@@ -44,7 +44,7 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, StorageError, os_errors_as
 from crosstrain.utils.files import open_regular, write_atomically
 
-OTHER = ": is `model` the one that was trained?"
+OTHER = "; check that `model` is the model that was trained"
 
 # ---------------------------------------------------------------------------------------------------------- writing
 
@@ -52,7 +52,7 @@ OTHER = ": is `model` the one that was trained?"
 def write_safetensors(
     path: Path, tensors: dict[str, Tensor], produce: Callable[[str], Tensor] | None = None
 ) -> dict[str, Any]:
-    """Write tensors one after another, and return the file's {"bytes", "xxh3"}. Copies at most one tensor at a time.
+    """Write tensors in order, and return the file's {"bytes", "xxh3"}. Copies at most one tensor at a time.
 
     With `produce`, `tensors` are on the meta device and provide only dtypes and shapes. `produce(key)` returns the
     data of one tensor; it is called for one tensor at a time.
@@ -92,10 +92,10 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
                     sums.append(xxh3_128())
                 block = rest[: CHUNK - size % CHUNK]
                 sums[-1].update(block)
-                file.write(block)  # while it is in the cache
+                file.write(block)  # right after hashing, while the block is in the cache
                 size += len(block)
                 rest = rest[len(block) :]
-            part = rest = block = memoryview(b"")  # free this part before the next one is produced
+            part = rest = block = memoryview(b"")  # free this part before the next part is produced
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "xxh3": "".join(chunk.hexdigest() for chunk in sums)}
@@ -112,16 +112,16 @@ def _sums_of(file: BufferedReader) -> str:
 
 
 def check_file(path: Path, expected: dict[str, Any]) -> None:
-    """Raise CheckpointError, with the file's name, unless its size and checksums are as `expected`."""
+    """Raise CheckpointError, with the file's name, unless the file has the `expected` size and checksums."""
     place = storage.origin(path) or path
     with os_errors_as(CheckpointError, f"{place}: cannot be read"), open_regular(path, follow=False) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected["bytes"]:
-            raise CheckpointError(f"{place}: {size} bytes instead of {expected['bytes']}")
+            raise CheckpointError(f"{place}: has {size} bytes, expected {expected['bytes']}")
         older = "sha256" in expected  # format versions 1 and 2
         found = hashlib.file_digest(file, "sha256").hexdigest() if older else _sums_of(file)
         if found != expected["sha256" if older else "xxh3"]:
-            raise CheckpointError(f"{place}: contents differ from what was written (a sum is wrong)")
+            raise CheckpointError(f"{place}: contents do not match their checksum")
 
 
 def fsync(path: Path) -> None:
@@ -137,18 +137,18 @@ def fsync(path: Path) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Return True for a checkpoint. In a bucket, a checkpoint exists as soon as its manifest does."""
+    """Return True for a checkpoint. In a bucket, a checkpoint exists as soon as its manifest exists."""
     url = storage.origin(folder)
     return os.path.lexists(folder / MANIFEST) if url is None else MANIFEST in storage.listing(url)
 
 
 def fetch_manifest(folder: Path) -> None:
-    """Replace the local copy of a manifest. Raises CheckpointError if the bucket has none."""
+    """Replace the local copy of a manifest. Raises CheckpointError if the bucket does not contain the manifest."""
     url = storage.join(storage.origin(folder) or "", MANIFEST)
     try:
-        text = storage.read_end(url, MOST_BYTES, first=True)  # a cut manifest is found to be damaged
+        text = storage.read_end(url, MOST_BYTES, first=True)  # a manifest that is cut off fails its checksum
     except FileNotFoundError:
-        raise CheckpointError(f"{url}: there is no such object") from None
+        raise CheckpointError(f"{url}: no such object") from None
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / MANIFEST, text)
 
@@ -159,8 +159,8 @@ def check_sizes(folder: Path, files: Files) -> None:
     there = storage.listing(url)
     for name, entry in files.items():
         if there.get(name) != entry["bytes"]:
-            found = "not there" if name not in there else f"{there[name]} bytes"
-            raise CheckpointError(f"{storage.join(url, name)}: {found} instead of {entry['bytes']} bytes")
+            found = "missing" if name not in there else f"has {there[name]} bytes"
+            raise CheckpointError(f"{storage.join(url, name)}: {found}, expected {entry['bytes']} bytes")
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -174,13 +174,13 @@ class Reader:
     tensors: Tensors
     files: Files = field(default_factory=dict)
     frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that the checkpoint does not store
-    _fetched: set[str] = field(default_factory=set)  # files of a bucket whose local copies are whole
+    _fetched: set[str] = field(default_factory=set)  # files in a bucket with verified local copies
 
     @staticmethod
     def open(folder: Path, weights: str | None = None) -> "Reader":
         """Open a checkpoint. Raises CheckpointError as `read_manifest` does. Only `verify` checks the checksums.
 
-        weights: name of a callback; its tensors are read in place of the parameters of the same names.
+        weights: name of a callback, to read the callback's tensors instead of the parameters with the same names.
         """
         files, tensors, frozen = read_manifest(folder)
         reader = Reader(folder, tensors, files, frozen)
@@ -193,8 +193,8 @@ class Reader:
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(
-                f"{folder}: no .safetensors file; weights in other formats (pytorch_model.bin is a pickle) are not "
-                f"loaded, convert them with transformers' save_pretrained first"
+                f"{folder}: no .safetensors file; convert weights in other formats, such as the pickle "
+                f"pytorch_model.bin, with transformers' save_pretrained first"
             )
         tensors: Tensors = {}
         for path in paths:
@@ -208,7 +208,7 @@ class Reader:
         return Reader(folder, tensors)
 
     def choose(self, weights: str | None) -> None:
-        """Read a callback's weights in place of the parameters, or with None keep the parameters.
+        """Read a callback's weights instead of the parameters; None: read the parameters.
 
         Raises CheckpointError if the checkpoint has no such weights.
         """
@@ -216,7 +216,7 @@ class Reader:
             return
         own = {kind for kind, _ in self.tensors if kind.startswith(CALLBACK)}
         if (wanted := CALLBACK + weights) not in own:
-            known = ", ".join(sorted(kind.removeprefix(CALLBACK) for kind in own)) or "only the trained ones"
+            known = ", ".join(sorted(kind.removeprefix(CALLBACK) for kind in own)) or "only the trained weights"
             raise CheckpointError(f"{self.folder}: has no weights called {weights!r}; it has {known}")
         self.tensors |= {("param", name): stored for (kind, name), stored in self.tensors.items() if kind == wanted}
 
@@ -229,9 +229,9 @@ class Reader:
     def verify(self, share: tuple[int, int] | None = None) -> None:
         """Check every file's size and checksums. Raises CheckpointError with the file's name.
 
-        For a bucket, all sizes are checked, but only the checksums of files that are fetched for this: those without
-        tensors, and those with weights. With `share` = (rank, ranks), this rank's share of all files replaces the
-        latter.
+        In a bucket, the sizes of all files are checked, but the checksums only of those files that are fetched. These
+        are the files without tensors, and the files with weights. With `share` = (rank, ranks), this rank's share of
+        all files is fetched instead of the files with weights.
         """
         if storage.origin(self.folder) is not None:
             check_sizes(self.folder, self.files)
@@ -251,12 +251,12 @@ class Reader:
         return {where.file for (kind, _), stored in self.tensors.items() if kind in kinds for where in stored.boxes}
 
     def _fetch(self, names: Iterable[str]) -> None:
-        """Make local copies of a bucket's files match their checksums. Raises CheckpointError if they cannot."""
+        """Download a bucket's files, unless the local copies are intact. Raises CheckpointError for a damaged file."""
         for name in sorted({*names} - self._fetched) if storage.origin(self.folder) else ():
             path = self.folder / name
             with (
                 os_errors_as(StorageError, f"{self.folder}: cannot be written to"),
-                # Other ranks on this machine may fetch the same file. The lock is not one of the checkpoint's files.
+                # Lock, as other ranks on this machine may fetch the same file. The lock file is outside the folder.
                 FileLock(self.folder.with_name(f".{self.folder.name}.{name}.lock")),
             ):
                 try:
@@ -267,7 +267,7 @@ class Reader:
             self._fetched.add(name)
 
     def whole(self, name: str) -> Tensor:
-        """Read a parameter in fp32. Raises as `fill` does."""
+        """Read a parameter in fp32. Raises CheckpointError as `fill` does."""
         value = torch.empty(self.tensors["param", name].shape)
         self.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
         return value
@@ -277,15 +277,18 @@ class Reader:
 
         Raises CheckpointError, before anything is read, for a tensor that is missing or has a different shape.
         """
-        # Parameters come first, as a missing one also lacks its optimizer state; then file order, for sequential reads.
+        # Parameters first, so that an error names the parameter, not its optimizer state. Then in the order of the
+        # files, for sequential reads.
         shards = sorted(shards, key=lambda shard: (shard.kind != "param", shard.kind, shard.name))
         for shard in shards:
             tensor = shard.name if shard.kind == "param" else f"{shard.kind} {shard.name}"
             stored = self.tensors.get((shard.kind, shard.name))
             if stored is None:
-                raise CheckpointError(f"{self.folder}: lacks the model's {tensor}{OTHER}")
+                raise CheckpointError(f"{self.folder}: the model's {tensor} is missing{OTHER}")
             if (there := list(stored.shape)) != (here := list(shard.shape)):
-                raise CheckpointError(f"{self.folder}: {tensor} has shape {there} there and {here} in the model{OTHER}")
+                raise CheckpointError(
+                    f"{self.folder}: {tensor} has shape {there} in the checkpoint and {here} in the model{OTHER}"
+                )
         with ExitStack() as stack:
             opened: dict[str, safe_open] = {}
             for shard in shards:
@@ -305,18 +308,18 @@ class Reader:
             stored = file.get_slice(where.key)
             shape, found = stored.get_shape(), stored.get_dtype()
             if tuple(shape) != where.box.shape:
-                raise CheckpointError(f"{path}: {where.key} has shape {shape}, not {list(where.box.shape)}")
+                raise CheckpointError(f"{path}: {where.key} has shape {shape}, expected {list(where.box.shape)}")
             if found != dtype:
-                raise CheckpointError(f"{path}: {where.key} is {found}, not {dtype}")
+                raise CheckpointError(f"{path}: {where.key} has dtype {found}, expected {dtype}")
             target.copy_(stored[wanted.slices_in(where.box)] if shape else file.get_tensor(where.key))
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
 
 def _opened(path: Path) -> safe_open:
-    """Open a safetensors file for reading. The safetensors library checks its header."""
+    """Open a safetensors file for reading. The safetensors library checks the file's header."""
     try:
-        open_regular(path).close()  # the library would wait for the writer of a FIFO
+        open_regular(path).close()  # raises for a FIFO, where the library would wait for a writer
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None

@@ -42,21 +42,21 @@ def steps(root: Path) -> list[int]:
 
 
 def remove_partial(root: Path) -> None:
-    """Delete the remains of interrupted saves under `root`. No other process may be writing to the run."""
+    """Delete the remains of interrupted saves under `root`. No other process may write to the run meanwhile."""
     for path in root.glob(".*.tmp"):
         remove(path)
     if (url := storage.origin(root)) is not None:
         whole = steps(root)
         for name in storage.listing(url):
             if (match := _STEP.fullmatch(name)) and int(match[1]) not in whole:
-                log.warning("%s/%s: deleted, as it has no %s and so is no whole checkpoint", url, name, MANIFEST)
+                log.warning("%s/%s: deleted this incomplete checkpoint, which has no %s", url, name, MANIFEST)
                 storage.remove(storage.join(url, name))
 
 
 def run_of(folder: Path) -> str | None:
     """Return the ID of the run that wrote a checkpoint.
 
-    Returns None for a damaged checkpoint, or for one from a release that stored no ID.
+    Returns None if the checkpoint is damaged, or is from an early release that stored no ID.
     """
     path = folder / MANIFEST
     try:
@@ -75,7 +75,7 @@ def _run_of(manifest: Path, _modified: int) -> str | None:
 
 
 def newest_run(root: Path) -> str | None:
-    """Return the run ID of the newest checkpoint that has one."""
+    """Return the run ID in the newest checkpoint that contains a run ID."""
     return next((run for step in reversed(steps(root)) if (run := run_of(step_folder(root, step)))), None)
 
 
@@ -83,13 +83,13 @@ def check_own(folder: Path, run: str | None) -> None:
     """Raise CheckpointError if a run other than `run` wrote the checkpoint. With `run=None`, any run is accepted."""
     if run is not None and run_of(folder) not in (None, run):
         raise CheckpointError(
-            f"{folder} is another run's checkpoint and is left alone; move it elsewhere, and name it there as "
-            f"run.resume_from to go on from it, or let --fresh start over in a new folder"
+            f"{folder} is a checkpoint of a different run; move it elsewhere and set run.resume_from to its new path "
+            f"to continue from it, or start over in a new folder with --fresh"
         )
 
 
 def write_pointer(root: Path, name: str, step: int) -> None:
-    """Write the pointer file `name` ("latest" or "best"). It holds the name of a step's folder."""
+    """Write the pointer file `name` ("latest" or "best"). The file contains the name of the step's folder."""
     text = step_folder(root, step).name + "\n"
     if (url := storage.origin(root)) is not None:
         return storage.write(storage.join(url, name), text.encode())
@@ -98,10 +98,10 @@ def write_pointer(root: Path, name: str, step: int) -> None:
 
 
 def read_pointer(root: Path, name: str) -> int | None:
-    """Return the step in the pointer file `name`, if the file and the step's folder exist."""
+    """Return the step in the pointer file `name`; None if there is no such file, or no folder of the step."""
     url = storage.origin(root)
     try:
-        # The file may not be a pointer, so limit the bytes that are read.
+        # The file might not be a pointer, so limit the number of bytes that are read.
         there = storage.join(url, name) if url else ""
         text = storage.read_end(there, 100, first=True) if url else read_regular(root / name, 100, follow=False)
         match = _STEP.fullmatch(text.decode("ascii").strip())
@@ -116,7 +116,7 @@ def read_pointer(root: Path, name: str) -> int | None:
 def remove(path: Path) -> None:
     """Delete a folder, file or link. Errors are ignored."""
     with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():  # rmtree would block on a FIFO until somebody opens it for writing
+        if path.is_dir() and not path.is_symlink():  # rmtree would block on a FIFO until a process opens the FIFO
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
@@ -133,9 +133,10 @@ def prune(
 ) -> None:
     """Delete checkpoints of `run` up to `newest`, the step just saved.
 
-    The newest `keep_last` are kept (None: all), and multiples of `keep_every` steps. The best checkpoint, the steps in
-    `keep` and the `damaged` ones are never deleted. Damaged checkpoints do not count towards `keep_last`. Checkpoints
-    of other runs, and later steps (damaged ones that this run skipped), are neither counted nor deleted.
+    The newest `keep_last` checkpoints (None: all) and all checkpoints at multiples of `keep_every` steps are kept. The
+    best checkpoint and the checkpoints of the steps in `keep` and `damaged` are never deleted. Damaged checkpoints do
+    not count towards `keep_last`. Checkpoints of other runs, and of steps after `newest` (damaged checkpoints that this
+    run skipped), are neither counted nor deleted.
     """
     if keep_last is None:
         return
@@ -147,7 +148,7 @@ def prune(
             folder = step_folder(root, step)
             if (url := storage.origin(folder)) is not None:
                 remove(folder)
-                storage.remove(storage.join(url, MANIFEST))  # first: without a manifest the checkpoint does not exist
+                storage.remove(storage.join(url, MANIFEST))  # first, because the manifest marks a complete checkpoint
                 storage.remove(url)
             else:
                 # Rename first, so that a kill during the deletion leaves no folder that looks like a checkpoint.
@@ -159,7 +160,7 @@ def prune(
 def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = None) -> Reader:
     """Open a checkpoint. If `whole`, check its files with `Reader.verify`.
 
-    For a bucket, fetch the manifest and the files without tensors again.
+    For a checkpoint in a bucket, this fetches the manifest again, and other files only if the local copies differ.
     """
     if storage.origin(folder) is not None:
         fetch_manifest(folder)
@@ -174,10 +175,10 @@ def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = N
 def newest_valid(
     root: Path, run: str | None = None, check: Callable[[Path], object] = verified
 ) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint, and a sentence for each newer, damaged one.
+    """Return the newest intact checkpoint, and a sentence about each damaged checkpoint that is newer.
 
     `check` raises CheckpointError for a damaged checkpoint. Raises CheckpointError if a run other than `run` wrote the
-    checkpoint that is found. With `run=None`, any run is accepted.
+    intact checkpoint. With `run=None`, any run is accepted.
     """
     damaged: list[str] = []
     for step in reversed(steps(root)):
@@ -197,15 +198,15 @@ def newest_valid(
 def warn_of(damaged: list[str]) -> None:
     """Log the sentences about damaged checkpoints that `newest_valid` returns."""
     for problem in damaged:
-        log.warning("damaged checkpoint passed over: %s", problem)
+        log.warning("skipping a damaged checkpoint: %s", problem)
 
 
 def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verified) -> Path:
-    """Find a checkpoint: `place` itself, or the newest intact one in a run's folder or its `checkpoints/`.
+    """Find a checkpoint: `place` itself, or the newest intact checkpoint in `place` or in its `checkpoints/`.
 
-    `place` may also be a URL, in which case the path of the local copy is returned, or a pointer file such as
-    `checkpoints/best`. `check` is as for `newest_valid`. Damaged checkpoints are logged. Raises CheckpointError if
-    there is no intact checkpoint.
+    `place` may also be a pointer file such as `checkpoints/best`, or a URL. For a URL, this returns the path of the
+    local copy. `check` raises CheckpointError for a damaged checkpoint. Damaged checkpoints are logged. Raises
+    CheckpointError if there is no intact checkpoint.
     """
     path = storage.local(place)
     if (url := storage.origin(path)) is None and not os.path.lexists(path):
@@ -213,7 +214,7 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
     if not has_manifest(path) and (step := read_pointer(path.parent, path.name)) is not None:
         path = step_folder(path.parent, step)
     if path.is_file():
-        raise CheckpointError(f"{path}: {foreign_weights(path) or 'not a checkpoint, and names none beside it'}")
+        raise CheckpointError(f"{path}: {foreign_weights(path) or 'neither a checkpoint nor a pointer to one'}")
     if has_manifest(path):
         check(path)
         return _plain(path)
@@ -223,15 +224,15 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
         if folder is not None:
             return _plain(folder)
         if damaged:
-            raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
-    said = "not a checkpoint, and holds none; name a run's folder or checkpoints/step_…"
+            raise CheckpointError(f"{root}: every checkpoint is damaged ({damaged[0]})")
+    said = "not a checkpoint, and contains none; expected a run's folder or checkpoints/step_…"
     if is_hugging_face(path):
-        said = "not a checkpoint but a Hugging Face folder, whose weights model.pretrained takes"
+        said = "a Hugging Face folder, not a checkpoint; load its weights with model.pretrained"
     raise CheckpointError(f"{url or path}: {lone_adapter(path, place) or foreign_weights(path) or said}")
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return True for a Hugging Face model folder that is not also a checkpoint, a partial one or a run's folder."""
+    """Return True for a Hugging Face model folder that is neither a run folder nor a complete or partial checkpoint."""
     ours = (MANIFEST, STATE, "checkpoints")
     return (folder / "config.json").is_file() and not any(os.path.lexists(folder / own) for own in ours)
 
@@ -240,5 +241,5 @@ def _plain(folder: Path) -> Path:
     """Return `folder`. Raises CheckpointError if any entry is a link, device, socket or FIFO."""
     for entry in os.scandir(folder):
         if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
-            raise CheckpointError(f"{entry.path}: not a regular file, and a checkpoint has no others")
+            raise CheckpointError(f"{entry.path}: not a regular file or folder; a checkpoint may contain nothing else")
     return folder

@@ -1,7 +1,7 @@
 """Fill a model's weights from a checkpoint, from pretrained folders, or with initial values.
 
-Frozen parameters are not stored: a checkpoint has only their hashes. Loading the checkpoint reads the parameters from
-the pretrained folders and compares the hashes, to detect weights other than those that the run started from.
+A checkpoint contains only hashes of the frozen parameters. When a checkpoint is loaded, these parameters are read from
+the pretrained folders, and their hashes are compared, to detect weights other than those that the run started from.
 """
 
 import os
@@ -21,7 +21,7 @@ from crosstrain.modeling.pretrained import Place, Source, Stack, names_at
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.rng import generator
 
-_ELEMENTS = 1 << 20  # elements hashed at a time; each takes tens of bytes of memory
+_ELEMENTS = 1 << 20  # elements hashed at a time; hashing an element takes tens of bytes of memory
 _WORD = (1 << 64) - 1
 
 
@@ -33,7 +33,7 @@ class PretrainedWeights:
 
     @staticmethod
     def of(model: Model) -> "PretrainedWeights":
-        """Open the model's folders. Raises CheckpointError if one is neither a checkpoint nor a Hugging Face folder."""
+        """Open the model's folders. Raises CheckpointError as `open_weights` does."""
         return PretrainedWeights([(source, open_weights(source.folder)) for source in model.weights.sources()])
 
     def verify(self) -> None:
@@ -42,10 +42,10 @@ class PretrainedWeights:
             reader.verify()
 
     def summary(self, names: Collection[str]) -> list[str]:
-        """Return lines for the log: how many parameters each folder provides, and how many others it has.
+        """Return lines for the log: how many parameters each folder provides, and how many of its tensors are not used.
 
-        Raises CheckpointError for a parameter that its folder lacks, and for a parameter of an earlier run that the
-        model does not use.
+        Raises CheckpointError if a folder lacks a parameter, or if the model does not use all parameters of an earlier
+        run.
         """
         left, found = set(names), dict[Path, tuple[int, set[str]]]()
         for source, reader in self.parts:
@@ -54,18 +54,18 @@ class PretrainedWeights:
             places = [source.place(name, there) for name in mine]
             used = set[str]().union(*map(names_at, places))
             if lacking := used - there:
-                frozen = lacking & reader.frozen.keys() and ", which was frozen; name in `model` what it came from"
-                raise CheckpointError(f"{reader.folder}: holds no parameter {min(lacking)}{frozen or ''}")
+                frozen = lacking & reader.frozen.keys() and ", which was frozen; set its pretrained weights in `model`"
+                raise CheckpointError(f"{reader.folder}: has no parameter {min(lacking)}{frozen or ''}")
             if source.of_model:
                 _check_used(reader, there - used)
             count, unused = found.get(reader.folder, (0, there))
             found[reader.folder] = count + len(mine), unused - used
         lines = [
-            f"{count} parameters begin with the weights in {folder}"
-            + (f"; {len(unused)} there are not used, such as {min(unused)}" if unused else "")
+            f"{count} parameters are initialized from the weights in {folder}"
+            + (f"; {len(unused)} of its parameters are not used, such as {min(unused)}" if unused else "")
             for folder, (count, unused) in found.items()
         ]
-        new = [f"{len(left)} parameters are new, with initial values, such as {min(left)}"] if left and lines else []
+        new = [f"{len(left)} parameters are newly initialized, such as {min(left)}"] if left and lines else []
         return lines + new
 
     def covers(self, name: str) -> bool:
@@ -86,7 +86,7 @@ class PretrainedWeights:
         return filled
 
     def as_published(self, shards: list[Shard]) -> Iterator[Shard]:
-        """Yield the shards in fp32, one after another. Shards in lower precision are read from the folders again."""
+        """Yield the shards in fp32, one at a time. Shards in lower precision are read from the folders again."""
         for shard in shards:
             if all(p.data.dtype == torch.float32 for p in shard.pieces):
                 yield shard
@@ -105,7 +105,7 @@ def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, Fro
     hashes = {}
     for name, parameter in model.weights.quantized().items():
         if not pretrained.covers(name):
-            raise ConfigError(f"model.adapter: it keeps {name} in few bits, so the model needs pretrained weights")
+            raise ConfigError(f"model.adapter: {name} is quantized, so the model needs pretrained weights")
         value, shape = torch.empty(parameter.shape), tuple(parameter.shape)
         pretrained.fill([Shard("param", name, shape, whole_pieces(value, shape))])
         hashes[name] = FrozenParameter(shape, f"{fingerprint(value, Box.whole(shape), shape):016x}")
@@ -114,9 +114,9 @@ def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, Fro
 
 
 def open_weights(folder: Path, weights: str | None = None) -> Reader:
-    """Open a checkpoint or a Hugging Face folder. `weights` is as for `Reader.open`.
+    """Open a checkpoint or a Hugging Face folder. For `weights`, see `Reader.open`.
 
-    Raises CheckpointError for a folder that is neither, and for weights that it does not have.
+    Raises CheckpointError if `folder` is not a checkpoint or Hugging Face folder, or does not contain these weights.
     """
     reader = Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
     reader.choose(weights)
@@ -124,7 +124,7 @@ def open_weights(folder: Path, weights: str | None = None) -> Reader:
 
 
 def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
-    """Yield shards of the tensors in a pretrained folder that share the memory of a shard of the model."""
+    """Convert a shard of the model to shards of the pretrained tensors at `place`. The memory is shared."""
     if isinstance(place, str):
         yield Shard(shard.kind, place, shard.shape, shard.pieces)
     elif isinstance(place, Stack):
@@ -146,7 +146,7 @@ def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
 
 
 def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
-    """Fill parameter shards with initial values. They depend only on (seed, canonical name, logical shape).
+    """Fill parameter shards with initial values that depend only on seed, canonical name and logical shape.
 
     Only one logical tensor exists at a time, so a rank needs memory for its share and the largest tensor.
     """
@@ -164,11 +164,11 @@ def load_shards(
     pretrained: PretrainedWeights | None = None,
     names: Collection[str] | None = None,
 ) -> set[str]:
-    """Fill every piece from a checkpoint, and frozen parameters from `pretrained`. Returns the names of the latter.
+    """Fill shards from a checkpoint, or from `pretrained` for frozen parameters. Returns the frozen parameters' names.
 
-    No tensor is gathered. Pass the `names` of all parameters of the model if `shards` lack those of other ranks. Raises
-    CheckpointError if model and checkpoint do not hold the same parameters, or a frozen one has no pretrained weights.
-    `check_frozen` compares the frozen ones with the checkpoint's hashes.
+    No tensor is gathered. If other ranks hold further parameters, pass the `names` of all the model's parameters.
+    Raises CheckpointError if model and checkpoint have different parameters, or if a frozen parameter has no pretrained
+    weights. To compare the frozen parameters with the checkpoint's hashes, call `check_frozen`.
     """
     pretrained = pretrained or PretrainedWeights([])
     known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
@@ -176,32 +176,33 @@ def load_shards(
     borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
     if missing := [s.name for s in borrowed if not pretrained.covers(s.name)]:
         raise CheckpointError(
-            f"{reader.folder}: {missing[0]} was frozen and is not in the checkpoint; name in `model` the "
-            f"pretrained weights that it came from"
+            f"{reader.folder}: {missing[0]} was frozen and is not in the checkpoint; set its pretrained "
+            f"weights in `model`"
         )
     for shard in shards:
         untrained = shard.kind != "param" and (shard.kind, shard.name) not in reader.tensors
         if untrained and shard.name not in reader.frozen and ("param", shard.name) in reader.tensors:
             raise CheckpointError(
-                f"{reader.folder}: holds no {shard.kind} of {shard.name}, so it was not trained; start the optimizer's "
-                f"state anew with run.resume_optimizer=false"
+                f"{reader.folder}: has no {shard.kind} for {shard.name}, because it was not trained; reset the "
+                f"optimizer state with run.resume_optimizer=false"
             )
     pretrained.fill(borrowed)
-    reader.fill([s for s in shards if s.name not in reader.frozen])  # optimizer state of the others starts at zero
+    # The checkpoint contains no optimizer state of frozen parameters; the state of these parameters starts at zero.
+    reader.fill([s for s in shards if s.name not in reader.frozen])
     _check_shared(reader, shards)
     return {s.name for s in borrowed}
 
 
 def _check_used(reader: Reader, extra: set[str]) -> None:
-    """Raise CheckpointError if the checkpoint has `extra` parameters that the model lacks."""
+    """Raise CheckpointError if `extra`, the checkpoint's parameters that the model lacks, is not empty."""
     if extra:
         raise CheckpointError(
-            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}{OTHER}"
+            f"{reader.folder}: has {len(extra)} parameters that the model lacks, such as {min(extra)}{OTHER}"
         )
 
 
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:
-    """Raise CheckpointError if a shared scalar of the optimizer state differs between parameters in the checkpoint."""
+    """Raise CheckpointError if parameters that share an optimizer scalar have different values in the checkpoint."""
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
     values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
     copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]
@@ -211,27 +212,28 @@ def _check_shared(reader: Reader, shards: list[Shard]) -> None:
         name, known = first.setdefault(shard.pieces[0].data.data_ptr(), (shard.name, value.item()))
         if known != value.item():
             raise CheckpointError(
-                f"{reader.folder}: the optimizer's {shard.kind} of {name} is {known:g} and that of {shard.name} "
-                f"{value.item():g}, and this runner keeps one for both; use a runner such as ddp or fsdp, or start the "
-                f"optimizer's state anew with run.resume_optimizer=false"
+                f"{reader.folder}: the optimizer's {shard.kind} is {known:g} for {name} and {value.item():g} for "
+                f"{shard.name}, but this runner keeps one value for both; use a runner such as ddp or fsdp, or "
+                f"reset the optimizer state with run.resume_optimizer=false"
             )
 
 
 def check_frozen(reader: Reader, hashes: dict[str, FrozenParameter]) -> None:
-    """Raise CheckpointError for a parameter whose hash differs from the checkpoint's."""
+    """Raise CheckpointError if a parameter's hash differs from the hash in the checkpoint."""
     for name, now in hashes.items():
         if reader.frozen.get(name, now) != now:
             raise CheckpointError(
-                f"{reader.folder}: {name} is frozen and differs from what the run was trained with: are the pretrained "
-                f"weights that `model` names the same?"
+                f"{reader.folder}: {name} is frozen and differs from the parameter in the trained run; check that "
+                f"`model` names the same pretrained weights"
             )
 
 
 def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, FrozenParameter]:
-    """Hash every parameter that the ranks of `group` hold together. Collective.
+    """Hash every parameter that has pieces on the ranks of `group`. Collective.
 
-    A hash is the sum, modulo 2^64, of a mix of each element's position and value, so that ranks can add up the hashes
-    of their pieces. It detects different weights, but does not protect against an attacker.
+    A parameter's hash is the sum, modulo 2^64, of its elements' hashes; an element's hash is computed from its position
+    and value. Ranks can therefore add up the hashes of their pieces. The hash detects different weights, but does not
+    protect against an attacker.
     """
     mine = {(s.name, s.shape, p.box): fingerprint(p.data, p.box, s.shape) for s in shards for p in s.pieces}
     boxes = {key: value for held in group.all_gather(mine) for key, value in held.items()}
@@ -242,7 +244,7 @@ def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, FrozenParam
 
 
 def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Return the contribution of a box to the hash of its tensor. `data` is converted to fp32."""
+    """Return the contribution of a box's `data` to the hash of the box's tensor. `data` is converted to fp32."""
     total = 0
     rows = max(1, _ELEMENTS * data.shape[0] // max(1, data.numel())) if data.ndim else 1
     for start in range(0, data.shape[0] if data.ndim else 1, rows):
@@ -260,7 +262,7 @@ def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """Compute `rng.splitmix64` in torch. int64 products wrap; the masks undo the sign extension of right shifts."""
+    """Compute `rng.splitmix64` in torch. int64 products wrap around; masks undo the sign extension of right shifts."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & (_WORD >> shift))) * (factor - (1 << 64))
     return z ^ ((z >> 31) & (_WORD >> 31))

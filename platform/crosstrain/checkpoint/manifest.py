@@ -1,7 +1,7 @@
-"""The manifest and other JSON files of a checkpoint. They may be untrusted: every value is checked before use.
+"""The manifest and other JSON files of a checkpoint. The files may be untrusted: every value is checked before use.
 
 A manifest that passes the checks is small enough to process, refers only to files in its folder, and contains only
-printable names. Its boxes fit into their files.
+printable names. The boxes that it lists fit into their files.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
-# Since version 2, a manifest ends with the SHA-256 sum of all bytes before the sum, between these two texts.
+# Since version 2, a manifest ends with the SHA-256 hash of all bytes before the hash, between these two texts.
 _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
@@ -32,16 +32,16 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 # Enough for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment sharded over 500 ranks. Parsed
-# values take up to 30 times the memory of their text, so their count is limited too.
+# values take up to 30 times the memory of their text, so the number of values is limited, too.
 MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
-CHUNK = 1 << 22  # bytes per checksum of a file
+CHUNK = 1 << 22  # bytes of a file per checksum
 DIGITS = 32  # hexadecimal digits of a checksum
 _LONGEST_NAME, _MOST_DIMENSIONS = 1000, 16
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # file name: not hidden, and without a folder
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """A checkpoint of a different format or version. It is not damaged, so it is never skipped or replaced."""
+    """A checkpoint of a different format or version. Such a checkpoint is intact, and never skipped or replaced."""
 
 
 def box_key(kind: str, name: str, shape: tuple[int, ...], box: Box) -> str:
@@ -75,7 +75,7 @@ class FrozenParameter:
 
 
 Files = dict[str, dict[str, Any]]  # name -> {"bytes", "xxh3"}; in versions 1 and 2, {"bytes", "sha256"}
-Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> its boxes
+Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> shape, dtype and boxes of the tensor
 
 
 def is_count(value: Any) -> bool:
@@ -84,7 +84,7 @@ def is_count(value: Any) -> bool:
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """Parse a JSON file. Raises CheckpointError if it is missing, larger than `most_bytes`, or not JSON."""
+    """Parse a JSON file. Raises CheckpointError if the file is missing, larger than `most_bytes`, or not JSON."""
     return _read(path, most_bytes)[1]
 
 
@@ -92,7 +92,7 @@ def _read(path: Path, most_bytes: int) -> tuple[bytes, Any]:
     with os_errors_as(CheckpointError, f"{path}: cannot be read"):
         content = read_regular(path, most_bytes, follow=False)
     if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_VALUES:
-        raise CheckpointError(f"{path}: holds more than the {_MOST_VALUES} values that are read")
+        raise CheckpointError(f"{path}: has more than the limit of {_MOST_VALUES} values")
     try:
         return content, json.loads(content.decode("utf-8", "surrogatepass"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -100,14 +100,14 @@ def _read(path: Path, most_bytes: int) -> tuple[bytes, Any]:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """Return the text of a manifest.json with this content. Its last key is the SHA-256 sum of the text before it."""
+    """Return the text of a manifest.json with this content. The SHA-256 hash at the end covers all other text."""
     text = json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1).encode()
     body = text.removesuffix(b"\n}") + _SUM_BEGINS
     return body + hashlib.sha256(body).hexdigest().encode() + _SUM_ENDS
 
 
 def _is_intact(text: bytes) -> bool:
-    """Return True if a manifest's text ends with the correct SHA-256 sum."""
+    """Return True if a manifest's text ends with the correct SHA-256 hash."""
     body, begins, end = text.rpartition(_SUM_BEGINS)
     return end == hashlib.sha256(body + begins).hexdigest().encode() + _SUM_ENDS
 
@@ -116,20 +116,20 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     """Return the files, the tensors and the frozen parameters in the manifest of `folder`.
 
     Raises CheckpointError if the manifest is missing, differs from the text that was written, is malformed or names a
-    path outside the folder; if the boxes of a tensor do not tile it exactly once; and if the boxes in a file are
-    larger than the file. Raises IncompatibleCheckpointError if its checksum is correct but this release cannot read
-    its version.
+    path outside the folder; if the boxes of a tensor do not tile it exactly once; or if the boxes in a file are
+    together larger than the file. Raises IncompatibleCheckpointError if the manifest is intact but this release cannot
+    read its version.
     """
     path = folder / MANIFEST
     text, manifest = _read(path, MOST_BYTES)
-    intact = _is_intact(text)  # verify first: until then no value can be trusted, least of all the version
+    intact = _is_intact(text)  # verify first: before that, no value can be trusted, not even the version
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
-            raise CheckpointError(f"{path}: contents differ from what was written (its own SHA-256 sum is wrong)")
+            raise CheckpointError(f"{path}: contents do not match the SHA-256 checksum in it")
         if intact and (manifest["format"] != FORMAT or manifest["version"] not in (2, VERSION)):
             raise IncompatibleCheckpointError(
-                f"{path}: format {show(manifest['format'])} version {show(manifest['version'])} is not one that this "
-                f"release reads"
+                f"{path}: this release cannot read format {show(manifest['format'])} version "
+                f"{show(manifest['version'])}"
             )
         files = {name: _file(name, entry) for name, entry in manifest["files"].items()}
         tensors = {
@@ -146,7 +146,7 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: malformed manifest ({error!r})") from None
     if STATE not in files:
-        raise CheckpointError(f"{path}: {STATE} is not among its files")
+        raise CheckpointError(f"{path}: does not list {STATE}")
     _check_boxes(path, files, tensors)
     if both := [name for name in frozen if ("param", name) in tensors]:
         raise CheckpointError(f"{path}: {both[0]} is listed both as frozen and as stored")
@@ -159,11 +159,11 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
     for (kind, name), stored in tensors.items():
         for where in stored.boxes:
             if where.file not in held:
-                raise CheckpointError(f"{path}: {kind} {name} lies in {where.file!r}, which is not among its files")
+                raise CheckpointError(f"{path}: {kind} {name} is in {where.file!r}, which the manifest does not list")
             if where.key != (key := box_key(kind, name, stored.shape, where.box)):
-                raise CheckpointError(f"{path}: a box of {kind} {name} is called {where.key}, not {key}")
+                raise CheckpointError(f"{path}: a box of {kind} {name} has the key {where.key}, expected {key}")
             if (where.file, where.key) in seen:
-                raise CheckpointError(f"{path}: two boxes lie in {where.file} as {where.key}")
+                raise CheckpointError(f"{path}: two boxes in {where.file} have the key {where.key}")
             seen.add((where.file, where.key))
             held[where.file] += where.box.numel * ITEM_SIZES[stored.dtype]
         problem = check_cover([where.box for where in stored.boxes], stored.shape)
@@ -171,24 +171,26 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
             raise CheckpointError(f"{path}: {kind} {name}: {problem}")
     for file, size in held.items():
         if size > files[file]["bytes"]:
-            raise CheckpointError(f"{path}: boxes of {size} bytes cannot lie in {file} of {files[file]['bytes']} bytes")
+            raise CheckpointError(
+                f"{path}: the boxes in {file} have {size} bytes, more than the file's {files[file]['bytes']}"
+            )
 
 
 def _file(name: str, entry: Any) -> dict[str, Any]:
     if not _SAFE_NAME.fullmatch(name):
-        raise ValueError(f"{show(name)} is not a file name inside the checkpoint")
+        raise ValueError(f"{show(name)} is not a valid name of a file in a checkpoint")
     size = _count(entry["bytes"])
     if "sha256" in entry:
         return {"bytes": size, "sha256": _name(entry["sha256"])}
     sums = entry["xxh3"]
     if not isinstance(sums, str) or len(sums) != DIGITS * -(-size // CHUNK):
-        raise ValueError(f"{show(sums)} are not the sums of {size} bytes")
+        raise ValueError(f"{show(sums)} are not the checksums of {size} bytes")
     return {"bytes": size, "xxh3": sums}
 
 
 def _tensor(entry: Any) -> StoredTensor:
     if entry["dtype"] not in ITEM_SIZES:
-        raise ValueError(f"{show(entry['dtype'])} is not a type that checkpoints hold")
+        raise ValueError(f"{show(entry['dtype'])} is not a dtype that checkpoints can store")
     boxes = [
         StoredBox(sys.intern(_name(file)), _name(key), Box(_counts(offset), _counts(shape)))
         for file, key, offset, shape in entry["boxes"]
@@ -197,7 +199,7 @@ def _tensor(entry: Any) -> StoredTensor:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """Check a shape or an offset: a tensor of that size must be possible."""
+    """Check a shape or an offset: limit the number of dimensions and the product, the number of elements."""
     if not isinstance(values, list):
         raise ValueError(f"{show(values)} is not a list")
     counts = tuple(map(_count, values))
@@ -213,7 +215,7 @@ def _count(value: Any) -> int:
 
 
 def _name(value: Any) -> str:
-    """Check a name: printable, short, and not the key that safetensors reserves."""
+    """Check that a name is printable, short, and not the key that safetensors reserves."""
     if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME or value == "__metadata__":
         raise ValueError(f"{show(value)} is not a name")
     return value

@@ -1,8 +1,8 @@
 """The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, profile/, checkpoints/ and tracker files.
 
-Only one run trains in a folder at a time. Its ID is in `.run_id` and in its checkpoints.
+Only one run trains in a folder at a time. The run's ID is in `.run_id` and in the checkpoints.
 
-A run in a bucket has a local folder. Its files, except checkpoints, are copied to the bucket at intervals.
+A run in a bucket also has a local folder. All local files except checkpoints are copied to the bucket at intervals.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class RunFolder:
         self.address = storage.origin(path) or str(path)
         self._sync: _Sync | None = None
         self.run_id: str | None = None
-        self._descriptor: int | None = None  # of the locked file; the kernel unlocks it when the process ends
+        self._descriptor: int | None = None  # descriptor of `.lock`; the kernel unlocks the file when the process ends
 
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
-        """Create the folder, lock it for this process, and write its ID and config.yaml if they are missing.
+        """Create the folder, lock it for this process, and write the run's ID and config.yaml if they are missing.
 
-        A folder without an ID gets `newest_run`, the ID in its newest checkpoint, or a new ID. Raises UserError if the
-        folder is already locked or cannot be written to.
+        newest_run: the ID in the folder's newest checkpoint, used if the folder has no ID; None: make a new ID. Raises
+        UserError if the folder is already locked or cannot be written to.
         """
         with self._written():
             self._hold(_PATIENCE)
@@ -81,9 +81,9 @@ class RunFolder:
             write_atomically(self.config, yaml.safe_dump(config, sort_keys=False))
 
     def check(self) -> None:
-        """Raise UserError unless the folder can be created and written to. Leaves nothing behind."""
+        """Raise UserError unless the folder can be created and written to. Leaves no files behind."""
         if storage.is_url(self.address):
-            probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # unique to this start
+            probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # a unique name
             try:
                 storage.write(probe, b"")
                 replaced = storage.create(probe, b"again")
@@ -93,7 +93,7 @@ class RunFolder:
             if replaced:
                 raise UserError(
                     f"run.output_dir: the server of {self.address} ignores the condition of a put (If-None-Match), so "
-                    f"two runs could write there at once; use another, or a disk"
+                    f"two runs could write there at once; use a different server or a local folder"
                 )
         else:
             with self._written():
@@ -101,17 +101,19 @@ class RunFolder:
                 tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if os.path.lexists(p))).close()
 
     def _hold(self, patience: float) -> None:
-        """Lock the folder's file `.lock`. Raises UserError if it is still locked after `patience` seconds."""
+        """Lock the folder's file `.lock`. Raises UserError if the file is still locked after `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            if _locks(descriptor, fcntl.LOCK_EX) and _is(self._lock, descriptor):  # the folder stayed
+            if _locks(descriptor, fcntl.LOCK_EX) and _is(self._lock, descriptor):  # not renamed since `os.open`
                 self._descriptor = descriptor
                 return
             os.close(descriptor)
             if time.monotonic() >= deadline:
-                raise UserError(f"run.output_dir: another process is training in {self.path}; choose another folder")
+                raise UserError(
+                    f"run.output_dir: another process is training in {self.path}; choose a different folder"
+                )
             time.sleep(0.05)
 
     def is_held(self) -> bool:
@@ -124,7 +126,7 @@ class RunFolder:
         return False
 
     def note_end(self, error: Exception, patience: float) -> None:
-        """Append the error that ended the run to its log, unless the folder is still locked.
+        """Append the error that ended the run to the run's log, unless the folder is still locked.
 
         patience: seconds to wait for the processes of a killed worker to end.
         """
@@ -132,7 +134,7 @@ class RunFolder:
         while (held := self.is_held()) and time.monotonic() < deadline:
             time.sleep(0.25)
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # for a traceback, its first line and the error
+        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # of a traceback, the first line and the error
         with suppress(OSError):
             if not held and self.log.is_file():
                 append(self.log, f"{time.strftime(TIME_FORMAT)} error: {said}\n")
@@ -152,19 +154,19 @@ class RunFolder:
         return os_errors_as(UserError, f"run.output_dir: {self.path} cannot be written to")
 
     def check_kept(self) -> None:
-        """Raise TrainingError if this process locked the folder, and it was moved, deleted or taken by another run."""
+        """Raise TrainingError if the folder that this process locked was moved, deleted, or taken over by a new run."""
         with suppress(OSError):  # the next save will fail and report the error
             if self._descriptor is not None and not (
                 _is(self._lock, self._descriptor) and self.read_id() == self.run_id
             ):
                 raise TrainingError(
-                    f"run.output_dir: {self.path} was moved, deleted, or taken by another run, while it trained there, "
-                    f"so it ends; if you moved it to PLACE, the same command with run.output_dir=PLACE goes on from "
-                    f"its last checkpoint"
+                    f"run.output_dir: {self.path} was moved, deleted or taken over by a different run during training, "
+                    f"so this run ends; if you moved it to PLACE, the same command with run.output_dir=PLACE resumes "
+                    f"from its last checkpoint"
                 )
 
     def check_writer(self) -> None:
-        """Raise CheckpointError if another process has become the writer of a run in a bucket."""
+        """Raise CheckpointError if this process is no longer the writer of a run in a bucket."""
         writer.check(self.address, (self.path / _WRITER).read_text(encoding="ascii"))
 
     def copy(self) -> None:
@@ -180,12 +182,12 @@ class RunFolder:
                     _copied[path] = state
 
     def close(self) -> None:
-        """Copy the last changes to the bucket, if there is one, and let other processes write there."""
+        """Copy the last changes of a run in a bucket, and let other processes write to the folder."""
         if self._sync is not None:
             self._sync.close()
 
     def release(self) -> None:
-        """Unlock the folder before this process ends. The process must not write there afterwards."""
+        """Unlock the folder before this process ends. The process must not write to the folder afterwards."""
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
@@ -208,7 +210,7 @@ class RunFolder:
 
     @staticmethod
     def _holds(proof: Path, token: str) -> bool:
-        """Wait until a file holds `token`, as other machines may see it seconds later. Returns False on a timeout."""
+        """Wait until a file contains `token`; a shared folder may show it seconds late. Returns False on timeout."""
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             with suppress(OSError):
@@ -219,9 +221,9 @@ class RunFolder:
         return False
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run's folder to the first free NAME.1, NAME.2, ... Raises UserError if it is in use."""
+        """Rename an earlier run's folder to the first free NAME.1, NAME.2, ... Raises UserError for a folder in use."""
         if storage.is_url(self.address):
-            raise UserError(f"--fresh: a folder in a bucket cannot be renamed; choose another than {self.address}")
+            raise UserError(f"--fresh: a folder in a bucket cannot be renamed; choose a new folder, not {self.address}")
         if not self.path.exists():
             return None
         names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
@@ -243,7 +245,7 @@ class _Sync:
         self._run, self._url, folder = run, run.address, run.path
         known = folder / _WRITER
         earlier = known.read_text(encoding="ascii") if known.exists() else None
-        # If the local folder holds the last writer's ID, that writer was killed, and these files are the newest.
+        # If the local folder holds the last writer's ID, that writer was killed, and the local files are the newest.
         self._writer = writer.Writer.claim(run.address, killed=earlier)
         if self._writer.before != earlier or earlier is None:
             for path in folder.iterdir():
@@ -275,7 +277,7 @@ class _Sync:
             self._failed = False
         except (UserError, OSError) as error:
             if not self._failed:
-                log.warning("%s: the run's files could not be copied there (%s); training goes on", self._url, error)
+                log.warning("%s: the run's files could not be copied there (%s); training continues", self._url, error)
             self._failed = True
 
 
@@ -294,7 +296,7 @@ def bring(url: str, folder: Path) -> None:
             storage.download(storage.join(url, name), folder / name)
     if left_out:
         log.warning(
-            "%s: %d object(s) are left out, as no file here can have such a name: %r",
+            "%s: %d object(s) are not copied, because their names are not valid file names here: %r",
             url,
             len(left_out),
             left_out[0][:80],
@@ -302,7 +304,7 @@ def bring(url: str, folder: Path) -> None:
 
 
 def _locks(descriptor: int, kind: int) -> bool:
-    """Lock a file, if its file system supports that. Returns False if it is already locked."""
+    """Lock a file, if its file system supports that. Returns False if the file is already locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

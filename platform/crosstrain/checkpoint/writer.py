@@ -1,8 +1,9 @@
-"""Ownership of a run in a bucket: only one process may write to it.
+"""Ownership of a run in a bucket: only one process may write to the run's folder.
 
-Each start of a run creates the object `.writers/N`, with the next free number N, on the condition that it does not
-exist yet. Only one of several processes succeeds, and a higher number revokes a lower one. The writer renews its
-object. If an object is neither renewed nor marked as ended, its process was killed.
+Each start of a run creates the object `.writers/N`, where N is the next free number, on the condition that the object
+does not exist yet. If several processes create the same object, only one succeeds. Only the object with the highest
+number is valid. The writer renews its object at intervals. If an object is neither renewed nor marked as ended, the
+process that created the object was killed.
 """
 
 import getpass
@@ -40,14 +41,14 @@ class Writer:
     def claim(url: str, killed: str | None) -> "Writer":
         """Become the writer. Waits while the previous writer may be alive.
 
-        killed: ID of a writer that is known to have been killed. A damaged claim may belong to a living process, which
-        would renew it. Raises UserError, with the name of the other process, if that process is alive or claims the
-        folder first.
+        killed: ID of a writer that is known to have been killed; there is no wait for this writer. There is a wait if
+        the last claim is damaged, because a process that is still alive would renew the claim. Raises UserError, with
+        the name of the other process, if that process is alive or claims the folder first.
         """
         number, text, last = _last(url)
         seconds = _LEASE * RENEWAL
         if number and not last.get("ended") and (not last or last["id"] != killed):
-            log.info("%s: waiting up to %.0f s to see if %s is alive", url, seconds, _name(last))
+            log.info("%s: waiting up to %.0f s to see whether %s is still alive", url, seconds, _name(last))
             deadline, before = time.monotonic() + seconds, (number, text)
             while time.monotonic() < deadline and not last.get("ended"):
                 time.sleep(min(1.0, seconds / 10))
@@ -82,33 +83,33 @@ class Writer:
 
 
 def check(url: str, writer: str) -> None:
-    """Raise CheckpointError if the run's writer is no longer the one with the ID `writer`."""
+    """Raise CheckpointError unless `writer` is the ID of the run's current writer."""
     deadline = time.monotonic() + 2 * RENEWAL
     while not (last := _last(url)[2]) and time.monotonic() < deadline:
-        time.sleep(RENEWAL / 10)  # the last claim is damaged or deleted; its process should renew it soon
+        time.sleep(RENEWAL / 10)  # the last claim is damaged or deleted; a live writer renews the claim soon
     if last.get("id") != writer:
         raise CheckpointError(f"{_name(last)} has taken over {url}")
 
 
 def _last(url: str) -> tuple[int, bytes, dict[str, Any]]:
-    """Return the number, text and contents of the last claim: number 0 if there is none, {} if it is damaged."""
+    """Return the last claim: its number (0: no claim), text and contents ({} for a damaged claim)."""
     claims = storage.listing(storage.join(url, _FOLDER))
     numbers = [int(name) for name, size in claims.items() if size is not None and _NUMBER.fullmatch(name)]
     number, text, found = max(numbers, default=0), b"", None
-    with suppress(FileNotFoundError, ValueError, RecursionError):  # removed meanwhile, or damaged
+    with suppress(FileNotFoundError, ValueError, RecursionError):  # the claim was removed meanwhile, or is damaged
         text = storage.read_end(storage.join(url, _FOLDER, f"{number:06d}"), _LONGEST, first=True)
         found = json.loads(text)
     if not isinstance(found, dict) or (type(found.get("id")), type(found.get("ended"))) != (str, bool):
         found = {}
-    # A claim with a different number in it is a copy of an earlier claim. Early releases stored no number.
+    # A claim that contains a different number is a copy of an earlier claim. Early releases stored no number.
     return number, text, found if found.get("number", number) == number else {}
 
 
 def _refusal(url: str, other: dict[str, Any]) -> UserError:
-    return UserError(f"run.output_dir: {_name(other)} is training in {url}; choose another folder")
+    return UserError(f"run.output_dir: {_name(other)} is training in {url}; choose a different folder")
 
 
 def _name(other: dict[str, Any]) -> str:
     if not other:
-        return f"a process that a damaged object in {_FOLDER} does not name"
+        return f"an unknown process (its object in {_FOLDER} is damaged)"
     return "process {pid} of {user} on {host}".format_map({"pid": "?", "user": "?", "host": "?"} | other)

@@ -1,4 +1,4 @@
-"""The interface of the verbs of the command line. Verbs are plugins."""
+"""The interface of verbs, the subcommands of the command line. Verbs are plugins."""
 
 import argparse
 from abc import ABC, abstractmethod
@@ -12,11 +12,11 @@ from crosstrain.config.registry import registry
 class Command(ABC):
     """A verb of the command line, registered under its name: `crosstrain NAME`.
 
-    The first line of a subclass's docstring is its summary in `crosstrain --help`. It is read without importing the
-    module. The module is imported when the verb is used, and should import slow modules only in `run`.
+    The first line of a subclass's docstring is the verb's summary in `crosstrain --help`, and is read without importing
+    the module. The module is imported when the verb is used. Slow modules should be imported only in `run`.
     """
 
-    function: ClassVar[str] = ""  # its Python interface, `crosstrain.NAME`, as "module:function" in the same package
+    function: ClassVar[str] = ""  # the Python interface, `crosstrain.NAME`, as "module:function" in the same package
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -21,10 +21,17 @@ class EvaluateCommand(Command):
             nargs="*",
             choices=("train", "val", "test"),
             metavar="SPLIT",
-            help="default: val and test if they have samples, unless other flags ask for something else",
+            help="splits to compute the loss on (default: val and test if they have samples; "
+            "none with flags such as --generate)",
         )
-        parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
-        parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each text (default: 64)")
+        parser.add_argument("--max-samples", type=int, metavar="N", help="use at most N samples of each split")
+        parser.add_argument(
+            "--max-new-tokens",
+            type=int,
+            default=64,
+            metavar="N",
+            help="maximum number of tokens per generated text (default: 64)",
+        )
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
         for evaluation in evaluations().values():
             evaluation.add_arguments(parser)

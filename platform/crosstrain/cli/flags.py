@@ -1,4 +1,4 @@
-"""Flags and input that several verbs share."""
+"""Flags, and functions for input, that several verbs share."""
 
 import argparse
 import os
@@ -38,7 +38,7 @@ def new_file(text: str) -> Path:
 
 
 def ask() -> str:
-    """Read a line of input. Raises EOFError at the end of the input. Input that is not from a terminal is echoed."""
+    """Read a line of input, and echo the line unless input is a terminal. Raises EOFError at the end of the input."""
     line = input("> " if sys.stdin.isatty() else "")
     if not sys.stdin.isatty():
         print(f"> {printable(line)}")
@@ -51,11 +51,16 @@ def add_options(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
-    add_options(parser, "override it, such as run.seed=1; may be given again")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the same as LOCAL_RANK
-    parser.set_defaults(as_given=True)  # the verb uses the project and options without changes
+    parser.add_argument("--cfg-path", required=required, metavar="FILE", help="project file")
+    add_options(parser, "options to override, such as run.seed=1; may be given several times")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="number of workers per machine (default: one per GPU, or one without a GPU)",
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # ignored; LOCAL_RANK is used
+    parser.set_defaults(as_given=True)  # the verb does not change the project and options
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -80,7 +85,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--weights", metavar="NAME", help="weights that a callback kept (default: those that trained)")
+    parser.add_argument(
+        "--weights",
+        metavar="NAME",
+        help="use the weights that this callback kept, such as ema (default: the trained weights)",
+    )
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -88,5 +97,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", required=True, metavar="DIR", help="path or URL of a checkpoint, or of a run's folder"
     )
     parser.add_argument(
-        "--trust-data", action="store_true", help="open data and pretrained weights that a stranger's checkpoint names"
+        "--trust-data",
+        action="store_true",
+        help="open the data and pretrained weights that a checkpoint names, although you did not train it",
     )

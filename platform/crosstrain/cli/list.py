@@ -21,8 +21,10 @@ class ListCommand(Command):
     """List the components that a project file can name, and their options."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help="runner, model, dataset, ...")
-        parser.add_argument("name", nargs="?", help="of a component or preset, to see all options")
+        parser.add_argument(
+            "kind", nargs="?", choices=KINDS, metavar="KIND", help="kind of component: runner, model, dataset, ..."
+        )
+        parser.add_argument("name", nargs="?", help="name of a component or preset; shows all its options")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the components of one kind or of all kinds, or the options of one component. Returns the exit code."""

@@ -1,4 +1,4 @@
-"""The command line: finds the verbs, which are plugins, and runs one. Only the chosen verb's module is imported."""
+"""The command line: find the verbs, which are plugins, and run one of them. Only that verb's module is imported."""
 
 import argparse
 import os
@@ -21,11 +21,11 @@ from crosstrain.utils.program import command
 _ELSEWHERE = {  # verb in other programs -> verb and flags here
     "generate": "evaluate --generate TEXT", "predict": "evaluate --generate TEXT", "eval": "evaluate",
     "test": "evaluate", "run": "train", "fit": "train", "finetune": "train", "pretrain": "train", "sft": "train",
-    "resume": "train, which goes on where the run stopped", "merge": "export", "convert": "export",
+    "resume": "train, which resumes a stopped run", "merge": "export", "convert": "export",
     "chat": "evaluate --interactive --chat", "tokenize": "prepare", "preprocess": "prepare", "init": "new",
 }  # fmt: skip
 _PROJECT_FLAGS = ("config", "cfg", "config_file", "config_path", "project", "yaml")
-_MOST_MISTAKES = 50  # maximum number of mistakes in one configuration to print
+_MOST_MISTAKES = 50  # at most this many mistakes of one configuration are printed
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,14 +35,14 @@ class _Parser(argparse.ArgumentParser):
             other = _ELSEWHERE.get(value) if action.metavar == "VERB" else None
             nearest = did_you_mean(str(value), known, f"choose from {', '.join(known)}")
             hint = f"did you mean {other}?" if other else nearest
-            raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
+            raise argparse.ArgumentError(action, f"unknown value {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {command(*self.prog.split()[1:], '--help')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 0, 1 for an error, 128+n if stopped by signal n."""
+    """Run the program and return its exit code: 0 for success, 1 for an error, 128+n if signal n stopped it."""
     try:
         try:
             return _main(argv)
@@ -82,13 +82,13 @@ def _main(argv: Sequence[str] | None) -> int:
             text = sentence(refused)
         else:
             what = f"{_origin(error)}{type(error).__name__}: {first_line(error)}"
-            text = sentence(f"{what} (a traceback: CROSSTRAIN_DEBUG=1)")
+            text = sentence(f"{what} (set CROSSTRAIN_DEBUG=1 for a traceback)")
         print(f"error: {text}", file=sys.stderr)
         return 1
 
 
 def _origin(error: Exception) -> str:
-    """Return the location of an error's last frame in a plugin or script, as a prefix for its message; "" if none."""
+    """Return the location of an error's last frame in a plugin or script, as a prefix for its message, or ""."""
     homes = (Path(os.__file__), Path(sysconfig.get_path("purelib"), "package"), Path(__file__).parent)  # not plugins
     installed = (*(str(home.parent) for home in homes), "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
@@ -96,7 +96,7 @@ def _origin(error: Exception) -> str:
 
 
 def _unread() -> bool:
-    """Return True if the reader of the output, such as `head`, has closed it."""
+    """Return True if the program that reads our output, such as `head`, has closed the pipe."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return bool(poll.poll(0))
@@ -109,15 +109,15 @@ def _setting(flag: str) -> str:
 
     name = flag.lstrip("-").replace("-", "_")
     if name in _PROJECT_FLAGS:
-        return "a project file has the flag --cfg-path"
-    own = f"it is run.{name}" if name in {f.name for f in fields(RunOptions)} else hint_of_key(name)
+        return "pass the project file with --cfg-path"
+    own = f"the option is run.{name}" if name in {f.name for f in fields(RunOptions)} else hint_of_key(name)
     if own is None or " here: " in own:
         return own or ""
-    return f"{own}; settings are in the project file, or follow --options as KEY=VALUE"
+    return f"{own}; set it in the project file, or with --options KEY=VALUE"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. The result's `run` is the verb's function."""
+    """Parse the command line. The attribute `run` of the result is the verb's method `run`."""
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
@@ -132,8 +132,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             asked = verb_parser
     flags = {*parser._option_string_actions, *asked._option_string_actions}
     for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if asked is not parser):
-        # Check this before argparse does, which would report a misspelled required flag as missing.
+        # Check for unknown flags first: argparse would report a misspelled required flag as missing.
         if flag.startswith("--") and " " not in flag and not any(known.startswith(flag) for known in flags):
             hint = _setting(flag) if "--cfg-path" in flags else ""
-            asked.error("; ".join(filter(None, (f"there is no flag {flag}", hint or did_you_mean(flag, flags)))))
+            asked.error("; ".join(filter(None, (f"unknown flag {flag}", hint or did_you_mean(flag, flags)))))
     return parser.parse_args(argv)

@@ -18,15 +18,30 @@ class TrainCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument("--fresh", action="store_true", help="start over; the earlier folder is kept as NAME.1")
-        parser.add_argument("--dry-run", action="store_true", help="check everything, and start nothing")
-        parser.add_argument("--world-size", type=positive, metavar="N", help="of --dry-run: ranks, there or not")
-        group = parser.add_argument_group("several machines, the same command on each; the names are torchrun's")
-        group.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines that train together (default: 1)")
-        group.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
-        group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="node 0's address, and a free port there")
-        group.add_argument("--local-addr", metavar="ADDRESS", help="this machine's (default: the one facing node 0)")
-        group.add_argument("--rdzv-conf", metavar="KEY=N,...", help="rendezvous, such as join_timeout=600 (s)")
+        parser.add_argument("--fresh", action="store_true", help="start over; the earlier folder is renamed to NAME.1")
+        parser.add_argument("--dry-run", action="store_true", help="run all checks, but do not start the training")
+        parser.add_argument(
+            "--world-size",
+            type=positive,
+            metavar="N",
+            help="with --dry-run: number of ranks; they do not have to exist",
+        )
+        group = parser.add_argument_group(
+            "several machines: run the same command on each; the flags are named as in torchrun"
+        )
+        group.add_argument(
+            "--nnodes", metavar="N|MIN:MAX", help="number of machines, or its minimum and maximum (default: 1)"
+        )
+        group.add_argument("--node-rank", type=int, metavar="R", help="rank of this machine, from 0")
+        group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address of node 0 and a free port there")
+        group.add_argument(
+            "--local-addr",
+            metavar="ADDRESS",
+            help="address of this machine (default: the address from which it connects to node 0)",
+        )
+        group.add_argument(
+            "--rdzv-conf", metavar="KEY=N,...", help="settings of the rendezvous, such as join_timeout=600 (seconds)"
+        )
         for check in preflight_checks():
             check.add_arguments(parser)
 

@@ -1,8 +1,8 @@
-"""Bounds of options. They are declared with the options' types and applied by the checker.
+"""Bounds of options, declared with the types of the options and applied by the checker.
 
 An option's type is one of the names below, or has constraints from `annotated_types`, as in pydantic:
 `Annotated[float, Interval(gt=0, le=1)]`, `Annotated[list[str], MinLen(1)]`. Without constraints, a number must be
-finite, an int must fit into 64 bits, and a text may have at most `LONGEST_TEXT` characters of Unicode without NUL.
+finite, an int must fit into 64 bits, and a text must be Unicode without NUL, of at most `LONGEST_TEXT` characters.
 """
 
 import math
@@ -25,7 +25,7 @@ class AllowInfinity:
 
 @dataclass(frozen=True)
 class IsPath:
-    """Constraint: the text is a valid path. It is not blank and within the length limits of file systems."""
+    """Constraint: the text is a valid path, not blank, and within the length limits of file systems."""
 
 
 PositiveInt = Annotated[int, Ge(1)]
@@ -40,15 +40,15 @@ _COMPARISONS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "b
 
 
 def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] | None:
-    """Return the bound that `value` violates, as words to add after the type and after the value: (" above 0", "").
+    """Return the bound that `value` violates, as two texts for an error; None if it is within all bounds.
 
-    Returns None if the value is within all bounds.
+    The first text follows the expected type, the second follows the value, as in (" above 0", "").
     """
     limits = limits_of(constraints)
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isinf(value) and AllowInfinity() in constraints else ("", "")
     if type(value) is int and not limits.keys() & {"le", "lt"} and abs(value) > LARGEST:
-        return "", ", which does not fit 64 bits"
+        return "", ", which does not fit into 64 bits"
     if isinstance(value, str) and (reason := _bad_text(value, IsPath() in constraints)):
         return "", reason
     if any(isinstance(c, MinLen) and value is not None and len(value) < c.min_length for c in constraints):
@@ -60,7 +60,7 @@ def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] |
 
 
 def limits_of(constraints: Collection[Any]) -> dict[str, Any]:
-    """Return bound -> limit of a number. The bounds are ge, gt, le and lt, as in `annotated_types`."""
+    """Return bound -> limit for a number. The bounds are ge, gt, le and lt, as in `annotated_types`."""
     return {n: getattr(c, n) for c in constraints for n in _COMPARISONS if getattr(c, n, None) is not None}
 
 
@@ -77,9 +77,9 @@ def _bad_text(text: str, is_path: bool) -> str:
     except UnicodeEncodeError:
         return ", which is not Unicode text"
     if "\0" in text:
-        return ", which holds a NUL character"
+        return ", which contains a NUL character"
     if is_path and (len(encoded) > _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME):
-        return f", which is too long: at most {_LONGEST_PATH} bytes, and {_LONGEST_NAME} between slashes"
+        return f", which is too long: at most {_LONGEST_PATH} bytes, and {_LONGEST_NAME} bytes between slashes"
     if len(text) > LONGEST_TEXT:
         return f", which has {len(text):,} characters, more than {LONGEST_TEXT:,}"
-    return ", which names nothing" if is_path and not text.strip() else ""
+    return ", which is blank" if is_path and not text.strip() else ""

@@ -23,19 +23,19 @@ class Option:
     """An option of a component, or of a section of a project file."""
 
     name: str
-    hint: Any  # its type
+    hint: Any  # type of the option
     required: bool
-    default: Any  # as in YAML
-    meaning: str  # "" if it is not documented
+    default: Any  # default as a YAML value
+    meaning: str  # "" if the option is not documented
 
     @property
     def type(self) -> str:
-        """The type and its bounds in words."""
+        """The type and bounds of the option, in words."""
         return describe(self.hint, limits=True)
 
     @property
     def inner(self) -> Any:
-        """The dataclass of nested options; None if there are none."""
+        """The dataclass of nested options, or None."""
         members = (self.hint, *get_args(self.hint))
         return next((h for h in members if isinstance(h, type) and is_dataclass(h) and h is not Component), None)
 
@@ -64,8 +64,8 @@ def first_comment(file: Path) -> str:
 def meanings(cls: type) -> dict[str, str]:
     """Return field name -> meaning for a dataclass or a pydantic model, including its bases' fields.
 
-    A meaning is the docstring below the field, or else the comment on its lines, or else the comment directly above.
-    Fields of `make_dataclass` have no source; their meaning is in `field(metadata={"meaning": ...})`.
+    A meaning is the docstring below the field, or else the comment on the field's lines, or else the comment directly
+    above. Fields made by `make_dataclass` have no source; their meaning is in `field(metadata={"meaning": ...})`.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):

@@ -12,11 +12,14 @@ class Hints(ABC):
 
     @abstractmethod
     def of_key(self, key: str) -> str | None:
-        """Return a clause about our option for a key of other programs; None for an unknown key."""
+        """Return a hint about the option that replaces a key of a different program; None for an unknown key.
+
+        The hint is the end of an error message.
+        """
 
     @abstractmethod
     def known(self) -> Set[str]:
-        """Return the known keys of other programs, to recognize misspelled ones."""
+        """Return the known keys of other programs, to recognize misspelled keys."""
 
     @abstractmethod
     def of_file(self, path: Path) -> str | None:
@@ -24,10 +27,10 @@ class Hints(ABC):
 
 
 def hints() -> list[Hints]:
-    """Return the installed hints."""
+    """Return an instance of every installed hints plugin."""
     return [registry.get("hints", name)() for name in registry.names("hints")]
 
 
 def hint_of_key(key: str) -> str | None:
-    """Return the first clause from the installed hints about a key of other programs, or None."""
+    """Return the first hint that an installed plugin gives for a key of a different program; None without a hint."""
     return next(filter(None, (each.of_key(key) for each in hints())), None)

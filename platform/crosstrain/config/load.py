@@ -1,4 +1,4 @@
-"""Load a configuration: convert YAML to typed and checked options, or raise one sentence per mistake.
+"""Load a configuration: convert YAML to typed and checked options, or raise errors, one sentence per mistake.
 
 Layers, lowest first: the components' defaults, `configs/`, the project file, `--options a.b=c`.
 """
@@ -26,10 +26,10 @@ from crosstrain.utils.errors import did_you_mean, sentence
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
-_SIZED = "model with its preset's sizes"  # internal key of the tree, beside the user's sections
+_SIZED = "model with its preset's sizes"  # internal key of the configuration tree, next to the user's sections
 # Kind of component that has presets -> folder in configs/.
 _PRESETS = {kind: f"{kind}s" for kind in ("runner", "dataset", "processor", "lr_scheduler")}
-# Dataset key that older stored configurations lack -> value that was in effect then.
+# Dataset key that is missing in configurations of older releases -> value that those releases used.
 _EARLIER = {"split_rounding": "legacy"}
 _SIDE_BY_SIDE = "side_by_side"  # the preset that combines several datasets of a project
 
@@ -48,7 +48,7 @@ class Config:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """All options, resolved and explicit, as in config.yaml. `from_plain` reads them back."""
+        """All options, resolved and explicit, as in config.yaml. `from_plain` does the reverse."""
         variant = {} if self.model_type is None else {"model_type": self.model_type}
         adapter = {} if self.adapter is None else {"adapter": to_plain(self.adapter)}
         model = {"arch": self.model.name, **variant, **adapter, **to_plain(self.model.options)}
@@ -68,8 +68,8 @@ class Config:
     def continuing(self, state: Mapping[str, Any]) -> "Config":
         """Return this configuration with legacy values for the keys that the resumed checkpoint's run did not have.
 
-        A run that was resumed this way stores these values in its configuration and keeps them. state: the
-        checkpoint's state, which contains the configuration of its run.
+        A run that was resumed this way stores the legacy values in its configuration, so later resumes keep these
+        values. state: the checkpoint's state, with the configuration of its run.
         """
         old = json.dumps(state.get("config"))
         older = {key: value for key, value in _EARLIER.items() if not re.search(f'"{key}": (?!"{value}")', old)}
@@ -84,15 +84,15 @@ ProjectLike = str | os.PathLike[str] | Mapping[str, Any]  # a project file, or i
 def load_config(project: ProjectLike, options: sources.Overrides = (), without: Key = ()) -> Config:
     """Load a project's configuration, from a file or from a dict with the same sections.
 
-    `options` overrides its keys: `key=value` strings as on the command line, or a dict of dotted key -> value. The
-    project's own value at the key `without` is left out. Raises ConfigError, one sentence with file, line and key, for
-    any mistake. Raises UserError if a component needs a package that is not installed.
+    `options` overrides keys of the project: `key=value` strings as on the command line, or a dict of dotted key ->
+    value. The project's value at the key `without` is ignored. Raises ConfigError with one sentence (file, line and
+    key) per mistake. Raises UserError if a component needs a package that is not installed.
     """
     return _builder(project, options, without).build()
 
 
 def check_names(project: ProjectLike, options: sources.Overrides = ()) -> None:
-    """Raise the mistakes in names of sections, keys of `run` and components, before any plugin is imported.
+    """Raise ConfigError for unknown sections, keys of `run` and components, without importing plugins.
 
     Prints a note on standard error about project keys that are dropped because `options` select other components.
     """
@@ -121,7 +121,7 @@ class _Sections:
 
 @dataclass
 class _Saved(_Sections):
-    datasets: dict[str, object]  # a published model has no datasets
+    datasets: dict[str, object]  # may be empty, for a Hugging Face folder
 
 
 @dataclass
@@ -130,16 +130,16 @@ class _Names(_Sections):
 
 
 class _Builder:
-    """Puts presets and defaults under the user's layers, resolves the result and checks it."""
+    """Puts presets and defaults under the user's layers, and resolves and checks the result."""
 
     def __init__(self, base: sources.Layer, overrides: sources.Layer, presets: bool = True) -> None:
         self.base, self.overrides = base, overrides
-        self.presets = presets  # whether names in `base` may be presets
-        self.layers = [base, overrides]  # the lowest first; presets come below them
+        self.presets = presets  # True: names in `base` may be presets
+        self.layers = [base, overrides]  # lowest first; presets are inserted below them
         self.check = Checker(partial(sources.where, self.layers), self._over_preset)
         trees = copy.deepcopy([base.tree, overrides.tree])
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
-        self.given = {name: self.tree[name] for name in base.tree | overrides.tree}  # sections of the user
+        self.given = {name: self.tree[name] for name in base.tree | overrides.tree}  # the user's sections
 
     def check_names(self) -> None:
         self.check.dataclass(_Names, self.given, ())
@@ -154,11 +154,11 @@ class _Builder:
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
         if left := [self.check.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
-            note = f"note: --options name other components, which leave behind {'; '.join(left)}"
+            note = f"note: --options select different components, so these settings are ignored: {'; '.join(left)}"
             print(sentence(note), file=sys.stderr)
 
     def build(self) -> Config:
-        """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""
+        """Return the checked configuration. Raises all mistakes at once, except those that an earlier mistake hides."""
         self.check.dataclass(_Sections if self.presets else _Saved, self.given, ())
         self._add_plugins()
         parts: dict[str, Any] = {"datasets": {}}
@@ -168,7 +168,7 @@ class _Builder:
                     self._complete(kind, key)
                     continue
                 reduce(getitem, key[:-1], self.tree).pop(key[-1])
-            tree = sources.resolve(self.tree, self.layers)  # an error ends the block: others may follow from it
+            tree = sources.resolve(self.tree, self.layers)  # an error here ends the block, to avoid follow-up errors
             datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
             ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
             with mistakes:
@@ -231,7 +231,7 @@ class _Builder:
             others = [label for label in self.tree.get("datasets", ()) if label != own]
             origins = {layer.label for layer in self.layers if key in layer.lines}
             if kind == "dataset" and others and origins == {sources.OPTIONS}:  # probably a misspelled label
-                if own in (labels := others[0].split("+")):  # a saved run has the combined datasets as parts
+                if own in (labels := others[0].split("+")):  # a saved run has one dataset with parts
                     part = f"datasets.{others[0]}.parts.{labels.index(own)}.dataset"
                     self.check.fail(key, f"unknown key; did you mean {part}?")
                 self.check.unknown_key(key, others)
@@ -256,7 +256,7 @@ class _Builder:
     def _model_preset(self, arch: str, given: dict[str, Any]) -> list[sources.Layer]:
         key = ("model", "model_type")
         if not self.presets and key in self.overrides.lines:
-            self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
+            self.check.fail(key, f"cannot be changed, because {self.base.label} contains all options of the model")
         if not self.presets or given.get("model_type") is None:
             return []
         variant = self.check.value(str, sources.resolve(self.tree, self.layers, key), key)
@@ -274,7 +274,7 @@ class _Builder:
         return reduce(sources.merge, layers)
 
     def _unpublished(self, cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Reset options in `below` to their defaults if the pretrained folders in `given` determine them."""
+        """Reset options in `below` to their defaults if pretrained folders in `given` determine their values."""
         out = dict(below)
         if given.get("pretrained"):
             out |= {key: value for key, value in defaults(cls).items() if key in getattr(cls, "published", ())}
@@ -298,12 +298,12 @@ def preset_files(kind: str) -> dict[str, Path]:
 
 
 def preset_component(kind: str, name: str) -> str:
-    """Return the name of the component behind `name`, a component or a preset."""
+    """Return the name of the component that `name`, a component or a preset, stands for."""
     return _presets(name, preset_files(kind))[0]
 
 
 def _presets(name: str, files: dict[str, Path], key: Key = ()) -> tuple[str, list[sources.Layer]]:
-    """Return the name of the component behind `name`, and the presets that lead to it, lowest first."""
+    """Return the name of the component that `name` stands for, and the presets between the two, lowest first."""
     found: list[sources.Layer] = []
     while file := files.pop(name, None):
         layer = sources.read_yaml(file, key)

@@ -1,8 +1,8 @@
 """The registry of components: maps (kind, name) to a class or function, loaded on first use.
 
 The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
-imported only when one of its components is requested. A broken plugin, or one with missing dependencies, therefore
-affects only itself, and listing the components imports nothing.
+imported only when one of its components is requested. Broken plugins and missing dependencies therefore do not affect
+other plugins, and listing the components imports nothing.
 """
 
 import ast
@@ -42,7 +42,7 @@ class Entry:
     name: str
     file: Path
     line: int  # line of the class or function
-    summary: str  # first line of its docstring
+    summary: str  # first line of the docstring of the class or function
     module: str  # module name for importing the file
 
 
@@ -50,7 +50,7 @@ class Registry:
     """All components that YAML can name, by kind and name.
 
     Sources, in this order: the core's verbs, the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS,
-    installed packages with an entry point in the group `crosstrain.plugins`, and those given to `add_folder`.
+    installed packages with an entry point in the group `crosstrain.plugins`, and paths given to `add_folder`.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class Registry:
     register_hints = partialmethod(register, "hints")
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
-        """Return the class or function registered as `name`. Imports its module on first use.
+        """Return the class or function registered as `name`. The module is imported on first use.
 
         `others` are further names that the error may suggest, such as presets. Raises ConfigError if the name is
-        unknown or registered twice, or if its module fails to import. Raises UserError with the package and the extra
-        if a dependency is not installed.
+        unknown or registered twice, or if its module fails to import. Raises UserError, with the package and the extra
+        to install, if a dependency is missing.
         """
         self._scan_sources()
         key = (kind, name)
@@ -124,14 +124,14 @@ class Registry:
     def add_folder(self, path: str | os.PathLike[str], label: str | None = None) -> None:
         """Add a plugin folder, or a single file. A folder's files become `crosstrain_plugins.<label>.<path>`.
 
-        `label` defaults to the name of the folder or file. Adding it again has no effect. Raises ConfigError if there
-        is no such folder or .py file.
+        `label` defaults to the name of the folder or file. Adding a path again has no effect. Raises ConfigError if
+        there is no such folder or .py file.
         """
         self._scan_sources()
         self._add_folder(Path(path), label)
 
     def folders(self) -> list[tuple[str, Path]]:
-        """Return (label, path) of every plugin folder or file so far, so that a new process can add them."""
+        """Return (label, path) of all plugin folders and files so far, so that a new process can add them."""
         self._scan_sources()
         return list(self._labels.items())
 
@@ -148,7 +148,7 @@ class Registry:
         for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
             spec = find_without_importing(point.module)
             if spec is None:
-                self.broken[Path(point.name)] = f"the entry point names the module {point.module}, which is not there"
+                self.broken[Path(point.name)] = f"the module {point.module} of the entry point does not exist"
             elif spec.submodule_search_locations:
                 for location in spec.submodule_search_locations:
                     self._scan_folder(Path(location), point.module)
@@ -159,7 +159,7 @@ class Registry:
         folder = path.expanduser().resolve()
         is_file = folder.suffix == ".py" and folder.is_file()
         if not is_file and not folder.is_dir():
-            raise ConfigError(f"{prefix}{path}: no such folder of plugins, nor a .py file")
+            raise ConfigError(f"{prefix}{path}: not a folder of plugins or a .py file")
         if folder in self._labels.values():
             return
         stem = re.sub(r"\W", "_", label or folder.name.removesuffix(".py"))
@@ -174,7 +174,7 @@ class Registry:
                 self._scan(path, ".".join([package, *(inside[:-1] if inside[-1] == "__init__" else inside)]))
 
     def _scan(self, file: Path, module: str) -> None:
-        if file.resolve() in self._files:  # its folder lies inside one that was already scanned
+        if file.resolve() in self._files:  # the file is in a folder that was already scanned
             return
         self._files.add(file.resolve())
         entries, problem = _scan_file(file, module)
@@ -222,7 +222,7 @@ class Registry:
         parts.append("known: " + (", ".join(known) or "none"))
         if self.broken:
             failed = ", ".join(f"{paths.show(file)} ({reason})" for file, reason in self.broken.items())
-            parts.append("plugins that failed: " + failed)
+            parts.append("plugins that failed to load: " + failed)
         return ConfigError("; ".join(parts))
 
 
@@ -230,7 +230,7 @@ KINDS = tuple(name.removeprefix("register_") for name in vars(Registry) if name.
 
 
 def _claimed_twice(kind: str, name: str, first: str, second: str) -> ConfigError:
-    return ConfigError(f"{kind} {name!r} is already registered by {first}, so {second} must choose another name")
+    return ConfigError(f"{kind} {name!r} is already registered by {first}, so {second} must choose a different name")
 
 
 def _identity(component: Any) -> tuple[Path, str]:
@@ -249,7 +249,7 @@ def find_without_importing(module: str) -> ModuleSpec | None:
 
 
 def _scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
-    """Return the components that `file`, importable as `module`, registers, and a problem with it or None."""
+    """Return the components that `file` (importable as `module`) registers, and an error message or None."""
     try:
         source = file.read_bytes()
         tree = ast.parse(source, str(file)) if b"register_" in source else ast.parse("")

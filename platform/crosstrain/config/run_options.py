@@ -14,8 +14,8 @@ Steps = Annotated[int, Interval(ge=1, le=10**12)]
 Every = Steps | Literal["epoch"] | None  # interval in steps; epoch: the last step of each epoch; None: never
 BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forward passes
 Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # loss scale; fp32 must be able to hold the scaled loss
-DEFAULT_RUNNER = "ddp"  # plain torch if there is only one process
-DEFAULT_MODEL = "causal_lm"  # for a Hugging Face folder
+DEFAULT_RUNNER = "ddp"  # with only one process, training is plain torch
+DEFAULT_MODEL = "causal_lm"  # the model that opens a plain Hugging Face folder
 
 
 @dataclass
@@ -30,7 +30,7 @@ class AmpOptions:
     loss_scale: Scale | None = None  # fixed loss scale, in any precision; None: dynamic for fp16, else 1
     initial_scale: Scale = 2.0**32  # initial value of a dynamic loss scale
     window: PositiveInt = 1000  # steps without overflow before the scale doubles
-    hysteresis: PositiveInt = 2  # overflows before the scale halves
+    hysteresis: PositiveInt = 2  # overflows until the scale is halved for the first time
     min_scale: Scale = 1.0  # lower bound of a dynamic scale
     max_skipped: PositiveInt = 50  # consecutive skipped steps after which training ends with an error
 
@@ -43,7 +43,7 @@ class AmpOptions:
 class BadStepOptions:
     """Handling of bad steps: `on_bad_step: skip` is short for `on_bad_step: {policy: skip}`.
 
-    A step is bad if its loss is not finite; if its gradients are not finite, unless fp16's loss scale explains it; or,
+    A step is bad if its loss is not finite; if its gradients are not finite, unless fp16's loss scale is the cause; or,
     with `spike`, if its loss exceeds `spike` times the median loss of the last `spike_window` good steps.
     """
 
@@ -56,7 +56,7 @@ class BadStepOptions:
     spike: Annotated[float, Interval(gt=1, le=1e6)] | None = None
     # window of the median, in good steps; spike detection starts once the window is full
     spike_window: Annotated[int, Interval(ge=1, le=10**6)] = 100
-    # training ends after this many bad steps without a good one, or after this many rollbacks to the same checkpoint
+    # training ends after this many consecutive bad steps, or after this many rollbacks to the same checkpoint
     max_in_a_row: PositiveInt = 10
 
 
@@ -64,11 +64,11 @@ class BadStepOptions:
 class ProfileOptions:
     """Steps to record with torch's profiler, and the level of detail."""
 
-    steps: tuple[Steps, Steps]  # first and last attempted step of the window
+    steps: tuple[Steps, Steps]  # first and last attempted step to record
     ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # ranks to profile
-    record_shapes: bool = False  # record input shapes of operators, and list operators by shape in the table
+    record_shapes: bool = False  # record input shapes of operators, and group the table by input shape
     with_stack: bool = False  # record the source lines of calls; makes traces large and steps slow
-    profile_memory: bool = True  # record allocations, and memory over time
+    profile_memory: bool = True  # record allocations and the memory use over time
     top: Annotated[int, Interval(ge=1, le=10_000)] = 30  # rows in the table of operators
 
     def __post_init__(self) -> None:
@@ -77,13 +77,13 @@ class ProfileOptions:
             raise OptionError("steps", f"expected [first, last], such as [2, 4], got [{first}, {last}]")
 
     def check(self, max_iters: int, world_size: int) -> None:
-        """Raise ConfigError for a window or a rank that is outside the run."""
+        """Raise ConfigError if the run does not have all the steps and ranks to profile."""
         first, last = self.steps
         if last > max_iters:
-            steps = f"the window {first} to {last} does not end before the run, whose last step is {max_iters}"
+            steps = f"the window {first} to {last} extends beyond the last step of the run, {max_iters}"
             raise ConfigError(f"run.profile.steps: {steps}")
         if (rank := max(self.ranks)) >= world_size:
-            raise ConfigError(f"run.profile.ranks: there is no rank {rank}; the last one is {world_size - 1}")
+            raise ConfigError(f"run.profile.ranks: there is no rank {rank}; the last rank is {world_size - 1}")
 
 
 @dataclass
@@ -94,7 +94,7 @@ class LogOptions:
 
     # plain: one readable line; megatron: lines in the format of Megatron-LM, for tools that parse them
     format: Literal["plain", "megatron"] = "plain"
-    timers: bool = False  # add a line with the time of each phase of the step; megatron always includes it
+    timers: bool = False  # add a line with the time of each phase of the step; megatron always has this line
 
 
 @dataclass
@@ -105,9 +105,9 @@ class CurriculumOptions:
     """
 
     start: PositiveInt  # tokens per sample in the first step
-    steps: PositiveInt  # samples have their full length from this step on
+    steps: PositiveInt  # first step in which samples have their full length
     multiple_of: PositiveInt = 8  # lengths are rounded down to a multiple of this
-    # exponent of the schedule: 1 grows the length linearly, 2 with the square root of the step, and so on
+    # the length grows like step ** (1 / degree); 1: linearly, 2: like the square root of the step
     degree: Annotated[float, Interval(ge=1, le=100)] = 1.0
 
     def __post_init__(self) -> None:
@@ -115,9 +115,9 @@ class CurriculumOptions:
             raise OptionError("start", f"{self.start} is not a multiple of {self.multiple_of} (multiple_of)")
 
     def check(self, full: int | None) -> int:
-        """Return `full`, the dataset's sequence length. Raises ConfigError if it is None or below `start`."""
+        """Return `full`, the dataset's sequence length. Raises ConfigError if `full` is None or below `start`."""
         if full is None:
-            raise ConfigError("run.curriculum: the dataset's samples have no common length, so none can be scheduled")
+            raise ConfigError("run.curriculum: the dataset's samples have no fixed length that can be scheduled")
         if self.start > full:
             raise ConfigError(f"run.curriculum.start: {self.start} is more than the dataset's seq_length, {full}")
         return full
@@ -125,8 +125,8 @@ class CurriculumOptions:
     def length(self, step: int, full: int) -> int:
         """Return the number of tokens per sample in step `step`. The first step is 1.
 
-        Follows `fixed_linear` and `fixed_root` of DeepSpeed's curriculum_scheduler.py. After the schedule, samples
-        have their full length.
+        The formula is from `fixed_linear` and `fixed_root` in DeepSpeed's curriculum_scheduler.py. After the schedule,
+        samples have their full length.
         """
         if step >= self.steps:
             return full
@@ -134,8 +134,11 @@ class CurriculumOptions:
         return min(max(grown - grown % self.multiple_of, self.start), full)
 
 
-# Exclusive pairs of keys in `run`, with a description of their common meaning.
-EXCLUSIVE = (("warmup_fraction", "warmup_steps", "long the warmup is"), ("max_epoch", "max_iters", "long to train"))
+# Pairs of mutually exclusive keys of `run`, with the quantity that both set, as named in an error.
+EXCLUSIVE = (
+    ("warmup_fraction", "warmup_steps", "length of the warmup"),
+    ("max_epoch", "max_iters", "length of training"),
+)
 
 
 @dataclass
@@ -146,15 +149,15 @@ class RunOptions:
     """
 
     output_dir: FilePath  # path or URL of the run's folder: config.yaml, log.txt, metrics.jsonl, checkpoints/ ...
-    # execution of steps and sharding over ranks: a runner or a preset
+    # runner or preset that executes the steps and shards the model over the ranks
     runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component(DEFAULT_RUNNER))
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
-    seed: NonNegativeInt = 1234  # seed of initial values, sample order, dropout and augmentation
-    plugins: list[FilePath] = field(default_factory=list)  # further folders and .py files with plugins
-    # maximum number of times that all workers are restarted from the newest checkpoint after one dies
+    seed: NonNegativeInt = 1234  # seed for weight initialization, sample order, dropout and augmentation
+    plugins: list[FilePath] = field(default_factory=list)  # additional folders and .py files with plugins
+    # maximum number of restarts; if a worker dies, all workers restart from the newest checkpoint
     max_restarts: NonNegativeInt = 0
 
-    # Length of the run: set exactly one of the two.
+    # Length of the run: set exactly one of these two.
     max_iters: Steps | None = None  # attempted steps
     max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
 
@@ -169,7 +172,7 @@ class RunOptions:
     objective: Annotated[Component, "objective"] | None = None
     # optimizer and its options
     optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
-    # highest learning rate, reached at the end of the warmup
+    # peak learning rate, reached at the end of the warmup
     init_lr: Annotated[float, Gt(0), Interval(ge=1e-12, le=10_000)] = 1e-4
     min_lr: NonNegativeFloat = 0.0  # final learning rate of the schedule
     # weight decay of parameters with two or more dimensions
@@ -177,8 +180,8 @@ class RunOptions:
     grad_norm_clip: NonNegativeFloat | None = 1.0  # maximum global gradient norm; 0 or None: no clipping
     # learning rate schedule after the warmup
     lr_sched: Annotated[Component, "lr_scheduler"] = field(default_factory=lambda: Component("cosine"))
-    warmup_steps: NonNegativeInt | None = None  # applied steps of linear warmup
-    # linear warmup as a fraction of lr_decay_iters; without either option: no warmup
+    warmup_steps: NonNegativeInt | None = None  # steps of linear warmup; skipped steps do not count
+    # length of the linear warmup as a fraction of lr_decay_iters; if neither option is set: no warmup
     warmup_fraction: Annotated[float, Interval(ge=0, lt=1)] | None = None
     lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last step
 
@@ -195,12 +198,13 @@ class RunOptions:
     # Reporting
     log_interval: Steps = 10  # steps between two log lines
     log: LogOptions = field(default_factory=LogOptions)
-    # steps between evaluations of the val split, plus one at the end; epoch: after each epoch; None: no validation
+    # validation interval in steps, with one more validation at the end; epoch: after each epoch; None: no validation
     eval_interval: Every = None
     eval_iters: Steps = 10  # global batches per evaluation
     # task metrics to compute in validation and evaluation, in addition to the loss
     metrics: list[Annotated[Component, "metric"]] = field(default_factory=list)
-    sample_prompts: list[Text] = field(default_factory=list)  # prompts that are completed and shown when training ends
+    # prompts to complete at each validation and at the end of training
+    sample_prompts: list[Text] = field(default_factory=list)
     sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # tokens generated per sample prompt
 
     # callbacks to run at steps, validations and saves
@@ -213,19 +217,19 @@ class RunOptions:
 
     profile: ProfileOptions | None = None  # steps to profile; None: no profiling
 
-    # Checkpoints: one is always saved after the last step.
+    # Checkpoints. A checkpoint is always saved after the last step.
     save_interval: Every = None  # interval in steps; epoch: after each epoch; None: only after the last step
-    save_in_background: bool = True  # continue training during a save; needs a copy of each rank's share in host memory
+    save_in_background: bool = True  # continue training during a save; needs host memory for a copy of the shards
     keep_last: PositiveInt | None = 3  # number of newest checkpoints to keep; None: keep all
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the checkpoint with the lowest validation loss
-    resume_from: FilePath | None = None  # path or URL of a checkpoint or a run; None: this run's own latest, if any
+    resume_from: FilePath | None = None  # path or URL of a checkpoint or a run; None: this run's latest checkpoint
     # False: reset the optimizer state once, with resume_from or after a change of model, optimizer or freeze; later
     # restarts keep the state
     resume_optimizer: bool = True
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 
-    curriculum: CurriculumOptions | None = None  # schedule of short sequences; None: full length from the first step on
+    curriculum: CurriculumOptions | None = None  # schedule of sequence lengths; None: full length in every step
     # data-loading processes per rank; 0: the rank loads its own data
     num_workers: Annotated[int, Interval(ge=0, le=256)] = 0
     # seconds that a rank may be late for a collective; None: no watchdog
@@ -237,20 +241,22 @@ class RunOptions:
         for key in ("callbacks", "metrics", "trackers"):
             names = [component.name for component in getattr(self, key)]
             if twice := [name for name in names if names.count(name) > 1]:
-                raise OptionError(key, f"{twice[0]} is named twice")
+                raise OptionError(key, f"{twice[0]} is listed twice")
         if self.on_bad_step.policy == "roll_back":
             if self.save_interval is None:
                 raise OptionError("on_bad_step", "roll_back needs checkpoints: set save_interval, or use skip")
             if not self.resume_optimizer:
-                raise OptionError("resume_optimizer", "roll_back needs the optimizer's moments: use on_bad_step=skip")
+                raise OptionError("resume_optimizer", "roll_back needs the optimizer state: use on_bad_step=skip")
         if 0 < (self.grad_norm_clip or 0) < 1e-9:
-            raise OptionError("grad_norm_clip", f"{self.grad_norm_clip:g} leaves nothing of a gradient; 0 is no limit")
+            raise OptionError(
+                "grad_norm_clip", f"{self.grad_norm_clip:g} reduces gradients to almost 0; use 0 for no limit"
+            )
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
         for key, other, length in EXCLUSIVE:
             if getattr(self, key) is not None and getattr(self, other) is not None:
-                raise OptionError(key, f"{other} already says how {length}; give one of the two")
+                raise OptionError(key, f"{other} already sets the {length}; give only one of the two")
         if self.max_iters is None and self.max_epoch is None:
-            raise OptionError("max_iters", "how long to train is required: give max_iters or max_epoch")
+            raise OptionError("max_iters", "the length of training is required: set max_iters or max_epoch")
         if self.global_batch_size is self.micro_batch_size is self.accum_grad_iters is None:
-            raise OptionError("global_batch_size", "required, unless micro_batch_size or accum_grad_iters is given")
+            raise OptionError("global_batch_size", "required, unless micro_batch_size or accum_grad_iters is set")

@@ -1,4 +1,4 @@
-"""Validate plain data against typed dataclasses: return typed values, or raise one sentence per mistake."""
+"""Validate plain data against typed dataclasses: return typed values, or raise errors, one sentence per mistake."""
 
 import difflib
 import types
@@ -29,7 +29,7 @@ class _OutOfBounds(ConfigError):
 
 
 class Mistakes(list[UserError]):
-    """A collector of UserErrors: each `with mistakes:` block stores its error. `all_mistakes` raises all at once."""
+    """A collector of UserErrors: each `with mistakes:` block stores its error. `all_mistakes` raises all the errors."""
 
     def __enter__(self) -> None: ...
 
@@ -41,7 +41,7 @@ class Mistakes(list[UserError]):
 
 @contextmanager
 def all_mistakes() -> Iterator[Mistakes]:
-    """Raise the errors that are collected in the block, or end it: one unchanged, several as ConfigErrors."""
+    """Raise the errors that the block collects or ends with: a single error unchanged, more as ConfigErrors."""
     mistakes = Mistakes()
     with mistakes:
         yield mistakes
@@ -51,18 +51,18 @@ def all_mistakes() -> Iterator[Mistakes]:
 
 @dataclass
 class NoOptions:
-    """Options of a component that declares none.
+    """Options of a component that has no class `Options`.
 
     Any options dataclass may have these class variables. `elsewhere` maps keys of other programs to advice. `former`
-    maps removed options to the values that are ignored in old files, their defaults.
-    `shorthand` names the field for a plain value, as in `amp: bf16`. `published` lists keys of a model for which a
+    maps removed options to their defaults; old files may still contain these values, which are ignored. `shorthand` is
+    the field that a plain value sets, as in `amp: bf16`. `published` lists options of a model for which a
     `pretrained` folder takes precedence over presets.
     """
 
 
 @dataclass(frozen=True)
 class Component:
-    """A registered component and its options, an instance of its `Options` (None only in a field's default).
+    """The name of a registered component, and an instance of its `Options`; None in the default of a field.
 
     An options dataclass may have components as fields: `resize: Annotated[Component, "processor"]`.
     """
@@ -72,29 +72,29 @@ class Component:
 
 
 def options_class(kind: str, component: Any) -> type:
-    """Return the options dataclass of a registered class or function; NoOptions if it declares none."""
+    """Return the options dataclass of a registered class or function; NoOptions if it has no `Options`."""
     cls = getattr(component, "Options", NoOptions)
     reserved = {"arch", "model_type", "adapter"} if kind == "model" else {"name"}
     whose = f"Options of {component.__module__}.{component.__qualname__}"
     if not is_dataclass(cls) or not isinstance(cls, type):
         raise ConfigError(f"{whose} must be a dataclass")
     if taken := reserved & {f.name for f in fields(cls)}:
-        raise ConfigError(f"{whose} may not have a field called {min(taken)}")
+        raise ConfigError(f"{whose} must not have a field called {min(taken)}")
     try:
         get_type_hints(cls)
     except (NameError, TypeError) as error:
-        raise ConfigError(f"{whose}: a field's type cannot be found at the top of its module: {error}") from error
+        raise ConfigError(f"{whose}: a field's type is not defined at the top level of its module: {error}") from error
     return cls
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Return a dataclass's defaults as plain values, without the fields that have no default."""
+    """Return a dataclass's defaults as plain values. Fields without a default are left out."""
     made = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
     return {name: to_plain(value) for name, value in made.items() if value is not MISSING}
 
 
 def to_plain(value: Any) -> Any:
-    """Convert dataclasses, components, tuples and paths to YAML and JSON values. `Checker` reads them back."""
+    """Convert dataclasses, components, tuples and paths to YAML and JSON values. `Checker` does the reverse."""
     match value:
         case Component(name=name, options=options):
             return {"name": name, **(to_plain(options) or {})}
@@ -108,12 +108,12 @@ def to_plain(value: Any) -> Any:
 
 
 class Checker:
-    """A checker of values against types.
+    """Checks values against types.
 
     Types: bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict, dataclasses,
     `Annotated[Component, kind]` and the constraints of crosstrain.config.bounds. An int is accepted for a float;
     nothing else is converted. `where(key)` returns the file, line and name of a key for error messages.
-    `over_preset(kind, given)` applies the preset that a component may name. Every method raises ConfigError, or
+    `over_preset(kind, given)` returns a component's options with a preset applied. Every method raises ConfigError, or
     ConfigErrors for several mistakes at once.
     """
 
@@ -196,7 +196,7 @@ class Checker:
         if not near and (foreign := hint_of_key(own)):
             place = foreign.rpartition(" ")[2].split(".")
             if (place[0], place[-1], len(place)) == (key[0], own, len(key)):
-                self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
+                self.fail(key, f"unknown key; other components have it, this one has only: {', '.join(names)}")
             if place[-1] in names and len(place) != len(key):  # a similar option in a different section
                 self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], place[-1]))}?")
             self.fail(key, f"unknown key; {foreign}")
@@ -205,7 +205,7 @@ class Checker:
         if near and near[0] in names:
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
         if near and (foreign := hint_of_key(near[0]) or "").endswith(f".{own}"):
-            self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
+            self.fail(key, f"unknown key; other components have it, this one has only: {', '.join(names)}")
         if near:
             self.fail(key, f"unknown key; did you mean {near[0]}? {foreign}")
         self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
@@ -278,7 +278,7 @@ class Checker:
         structured = [m for m in members if _takes(m, value)]
         if isinstance(value, str) and get_args(members[0])[:1] == (Component,) and members[1:] == (type(None),):
             structured = [members[0]]
-        if len(structured) == 1:  # the error of this type is more precise
+        if len(structured) == 1:  # checking only this type gives a more precise error
             return self.value(structured[0], value, key)
         for member in members:
             try:
@@ -305,7 +305,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def nearest_key(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known key that `name` misspells, if any. For long names the match must be closer."""
+    """Return the known key that `name` misspells, if any. Longer names must match more closely."""
     return nearest(name, known, 0.6 if len(name) <= 4 else 0.75)
 
 

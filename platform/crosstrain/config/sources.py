@@ -24,13 +24,13 @@ from crosstrain.utils.limited_process import LimitedProcess
 OPTIONS = "--options"
 _MISSING = "???"  # OmegaConf's marker for a value that the user must give
 _LARGEST_FILE = 2**18  # bytes
-_MEMORY = 2**28  # bytes for values of interpolations
+_MEMORY = 2**28  # bytes; memory limit for resolving interpolations
 
 _RUN = {("run", name): hint for name, hint in get_type_hints(RunOptions).items()}
-# Key of a component -> key of its name in the component's mapping. A plain string instead of the mapping is the name.
+# Key of a mapping -> key that a string in place of the mapping sets: `amp: bf16` is short for `amp: {dtype: bf16}`.
 _NAME_KEYS: dict[Key, str] = {key: hint.shorthand for key, hint in _RUN.items() if hasattr(hint, "shorthand")}
 _NAME_KEYS |= {("model",): "arch"}
-# Key -> values that true and false stand for.
+# Key of an option -> values that true and false stand for.
 _SWITCHES: dict[Key, dict[bool, str]] = {key: hint.switches for key, hint in _RUN.items() if hasattr(hint, "switches")}
 
 
@@ -41,7 +41,7 @@ def name_key(key: Key) -> str:
 
 @dataclass
 class Layer:
-    """One source of configuration. `lines` maps its keys to line numbers, or to None for a source without lines."""
+    """One source of configuration. `lines` maps the keys in `tree` to line numbers, or to None without line numbers."""
 
     label: str
     tree: dict[str, Any]
@@ -51,7 +51,7 @@ class Layer:
 def where(layers: Sequence[Layer], key: Key) -> str:
     """Return `file:line: key` from the highest layer with `key`, or else from the nearest enclosing section.
 
-    The lowest layer comes first. The key is shown as written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
+    layers: lowest first. The key is shown as written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
     """
     for layer in reversed(layers):
         if key in layer.lines:
@@ -94,7 +94,7 @@ Overrides = Iterable[str | tuple[str, Any]] | Mapping[str, Any]
 
 
 def read_options(options: Overrides) -> Layer:
-    """Read overrides from the command line or from Python. If a key occurs repeatedly, its last value counts."""
+    """Read overrides from the command line or from Python. If a key occurs repeatedly, the last value counts."""
     tree: dict[str, Any] = {}
     for key, value in pairs(options):
         tree = merge(tree, nested(_parts(key) or [key], to_plain(value)), names_replace=False)
@@ -119,11 +119,11 @@ def _parse_option(option: str) -> tuple[str, Any]:
     try:
         return key, parse(text)[0]
     except Unreadable as error:
-        raise ConfigError(sentence(f"{OPTIONS}: {key}: the value is {error}")) from error
+        raise ConfigError(sentence(f"{OPTIONS}: {key}: cannot parse the value: {error}")) from error
 
 
 def plain_layer(label: str, tree: dict[str, Any]) -> Layer:
-    """Return a layer without lines."""
+    """Return a layer without line numbers."""
     return Layer(label, tree, {key: None for key, _ in _walk(tree)})
 
 
@@ -172,7 +172,7 @@ def escape(value: Any) -> Any:
 
 
 def named(tree: Any, key: Key) -> Any:
-    """Return the name that `tree` itself gives to the component at `key`; None if it gives none."""
+    """Return the name that `tree` contains for the component at `key`, or None."""
     value = _value(tree, key)
     return value.get(name_key(key)) if isinstance(value, dict) else value
 
@@ -180,8 +180,8 @@ def named(tree: Any, key: Key) -> Any:
 def resolve(tree: dict[str, Any], layers: Sequence[Layer], key: Key = ()) -> Any:
     """Return the value at `key`, by default the whole tree, with every ${interpolation} replaced by its value.
 
-    Errors name the origins of keys in `layers`. Interpolations of interpolations can stand for endless text, so a
-    process with limits resolves them.
+    Errors contain the file and line of the key, from `layers`. Nested interpolations can expand to very long text, so a
+    process with limits on memory and time resolves all interpolations.
     """
     value = _value(tree, key)
     if not re.search(r"\$\{|\?\?\?", str(value)):
@@ -218,12 +218,12 @@ def _unresolved(error: OmegaConfBaseException, layers: Sequence[Layer], tree: di
     key = tuple(_parts(str(error.full_key or "")))
     reason = first_line(error)
     if "Missing mandatory value" in reason:
-        reason = "required, but still ???; give it a value, or null where the option has a default of null"
+        reason = "required, but still ???; give it a value, or null if that is its default"
         left = [each for each, value in _walk(tree) if value == _MISSING and each[: len(at)] == at]
         return ConfigErrors(ConfigError(sentence(f"{where(layers, each)}: {reason}")) for each in left or [key])
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
         near = nearest(target[1], [".".join(key) for key, _ in _walk(tree)])
-        reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
+        reason = f"${{{target[1]}}} refers to an unknown key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
     else:
         reason = f"the interpolation cannot be resolved: {reason}"
     return ConfigError(sentence(f"{where(layers, key)}: {reason}"))

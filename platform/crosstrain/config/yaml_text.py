@@ -1,8 +1,8 @@
 """A YAML parser for configurations, with limits on size and depth, and with conventional number formats.
 
 `1e-4` is a number, as in OmegaConf. `010`, `1:30` and dates are text; YAML 1.1 reads them as 8, 90 and dates. `yes`
-and `on` are true; `no` and `off` are false. Only the tags of null, booleans, numbers, text, lists and mappings are
-allowed.
+and `on` are true; `no` and `off` are false. Only the YAML tags of null, booleans, numbers, text, lists and mappings
+are allowed.
 """
 
 import re
@@ -15,7 +15,7 @@ DEEPEST = 50
 
 
 class Unreadable(Exception):
-    """A text is not valid YAML or exceeds the limits. `line` counts from 1; None if it is unknown."""
+    """A text that is not valid YAML or exceeds the limits. line: line number, counted from 1; None: unknown."""
 
     def __init__(self, message: str, mark: yaml.Mark | None = None) -> None:
         super().__init__(message)
@@ -27,7 +27,9 @@ class _Loader(yaml.SafeLoader):
 
     def fetch_key(self) -> None:
         if self.peek(1) not in _BLANK:  # in a flow mapping, PyYAML reads {?x: 1} as {x: 1}
-            raise yaml.MarkedYAMLError(problem="text with ? between braces needs quotes", problem_mark=self.get_mark())
+            raise yaml.MarkedYAMLError(
+                problem="text that begins with ? needs quotes inside braces", problem_mark=self.get_mark()
+            )
         super().fetch_key()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -42,7 +44,7 @@ class _Loader(yaml.SafeLoader):
         except (KeyError, ValueError) as error:  # an explicit tag, or too many digits for Python
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
-                problem=f"{str(node.value)[:40]!r} is no {kind}", problem_mark=node.start_mark
+                problem=f"{str(node.value)[:40]!r} is not a valid {kind}", problem_mark=node.start_mark
             ) from error
         if isinstance(value, int) and value.bit_length() > 1000:
             raise yaml.MarkedYAMLError(problem="a number of more than 300 digits", problem_mark=node.start_mark)
@@ -55,7 +57,7 @@ _ADVICE = {  # part of PyYAML's message -> advice
     "alias": "text that begins with * needs quotes",
     "alphabetic or numeric": "text that begins with * or & needs quotes",
     "cannot start any token": "text that begins with this character needs quotes",
-    "mapping values": "text that holds ': ' needs quotes",
+    "mapping values": "text that contains ': ' needs quotes",
 }
 _TAG = "tag:yaml.org,2002:"
 _Loader.yaml_constructors = {
@@ -74,7 +76,7 @@ _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\.(inf|Inf|INF)$
 
 
 def parse(text: str) -> tuple[Any, yaml.Node | None]:
-    """Parse a YAML document. Returns its value and its node, or None and None if it is empty. Raises Unreadable."""
+    """Parse a YAML document. Returns its value and root node; both are None for an empty text. Raises Unreadable."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -89,11 +91,11 @@ def parse(text: str) -> tuple[Any, yaml.Node | None]:
     except yaml.YAMLError as error:  # a character that YAML forbids
         raise Unreadable(f"not valid YAML: {error}") from error
     except RecursionError as error:
-        raise Unreadable("nested too deep") from error
+        raise Unreadable("nested too deeply") from error
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Count the values and levels of a node with its aliases expanded. Raises for duplicate keys."""
+    """Count the values and levels of a node with its aliases expanded. Raises an error for duplicate keys."""
     if id(node) in known:
         if (found := known[id(node)]) is None:
             raise Unreadable("an anchor contains itself")
@@ -113,6 +115,6 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
         size, depth = size + more, max(depth, levels + 1)
         if size > LARGEST_TREE or depth > DEEPEST:
             what = f"more than {LARGEST_TREE:,} values" if size > LARGEST_TREE else f"more than {DEEPEST} levels"
-            raise Unreadable(f"{what}, aliases written out", node.start_mark)
+            raise Unreadable(f"{what} after expanding aliases", node.start_mark)
     known[id(node)] = size, depth
     return size, depth

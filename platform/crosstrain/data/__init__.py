@@ -1,1 +1,1 @@
-"""Datasets, the order of samples, tokenizers."""
+"""Datasets, the order of samples, and tokenizers."""

@@ -1,4 +1,4 @@
-"""Conversations, and the form in which a dataset presents them to a model."""
+"""Conversations, and prompts made from conversations in the format of a dataset."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class SampleError(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `text` has a placeholder for each file that it is about, in the form of its dataset."""
+    """One turn. `text` has a placeholder for each file that the turn is about; the dataset defines the placeholder."""
 
     role: Literal["system", "user", "assistant"]
     text: str
@@ -27,7 +27,7 @@ Conversation = list[Message]
 
 
 class PromptBuilder(ABC):
-    """A builder of prompts from conversations, in the form that a dataset's samples have."""
+    """Builds prompts from conversations; the prompts have the form of a dataset's samples."""
 
     end_id: int  # the token that ends an answer
 
@@ -40,8 +40,8 @@ class PromptBuilder(ABC):
 
     @abstractmethod
     def open(self, file: str) -> Any:
-        """Read a file that a message is about. Raises UserError if that is impossible."""
+        """Read a file that a message is about. Raises UserError if the file cannot be read."""
 
     @abstractmethod
     def placed(self, text: str, files: int) -> str:
-        """Return a text with this number of placeholders: where the user wrote them, else at the beginning."""
+        """Return `text` with `files` placeholders, where the user wrote placeholders, or else at the beginning."""

@@ -1,9 +1,9 @@
 """Batches of an endless stream of samples, for one data-parallel rank.
 
-Sample n of a run is a pure function of (seed, n); n is called its sample number. Each step takes the next
+Sample n of a run is a pure function of (seed, n); n is the sample number. Each step takes the next
 `global_batch` sample numbers, except those that the run skips. Micro batch m of a step goes to rank m mod dp_size. The
-number of its first sample seeds its dropout, so dropout does not depend on the number of ranks. A resume seeks: only
-the next sample number is stored, and nothing is replayed.
+first sample number of a micro batch seeds its dropout, so dropout does not depend on the number of ranks. A checkpoint
+stores only the next sample number: a resumed run starts at this number, and replays nothing.
 """
 
 import warnings
@@ -26,17 +26,17 @@ from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, MicroBatch, Step
 
-_AHEAD = 8  # number of micro batches to announce ahead of the one being read
+_AHEAD = 8  # number of micro batches to announce before they are read
 
 
 class _ByNumber(torch.utils.data.Dataset):
-    """A view of a dataset for torch's DataLoader, which reads batches by sample numbers."""
+    """A view of a dataset by sample numbers, for torch's DataLoader."""
 
     def __init__(self, dataset: Dataset, seed: int, index_of: Callable[[int], int]) -> None:
         self.dataset, self.seed, self.index_of = dataset, seed, index_of
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch | UserError:
-        """Return a batch, or an error, because an exception in a worker would arrive as a traceback."""
+        """Return a batch, or return an error instead of raising it: a worker's exception arrives as a traceback."""
         indices = [self.index_of(number) for number in numbers]
         self.dataset.announce(indices)
         try:
@@ -62,7 +62,7 @@ def _batches(
         # Always fork: a spawned process could not import the datasets of plugins.
         multiprocessing_context=CheckedForkContext() if num_workers else None,
         pin_memory=torch.cuda.is_available(),
-        # DataLoader draws a seed for each pass. A separate generator leaves the global one unchanged.
+        # DataLoader draws a seed for each pass. A separate generator leaves the global generator unchanged.
         generator=torch.Generator(),
     )
     for batch in loader:
@@ -85,14 +85,14 @@ def _announced(
 
 
 def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) -> Iterator[list[int]]:
-    """Yield the sample numbers of each step, for all ranks together. They begin with `start` and do not end."""
+    """Yield the sample numbers of each step, for all ranks together, endlessly, starting at `start`."""
     following = sample_numbers(start, left_out or [])
     while True:
         yield list(islice(following, plan.global_batch))
 
 
 def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[list[int]]:
-    """Return the sample numbers of each micro batch of a data-parallel rank, given those of a step."""
+    """Return the sample numbers of each micro batch of a data-parallel rank. numbers: the step's sample numbers."""
     size = plan.micro_batch
     return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
 
@@ -100,16 +100,16 @@ def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[lis
 def _check_ids(
     dataset: Dataset, data: Batch, numbers: Sequence[int], index_of: Callable[[int], int], vocab_size: int | None
 ) -> None:
-    """Raise DataError for an ID outside the model's vocabulary. Negative IDs are placeholders and ignored labels."""
+    """Raise DataError if an ID is too large for the model. Negative IDs are placeholders and ignored labels."""
     for ids in [data[name] for name in ("input_ids", "labels") if name in data]:
         if vocab_size is not None and ids.numel() and (largest := int(ids.max())) >= vocab_size:
             number = numbers[int(ids.argmax()) * len(numbers) // ids.numel()]
             place = dataset.location(index_of(number))
             sample = f"{show([number])} of the {dataset.split} split{place and f' ({place})'}"
             raise DataError(
-                f"datasets: {sample} has token id {largest}, "
-                f"and the model's vocab_size is {vocab_size}: give a new model a vocab_size of at least {largest + 1}, "
-                f"or prepare the data with the tokenizer of a pretrained one"
+                f"datasets: {sample} has token ID {largest}, but the model's vocab_size is {vocab_size}: set the "
+                f"vocab_size of a new model to at least {largest + 1}, or prepare the data with the tokenizer of the "
+                f"pretrained model"
             )
 
 
@@ -125,13 +125,13 @@ def training_steps(
     left_out: Ranges | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Step]:
-    """Yield this rank's micro batches of each step, endlessly from sample number `start` on.
+    """Yield this rank's micro batches of each step, endlessly, starting at sample number `start`.
 
     Targets are not counted: `num_targets` is 0.
 
     lengths: length in tokens to which the samples of each step are shortened; None: full length.
     left_out: sample numbers to skip.
-    vocab_size: upper bound of token IDs; a larger one raises DataError. None: token IDs are not checked.
+    vocab_size: upper bound of token IDs; DataError is raised for larger IDs. None: token IDs are not checked.
     """
     own = partial(share_of_rank, plan, dp_rank)
     mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # DataLoader reads these ahead
@@ -165,13 +165,13 @@ def evaluation_batches(
     num_targets: Callable[[Batch], int] = lambda _: 0,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[MicroBatch, bool]]:
-    """Yield the first `max_samples` samples in evaluation order, each once, as (micro batch, counts).
+    """Yield the first `max_samples` samples in evaluation order, each once, as pairs (micro batch, counts).
 
     Every rank gets the same number of micro batches, because a forward pass may be a collective. A rank with too few
-    samples gets the first samples of the split again, with `counts` false. `vocab_size` is as for `training_steps`.
+    samples gets the first samples of the split again, with `counts` false. vocab_size: see `training_steps`.
     """
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    # First sample of each micro batch of this rank. It is past the end if only other ranks still have samples.
+    # First sample of each micro batch of this rank; past the end of the split if only other ranks have samples left.
     starts = [first + dp_rank * micro_batch for first in range(0, total, micro_batch * dp_size)]
     mine = [range(start, min(start + micro_batch, total)) or range(min(micro_batch, total)) for start in starts]
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index

@@ -1,9 +1,10 @@
 """The order of samples: a shuffle that is computed, not stored.
 
-It is a keyed bijection of range(n); evaluating it at one point takes constant time. An epoch over 10**12 samples is
-shuffled without an index file, memory or start-up time. The algorithm is the generalized Feistel network on Z_a x Z_b
-with cycle walking of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), with splitmix64's
-finalizer (Steele, Lea & Flood, OOPSLA 2014) as its round function. It is not cryptographically secure.
+The shuffle is a keyed bijection of range(n); computing one value takes constant time. An epoch of 10**12 samples is
+shuffled without an index file, memory for the order, or start-up time. The algorithm is the generalized Feistel network
+on Z_a x Z_b with cycle walking of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), with
+splitmix64's finalizer (Steele, Lea & Flood, OOPSLA 2014) as the round function. The shuffle is not cryptographically
+secure.
 """
 
 import math
@@ -13,15 +14,15 @@ from crosstrain.utils.rng import GOLDEN_RATIO, derive_seed, splitmix64
 
 MAX_SIZE = 2**62  # keeps every intermediate value, at most a * b + a, within 64 bits
 
-# Four rounds make a large domain look random. Twelve make even the 5! orders of five samples about equally likely. The
-# number of rounds must be even, so that both halves end where they began.
+# Four rounds make the order of many samples look random. Twelve rounds make even the 5! orders of five samples about
+# equally likely. The number of rounds must be even, because each round swaps the two halves of the value.
 _ROUNDS = 12
 
 
 class Permutation:
     """A bijection of range(n) that looks random and depends on `key`: `Permutation(n, key)(i)`.
 
-    n: from 1 to 2**62; raises ValueError for any other. key: any int; only its low 64 bits are used.
+    n: from 1 to 2**62; other values raise ValueError. key: any int; only its low 64 bits are used.
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -38,7 +39,7 @@ class Permutation:
         if not 0 <= i < self.n:
             raise IndexError(f"{i} is outside range({self.n})")
         i = self._scramble(i)
-        while i >= self.n:  # the network permutes a * b >= n values: follow the cycle until it is in range(n)
+        while i >= self.n:  # the network permutes a * b >= n values: repeat until the value is in range(n)
             i = self._scramble(i)
         return i
 

@@ -7,7 +7,7 @@ Ranges = list[list[int]]  # [first, last] of each range, ascending, without over
 
 
 def numbers(start: int, left_out: Ranges) -> Iterator[int]:
-    """Yield all sample numbers from `start` on, in ascending order and endlessly, except those in the ranges."""
+    """Yield the sample numbers `start`, `start` + 1, ... endlessly, except those in the ranges."""
     for first, last in left_out:
         if last >= start:
             yield from range(start, first)

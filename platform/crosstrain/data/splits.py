@@ -15,13 +15,13 @@ from crosstrain.utils.types import Batch
 
 
 def training_dataset(config: Config) -> Component:
-    """Return the dataset to train on. Raises ConfigError if there is none."""
+    """Return the dataset to train on. Raises ConfigError if no dataset is configured."""
     return _labelled(config)[1]
 
 
 def _labelled(config: Config) -> tuple[str, Component]:
     if not config.datasets:
-        raise ConfigError("datasets: there is none; give a project file that names one, with --cfg-path")
+        raise ConfigError("datasets: none is configured; use --cfg-path with a project file that has one")
     (labelled,) = config.datasets.items()
     return labelled
 
@@ -35,7 +35,7 @@ def named_splits(config: Config) -> list[Split]:
 def open_split(config: Config, split: Split) -> Dataset:
     """Open a prepared split of the configured dataset.
 
-    Raises DataError if it would be empty, and ConfigError if the configuration is not trusted to name data.
+    Raises DataError if the split is empty, and ConfigError if the configuration is not trusted to name data.
     """
     label, component = _labelled(config)
     with limited_to(config.trust):
@@ -69,7 +69,7 @@ def is_prepared(config: Config) -> bool:
 
 
 def vocabulary_size(config: Config) -> int | None:
-    """Return the tokenizer's vocabulary size before the data is prepared; None if the tokenizer is not a local path."""
+    """Return the vocabulary size of the dataset's tokenizer, even before `prepare_data`; None: no local tokenizer."""
     component = training_dataset(config)
     name = registry.get("dataset", component.name).tokenizer_of(component.options)
     if name is None or not Path(name).expanduser().exists():

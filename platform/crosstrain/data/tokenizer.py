@@ -1,7 +1,7 @@
 """Tokenizers for documents: from Hugging Face, or from GPT-2's two files.
 
-Encoding needs only the `tokenizers` library. `transformers`, which is slow to import, is used only for tokenizers that
-are neither a `tokenizer.json` nor GPT-2's files.
+Encoding needs only the `tokenizers` library. `transformers` is slow to import, so it is used only
+for tokenizers that have neither a `tokenizer.json` nor GPT-2's files.
 """
 
 import hashlib
@@ -29,34 +29,34 @@ _log = logging.getLogger(__name__)
 
 # Files in the folders of tokenizers and models.
 TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_MAX_BYTES = 1 << 27  # maximum size of each file
+_MAX_BYTES = 1 << 27  # maximum size of each file, in bytes
 END_OF_TEXT = "<|endoftext|>"
-_MOST_IDS = 1 << 24  # limit for any tokenizer, because arrays indexed by ID use memory for all IDs
+_MOST_IDS = 1 << 24  # maximum number of IDs, because arrays indexed by ID use memory for all IDs
 _TRYING, _TRIED = 10.0, 10_000  # limits of the trial in `_try`: seconds, and characters to encode
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer of documents. It does not parse special tokens: `<|endoftext|>` in a document is plain text."""
+    """A tokenizer of documents. Special tokens are not parsed: `<|endoftext|>` in a document is plain text."""
 
     backend: Tokenizer
     end: str  # the token that ends a document
     copy: Callable[[Path], object] | None = None  # copies the original tokenizer files into a folder
-    chat_template: str | None = None  # Jinja template that replaces the one in the files
+    chat_template: str | None = None  # Jinja template that replaces the template in the tokenizer files
 
     def __post_init__(self) -> None:
         if self.backend.token_to_id(self.end) is None:
-            raise DataError(f"the tokenizer has no token {self.end!r}, which its configuration says ends a text")
+            raise DataError(f"the tokenizer has no token {self.end!r}, the end-of-text token in its configuration")
         if self.vocab_size > _MOST_IDS:
-            raise DataError(f"the tokenizer has the id {self.vocab_size - 1}; at most {_MOST_IDS} ids are used")
+            raise DataError(f"the tokenizer has the ID {self.vocab_size - 1}; at most {_MOST_IDS} IDs are supported")
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
 
     @cached_property
     def vocab_size(self) -> int:
-        """An upper bound: all IDs are below it."""
+        """An upper bound: all IDs are below this number."""
         return 1 + max(self.backend.get_vocab().values())
 
     @cached_property
@@ -77,11 +77,11 @@ class TextTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text in a process with limits. It uses all cores and computes no offsets."""
+        """Encode each text in a process with limits. The process uses all cores and computes no offsets."""
         return [ids.tolist() for ids in self._process(texts, sum(map(len, texts)))]
 
     def decode(self, ids: list[int], *, words: bool = False) -> str:
-        """Decode IDs in a process with limits. `words` skips special tokens."""
+        """Decode IDs in a process with limits. words: skip special tokens."""
         return self._process((ids, words), len(ids))
 
     def save(self, folder: Path) -> None:
@@ -102,8 +102,8 @@ class TextTokenizer:
 def load_tokenizer(spec: str | Path) -> TextTokenizer:
     """Load a tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
 
-    For a folder of prepared data or of a run, load the tokenizer in it or in its last checkpoint. Raises DataError if
-    there is no tokenizer of that name, or if it has no end-of-text token.
+    In a folder of prepared data, load the tokenizer in the subfolder `tokenizer`; in a run's folder, load the tokenizer
+    of the last checkpoint. Raises DataError if there is no such tokenizer, or if it has no end-of-text token.
     """
     path = Path(spec).expanduser()
     if path.exists() and not path.is_dir():
@@ -132,24 +132,24 @@ def warn_if_rebuilt(spec: str) -> None:
         return
     config = _read_json(path / CONFIG)
     reads_it = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
-    if reads_it and not (path / "config.json").is_file():  # the model may need a different tokenizer class
+    if reads_it and not (path / "config.json").is_file():  # a config.json may select a different tokenizer class
         return
     try:
         own, theirs = _from_file(path / TOKENIZER, config), _from_transformers(str(path))
         text = own.decode(list(range(own.backend.get_vocab_size())), words=True)  # every token once
         if theirs.encode(text) != own.encode(text):
             _log.warning(
-                "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used "
-                "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file",
+                "transformers' AutoTokenizer encodes differently from the tokenizer.json in %s; tokenizer.json is used "
+                "here; to load this file, use transformers.PreTrainedTokenizerFast.from_pretrained",
                 spec,
             )
     except LimitError as error:
-        _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
+        _log.warning("transformers' AutoTokenizer cannot open %s: %s", spec, error)
     except DataError:  # transformers finds no tokenizer, so there is nothing to compare
         return
 
 
-# Keys of a checkpoint's tokenizer_config.json that are passed to transformers. None of them names a file, URL or class.
+# Keys of a checkpoint's tokenizer_config.json that are passed to transformers. No key names a file, URL or class.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = (
     *("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
@@ -160,13 +160,13 @@ _PLAIN = (
 def stored_tokenizer(folder: Path) -> dict[str, Any]:
     """Return arguments for transformers' PreTrainedTokenizerFast, from the tokenizer's files in a checkpoint.
 
-    Raises DataError if they cannot be read, or if the tokenizer needs its own code.
+    Raises DataError if the files cannot be read, or if the tokenizer needs code of its own.
     """
     import transformers
 
     config = _read_json(folder / CONFIG)
     if "auto_map" in config and not hasattr(transformers, str(config.get("tokenizer_class"))):
-        raise DataError(f"{folder / CONFIG} asks for code that comes with the tokenizer, which is not run")
+        raise DataError(f"{folder / CONFIG} requires code that comes with the tokenizer, which is not run")
     arguments = {key: config[key] for key in _PLAIN if config.get(key) is not None}
     arguments |= {key: _content(config[key]) for key in _SPECIAL if config.get(key) is not None}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens")
@@ -192,7 +192,7 @@ def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
 
 
 def vocabulary(path: Path) -> dict[str, int]:
-    """Return token -> ID of a tokenizer.json, including added tokens. Raises DataError if it cannot be read."""
+    """Return token -> ID of a tokenizer.json, including added tokens. Raises DataError if the file cannot be read."""
     return _backend(path).get_vocab(with_added_tokens=True)
 
 
@@ -214,7 +214,7 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
         try:
             os.rename(new, folder)
         except OSError:
-            if not folder.exists():  # if it exists, the same content was saved before
+            if not folder.exists():  # an existing folder has the same content
                 raise
         else:
             warn_if_rebuilt(spec)
@@ -229,11 +229,11 @@ def load_cached(spec: str) -> tuple[TextTokenizer, Path]:
 
 
 def byte_level(tokenizer: Tokenizer) -> TextTokenizer:
-    """Complete a BPE to a tokenizer like GPT-2's; `<|endoftext|>` is added if the vocabulary lacks it."""
+    """Turn a BPE model into a tokenizer like GPT-2's; `<|endoftext|>` is added if the vocabulary lacks it."""
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens([END_OF_TEXT])  # gets the last ID, unless the vocabulary already has it
+    tokenizer.add_special_tokens([END_OF_TEXT])  # gets the last ID, unless the vocabulary already has this token
     return TextTokenizer(tokenizer, END_OF_TEXT)
 
 
@@ -243,7 +243,7 @@ def _from_file(path: Path, config: dict) -> TextTokenizer:
     usual = (token for token in _USUAL_ENDS if backend.token_to_id(token) is not None)
     end = (_content(end) if end else None) or next(usual, None)
     if end is None:
-        raise DataError(f"{path} names no token that ends a text: set eos_token in tokenizer_config.json beside it")
+        raise DataError(f"{path} has no end-of-text token: set eos_token in tokenizer_config.json next to it")
     return TextTokenizer(backend, end, _copier(path.parent) if config else None)
 
 
@@ -255,7 +255,7 @@ _tried = set[str]()  # hashes of files that passed `_try`
 
 
 def _backend(path: Path) -> Tokenizer:
-    """Load a tokenizer.json after a trial in a process with limits. Raises DataError if it is not a tokenizer."""
+    """Load a tokenizer.json after a trial in a process with limits. Raises DataError for any other file."""
     data = _read(path)
     if (digest := hashlib.sha256(data).hexdigest()) not in _tried:
         LimitedProcess(partial(_try, path), f"the tokenizer {path}", seconds=_TRYING)(data)
@@ -292,11 +292,11 @@ def _rebuilt(kind: Any, spec: str) -> tuple[str, str, dict[str, bytes]]:
     try:
         tokenizer = kind.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        said = f"no tokenizer {spec!r}, neither as a folder nor on the Hugging Face hub: {first_line(error)}"
+        said = f"there is no tokenizer {spec!r}, as a folder or on the Hugging Face Hub: {first_line(error)}"
         raise DataError("; ".join(filter(None, (said, near(Path(spec).expanduser()))))) from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.eos_token is None:
-        lack = "fast (Rust) form" if backend is None else "token that ends a text (eos_token)"
+        lack = "fast (Rust) version" if backend is None else "end-of-text token (eos_token)"
         raise DataError(f"the tokenizer {spec!r} has no {lack}")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

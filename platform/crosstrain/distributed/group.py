@@ -1,4 +1,4 @@
-"""Groups of ranks with collectives on Python values; in a group of one process they return their input."""
+"""Groups of ranks with collectives on Python values; in a group of one process, a collective is local."""
 
 import os
 import zlib
@@ -12,7 +12,7 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, TrainingError,
 
 T = TypeVar("T")
 
-# Called if the ranks of a group enter different collectives, before the error is raised. Set by the watchdog.
+# The watchdog sets this function. A `Group` calls it when ranks enter different collectives, before raising the error.
 desync_handler: Callable[[dist.ProcessGroup], None] | None = None
 
 
@@ -29,7 +29,7 @@ class Group:
         return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if self.process_group else None)
 
     def all_gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order. Use it for small Python objects, not for tensors."""
+        """Return every rank's value, in rank order; for small Python objects, not for tensors."""
         if self.process_group is None:
             return [value]
         out: list[Any] = [None] * self.size
@@ -37,7 +37,7 @@ class Group:
         return out
 
     def broadcast(self, value: T) -> T:
-        """Return the first rank's value. Use it for small Python objects, not for tensors."""
+        """Return the first rank's value; for small Python objects, not for tensors."""
         if self.process_group is None:
             return value
         out: list[Any] = [value]
@@ -47,8 +47,8 @@ class Group:
     def all_reduce_sum(self, *values: float, tag: str = "") -> list[float]:
         """Return the sums over the ranks, in double precision.
 
-        `tag` names the summed values, such as "loss". If the ranks pass different tags, raises TrainingError instead of
-        returning wrong sums.
+        `tag` names the summed values, such as "loss". Raises TrainingError if the ranks pass different tags, because
+        the sums would be wrong.
         """
         if self.process_group is None:
             return list(values)
@@ -60,8 +60,8 @@ class Group:
             if desync_handler is not None:
                 desync_handler(self.process_group)
             raise TrainingError(
-                f"the ranks met in different collectives, one of them the sum of {tag or 'numbers without a tag'}; "
-                f"each must be called by every rank"
+                f"the ranks called different collectives, one of them the sum of {tag or 'numbers without a tag'}; "
+                f"every rank must call the same collectives"
             )
         return sums
 
@@ -69,8 +69,8 @@ class Group:
         """Run `action` on every rank and return the results of all ranks. Collective.
 
         If some ranks fail with a UserError or an OSError, one of the errors is raised on every rank. A CheckpointError
-        is raised only if there is no other error: an unreadable bucket or a full disk does not mean that the checkpoint
-        is damaged.
+        is raised only if all errors are CheckpointErrors, because an unreadable bucket or a full disk does not mean
+        that the checkpoint is damaged.
         """
         result = problem = None
         try:
@@ -94,9 +94,9 @@ def world() -> tuple[int, int]:
 def choose_device(choice: str, local_rank: int) -> torch.device:
     """Return this rank's device for `run.device`. Raises ConfigError if cuda is requested and there is no GPU."""
     if choice == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device: cuda needs a GPU, and torch sees none; use auto or cpu")
+        raise ConfigError("run.device: cuda needs a GPU, but torch finds none; use auto or cpu")
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may expose only one GPU per task
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each task only one GPU
     torch.cuda.set_device(device)
     return device

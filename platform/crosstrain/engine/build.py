@@ -34,17 +34,17 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, explained
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import limited_to
 
-_MOST_PARAMETERS = 1_000_000  # tensors; ten times as many as in the largest mixture-of-experts models
+_MOST_PARAMETERS = 1_000_000  # maximum number of parameter tensors; the largest mixture-of-experts models have 100,000
 _LONGEST_BUILD = 120.0  # seconds
 
 
 def make_runner(config: Config) -> Runner:
-    """Create the configured runner; the caller has to call `setup`."""
+    """Create the configured runner. The caller has to call `Runner.setup`."""
     return registry.get("runner", config.run.runner.name)(config.run.runner.options, config.run)
 
 
 def make_model(config: Config) -> Model:
-    """Build the configured model. Raises ConfigError if the configuration is not trusted to name pretrained weights."""
+    """Build the configured model. Raises ConfigError for pretrained weights in an untrusted configuration."""
     with limited_to(config.trust):
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
@@ -61,14 +61,14 @@ def make_objective(config: Config, model: Model) -> Objective:
     made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
     made.attach(model)
     if made.makes_samples and config.run.eval_interval is not None:
-        raise ConfigError("run.eval_interval: the objective makes samples in training only; use null")
+        raise ConfigError("run.eval_interval: the objective generates samples only in training; use null")
     return made
 
 
 def add_adapter(adapter: Component, model: Model, key: str) -> None:
     """Add the configured adapter to a model in place.
 
-    If the model does not support it, raises a ConfigError that names the YAML `key`.
+    Raises a ConfigError that names the YAML `key` if the model does not support the adapter.
     """
     try:
         registry.get("adapter", adapter.name)(adapter.options).add(model)
@@ -80,7 +80,7 @@ def model_on_meta(config: Config) -> Model:
     """Build the configured model on the meta device, for checks and plans.
 
     Raises ConfigError if the model's libraries reject its sizes, if it has too many parameter tensors, or if the build
-    takes minutes.
+    takes longer than two minutes.
     """
     what = f"model: {config.model.name} cannot be built with these options"
     with explained(what), parameters_on_meta(at_most=_MOST_PARAMETERS, seconds=_LONGEST_BUILD):
@@ -90,9 +90,9 @@ def model_on_meta(config: Config) -> Model:
 def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     """Build the learning-rate schedule: n -> learning rate of the n-th applied step. n starts at 1.
 
-    Skipped steps do not count. The warmup is linear. After it, a registered function of n returns values in [0, 1],
-    which are scaled to the range from `min_lr` to `init_lr`. `lr_decay_iters` defaults to `max_iters`; `warmup_steps`
-    defaults to `warmup_fraction` of `lr_decay_iters`.
+    Skipped steps do not count. The warmup is linear. After the warmup, a registered function maps n to a value in
+    [0, 1], to be scaled to the range from `min_lr` to `init_lr`. `lr_decay_iters` defaults to `max_iters`.
+    `warmup_steps` defaults to `warmup_fraction` times `lr_decay_iters`.
     """
     run = config.run
     decay = run.lr_decay_iters or max_iters
@@ -129,7 +129,7 @@ def freeze(model: Model, patterns: list[str]) -> None:
 
 
 def construct_model(config: Config, runner: Runner, make: Callable[[], Model], for_training: bool) -> Model:
-    """Build the model on the runner's device, with the run's frozen parameters, float8 and activation checkpointing."""
+    """Build the model on the runner's device; for training, apply freezing, float8 and activation checkpointing."""
     model = runner.construct(make)
     check_held(model, type(runner), config)
     if runner.context.process_group is not None:
@@ -150,10 +150,10 @@ def build_model(
 ) -> dict[str, FrozenParameter]:  # fmt: skip
     """Set up the runner with the model, its weights and, for training, the optimizer.
 
-    Weights come from `checkpoint` if given, otherwise from the model's pretrained folders, otherwise from
-    initialization. Training also loads the optimizer state of `checkpoint` unless `moments` is False. `weights` is
-    passed to `Reader.open`. Returns the frozen parameters loaded from pretrained folders; checkpoints need not store
-    them.
+    Weights are loaded from `checkpoint` if it is given, or else from the model's pretrained folders. The remaining
+    weights are initialized. Training also loads the optimizer state of `checkpoint` unless `moments` is False.
+    `weights` is passed to `Reader.open`. Returns the frozen parameters that were loaded from pretrained folders;
+    checkpoints need not store them.
     """
     model = construct_model(config, runner, lambda: make_model(config), for_training)
     if config.run.compile != "none":
@@ -179,7 +179,7 @@ def build_model(
         published = pretrained.fill(parameters)
         fill_initial(model, [s for s in parameters if s.name not in {*published, *buffers}], config.run.seed)
         borrowed = {name for name, source in published.items() if name in frozen and not source.of_model}
-    # Checkpoints record hashes of the frozen parameters that come from pretrained folders, in place of their values.
+    # For frozen parameters from pretrained folders, checkpoints record hashes instead of values.
     hashes = fingerprints(pretrained.as_published([s for s in parameters if s.name in borrowed]), runner.world)
     hashes |= fill_quantized(model, pretrained)
     trained_with = [earlier for source, earlier in pretrained.parts if source.of_model] if reader is None else [reader]
@@ -192,12 +192,12 @@ def build_model(
 
 
 def _wanted_shards(reader: Reader, shards: list[Shard], world: Group, config: Config, *, moments: bool) -> list[Shard]:
-    """Select the shards to load from a checkpoint: all that it holds, or without `moments` the parameters.
+    """Select the shards to load from a checkpoint: all stored shards, or only parameters if `moments` is False.
 
-    Weights that a reference objective keeps are always loaded. A rank's own copy may be loaded from the copy shared by
-    all ranks. The checkpoint may lack the runner's own tensors; other runners' tensors are ignored. With `moments`,
-    raises CheckpointError unless the checkpoint holds exactly the kinds of state that the configured optimizer keeps.
-    Collective if `moments` is True.
+    The weights of a reference model are always loaded. A tensor with a separate copy on each rank may be loaded from
+    one shared copy. The checkpoint may lack the runner's own tensors; tensors of other runners are ignored. With
+    `moments`, raises CheckpointError unless the checkpoint holds exactly the kinds of state that the configured
+    optimizer keeps. Collective if `moments` is True.
     """
     found = reader.kinds()
     if not moments:
@@ -207,17 +207,17 @@ def _wanted_shards(reader: Reader, shards: list[Shard], world: Group, config: Co
     there, here = (_optimizer_kinds(of) for of in (found, kinds))
     if there != here:
         raise CheckpointError(
-            f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.run.optimizer.name} keeps "
-            f"{_list(here)}; resume with the optimizer that was used, or start its state anew with "
+            f"{reader.folder}: has the optimizer state {_list(there)}, but {config.run.optimizer.name} keeps "
+            f"{_list(here)}; resume with the optimizer that was used, or reset the optimizer state with "
             f"run.resume_optimizer=false"
         )
     if lacking := sorted(kind for kind in kinds if shared_kind(kind) in here and not {kind, shared_kind(kind)} & found):
         raise CheckpointError(
-            f"{reader.folder}: has each rank's own copies of the optimizer's state, without {lacking[0]}; resume under "
-            f"the same runner on as many ranks, or start the state anew with run.resume_optimizer=false"
+            f"{reader.folder}: has a separate optimizer state for each rank, without {lacking[0]}; resume with the "
+            f"same runner and number of ranks, or reset the optimizer state with run.resume_optimizer=false"
         )
     if left := {kind for kind in found if kind.startswith(RUNNER)} - kinds:
-        log.info("left behind in %s: %s", reader.folder, _list(left))
+        log.info("not loaded from %s: %s", reader.folder, _list(left))
     return as_stored(found, shards)
 
 
@@ -228,7 +228,7 @@ def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
 
 
 def _optimizer_kinds(kinds: set[str]) -> set[str]:
-    """Select the kinds of optimizer state among the kinds of a checkpoint or a runner."""
+    """Select the kinds of optimizer state from the kinds of a checkpoint or a runner."""
     shared = {shared_kind(kind) for kind in kinds if not kind.startswith(CALLBACK)}
     return {kind for kind in shared if not kind.startswith(RUNNER)} - {"param"}
 

@@ -1,4 +1,4 @@
-"""Checks that the parts of a run fit together, before and while they are built."""
+"""Check that the parts of a run fit together, before and while the parts are built."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ _MOST_RANKS = 2**16
 def check_layout(config: Config, world_size: int, hint: Callable[[int], str] | None = None, step: int = 1) -> None:
     """Raise ConfigError if the runner's layout does not fit `world_size` ranks.
 
-    The message ends with `hint(size)`, where `size` is the next larger world size that fits, in increments of `step`.
+    The message ends with `hint(size)`. `size` is the next larger world size that fits, in increments of `step`.
     """
     size_of = partial(registry.get("runner", config.run.runner.name).data_parallel_size, config.run.runner.options)
     try:
@@ -41,7 +41,7 @@ def _is_refused(size_of: Callable[[int], int], world_size: int) -> bool:
 
 
 def batch_plan(config: Config, world_size: int) -> BatchPlan:
-    """Compute the batch sizes of the configured runner on `world_size` workers; no worker needs to be running.
+    """Compute the batch sizes of the configured runner on `world_size` workers, before the workers start.
 
     Raises ConfigError if the layout, the batch sizes or the run's other settings are incompatible.
     """
@@ -49,9 +49,9 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
     runner = registry.get("runner", name)
     runner.check(run.runner.options, run)
     if not runner.capabilities.exact and run.amp.dtype == "fp16":
-        raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
+        raise ConfigError(f"run.amp: fp16 needs one loss scale for all ranks, which {name} does not support; use bf16")
     if not runner.capabilities.exact and run.on_bad_step.policy != "stop":
-        raise ConfigError(f"run.on_bad_step: under {name} a bad step is one rank's only; use stop")
+        raise ConfigError(f"run.on_bad_step: with {name}, a bad step affects only one rank; use stop")
     return BatchPlan.of(run, runner.data_parallel_size(run.runner.options, world_size))
 
 
@@ -61,8 +61,8 @@ def check_fit(objective: Objective, dataset: Dataset) -> None:
     if objective.row_layout != dataset.row_layout:
         theirs, ours = (layout or "plain samples" for layout in (objective.row_layout, dataset.row_layout))
         raise ConfigError(
-            f"run.objective: it takes {theirs}, and the dataset has {ours}; choose another objective, or change the "
-            f"dataset or its options"
+            f"run.objective: the objective takes {theirs}, but the dataset has {ours}; choose a different objective, "
+            f"or change the dataset or its options"
         )
     check_vocabulary(model, dataset.vocab_size)
     model.check_dataset(dataset)
@@ -71,7 +71,7 @@ def check_fit(objective: Objective, dataset: Dataset) -> None:
     check_tokenizer(model.weights.folder(), dataset)
     if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
         raise ConfigError(
-            f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}: "
+            f"datasets: samples have {dataset.sequence_length} tokens, but the model takes at most {model.max_length}: "
             f"lower the dataset's seq_length or max_length, or give the model more positions"
         )
 
@@ -80,15 +80,15 @@ def check_vocabulary(model: Model, ids: int | None) -> None:
     """Raise ConfigError if the tokenizer has more IDs than the model's vocabulary."""
     if ids and model.vocab_size and ids > model.vocab_size:
         raise ConfigError(
-            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has {ids} ids: a "
-            f"new model needs vocab_size={ids}, data for a pretrained one the model's own tokenizer"
+            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has {ids} IDs: "
+            f"set vocab_size={ids} for a new model, or prepare the data with the tokenizer of the pretrained model"
         )
 
 
 def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
     """Raise ConfigError if the dataset and the tokenizer.json in the weights' `folder` map an ID to different tokens.
 
-    IDs that exist only in the dataset's vocabulary are not compared.
+    IDs that exist only in the dataset's vocabulary are ignored.
     """
     ours = dataset.tokenizer_path
     if folder is None or ours is None or not all((f / TOKENIZER).is_file() for f in (folder, ours)):
@@ -100,23 +100,23 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
     if changed := [(number, token) for number, token in found if theirs.get(number, token) != token]:
         number, token = changed[0]
         raise ConfigError(
-            f"the data was made with another tokenizer than the weights in {folder}: {len(changed)} ids differ, the "
-            f"first is {number}, {token!r} in the data and {theirs[number]!r} there; prepare it with "
+            f"the data was prepared with a different tokenizer than the weights in {folder}: {len(changed)} IDs "
+            f"differ, the first is {number}, {token!r} in the data and {theirs[number]!r} there; prepare the data with "
             f"tokenizer={folder}"
         )
 
 
 def check_held(model: Model, runner: type[Runner], config: Config) -> None:
-    """Raise ConfigError if the runner cannot store the model's quantized parameters or cannot train this model."""
+    """Raise ConfigError if the runner cannot train this model with the configured options."""
     if (ranks := context_size(config.run.runner.options)) > 1:
         if config.run.objective is not None:
-            raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
+            raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; remove one of the two")
         model.structure.check_context(ranks)
     if model.weights.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
-        raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
+        raise ConfigError(f"model.adapter: {adapter} quantizes weights, which {name} cannot train; use ddp or fsdp")
     if not runner.capabilities.exact and any(r.bias_rate for r in model.structure.routers()):
-        raise ConfigError("model.router_bias_rate: routers need all ranks' choices in each step; set it to 0")
+        raise ConfigError("model.router_bias_rate: the routers need the choices of all ranks in each step; set it to 0")
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
             raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")

@@ -21,19 +21,19 @@ def check_float8(model: Model) -> None:
     if not any(fits(module) for block in model.blocks() for module in block.modules()):
         raise ConfigError(
             f"run.amp.linear: the model's blocks have no linear layer (torch.nn.Linear) whose sizes are multiples of "
-            f"{_MULTIPLE}; leave the key out, or choose another model"
+            f"{_MULTIPLE}; remove the option, or choose a different model"
         )
 
 
 def convert(model: Model, device: torch.device) -> None:
     """Replace the linear layers in the blocks with torchao's float8 layers; parameters and their names are unchanged.
 
-    On devices without float8 matmuls, they are emulated: values are rounded to float8 and multiplied in higher
+    On devices without float8 matmuls, torchao emulates them: values are rounded to float8 and multiplied in higher
     precision.
     """
     float8 = require("torchao.float8", "run.amp.linear: float8")
     emulate = device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
-    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # allows any number of tokens
+    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # padding allows any number of tokens
     for block in model.blocks():
         float8.convert_to_float8_training(block, config=config, module_filter_fn=lambda module, _: fits(module))
     layers = [module for block in model.blocks() for module in block.modules() if isinstance(module, nn.Linear)]

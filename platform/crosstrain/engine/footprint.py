@@ -15,7 +15,7 @@ from crosstrain.utils.types import Batch
 
 @dataclass(frozen=True)
 class PlanContext:
-    """A planned run: a model on the meta device, with the run's frozen parameters, and the ranks that train it.
+    """A planned run: the model on the meta device, with parameters frozen as in the run, and the number of ranks.
 
     torch's process group is a fake group of `world_size` ranks; this process is rank 0, and collectives do nothing.
     """
@@ -31,21 +31,21 @@ class PlanContext:
 
 @dataclass
 class Layout:
-    """Memory of one rank and the bytes it sends in a step. Fields are in bytes unless marked as elements."""
+    """Memory of one rank, and the bytes that the rank sends in a step. Units are bytes unless commented otherwise."""
 
     parameters: int  # parameters that stay on the device
     updated: int  # elements that this rank's optimizer updates and keeps state for
     held: int  # elements of parameters that this rank keeps between steps, on the device or the host
-    whole: int | None = None  # elements of the model over all ranks, with padding; None: same as on a single rank
+    whole: int | None = None  # elements of the model over all ranks, with padding; None: the same number as on one rank
     gradients: int = 0  # gradients that stay allocated during the whole micro batch
     retained_grad_fraction: float = 0.0  # fraction of each gradient that is kept from the backward until the step
-    retained_grad_fraction_outside: float | None = None  # the same fraction outside of blocks; None: equal
+    retained_grad_fraction_outside: float | None = None  # the same fraction, outside of blocks; None: no difference
     masters: int = 0  # the optimizer's master copy of the parameters, not counted as optimizer state
     gathered: int = 0  # peak memory of parameters gathered from other ranks
     buffers: int = 0  # communication buffers while micro batches are computed
-    gradient_buffers: int = 0  # communication buffers from the backward's first gradient on, with unsent gradients
+    gradient_buffers: int = 0  # communication buffers that exist after the first gradient, including unsent gradients
     step_buffers: int = 0  # communication buffers between the last backward and the end of the step
-    sent: int = 0  # bytes sent in a step, except by collectives inside forward and backward, which are traced
+    sent: int = 0  # bytes sent in a step, without the collectives inside forward and backward, which a trace counts
     host: dict[str, int] = field(default_factory=dict)  # purpose -> host memory, without optimizer state
     optimizer: Literal["device", "host", "disk"] = "device"  # where the optimizer state is kept
     in_flight: float = 1  # number of micro batches with live activations
@@ -84,7 +84,7 @@ class Sizes:
 
 
 def numbers(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Return the bytes and the elements of parameters; a tied parameter counts once."""
+    """Return the number of bytes and of elements in parameters; a tied parameter counts once."""
     each = {id(p): p for p in parameters}.values()
     return sum(p.numel() * p.element_size() for p in each), sum(p.numel() for p in each)
 
@@ -108,7 +108,8 @@ def data_parallel(at: PlanContext) -> Layout:
 def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
     """Layout of `ranks` ranks that each hold all parameters and sum their gradients.
 
-    once: the step has only one backward, so gradients are allocated one by one. Otherwise all gradients stay allocated.
+    once: the step has only one backward, and this backward allocates the gradients one after the other. Otherwise, all
+    gradients stay allocated during each micro batch.
     """
     return Layout(
         parameters=sizes.parameters,

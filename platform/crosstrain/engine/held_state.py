@@ -17,18 +17,18 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
 if TYPE_CHECKING:
     from crosstrain.engine.runner import Runner
 
-REFERENCE = "reference"  # kind of the initial weights, kept for objectives that compare with a reference model
+REFERENCE = "reference"  # kind of the initial weights, which objectives with a reference model need
 
 
 class HeldState:
-    """Describes the tensors held by a rank, for checkpoints, comparisons and optimizers. Nothing is gathered.
+    """Describes the tensors of a rank, for checkpoints, comparisons and optimizers, without gathering them.
 
-    The platform calls `shards` and `gradients`. The defaults cover plain parameters and DTensors. If an engine stores
-    parameters differently, its runner subclasses HeldState and overrides the small methods below; they take parameters,
-    not names.
+    The platform calls `shards` and `gradients`. The default methods support plain parameters and DTensors. If an engine
+    stores parameters differently, its runner subclasses HeldState and overrides the small methods below. These methods
+    take parameters, not names.
 
-    equal: kinds of tensors that, after `Runner.synchronize`, are the same on all ranks that hold the same box; None:
-    all kinds. A checkpoint stores one copy of these kinds, and one copy per rank of all other kinds.
+    equal: kinds of tensors that are the same on all ranks that hold the same box, after `Runner.synchronize`; None: all
+    kinds. A checkpoint stores one copy of a tensor of these kinds, and each rank's copy of any other tensor.
     extra: kind -> parameter -> tensor of the runner, laid out like `weight`. These tensors are saved in checkpoints;
     other runners ignore them.
     """
@@ -41,9 +41,9 @@ class HeldState:
     def shards(self) -> list[Shard]:
         """Return this rank's shards of parameters and optimizer state.
 
-        They share memory with the live tensors, so a load into them restores the model. Persistent buffers are
-        included; quantized parameters are not. Raises CheckpointError for optimizer state that is neither a scalar
-        tensor nor shaped like its parameter.
+        The shards share memory with the model's tensors, so loading into the shards restores the model. Persistent
+        buffers are included, and quantized parameters are left out. Raises CheckpointError for optimizer state that is
+        neither a scalar tensor nor shaped like its parameter.
         """
         out, model, optimizer = list[Shard](), self.runner.model, self.runner.optimizer
         quantized = model.weights.quantized()
@@ -51,7 +51,7 @@ class HeldState:
             if name not in quantized:
                 out += self._shards_of(name, parameter)
         for matrix, state in (optimizer.state if optimizer else {}).items():
-            if isinstance(matrix, str):  # a `BoundOptimizer` keeps this state on the owner only
+            if isinstance(matrix, str):  # a `BoundOptimizer` keeps this state only on the rank that owns the matrix
                 out += [_whole(self._kind(kind), matrix, value) for kind, value in state.items()]
         out += [_whole("param", name, buffer) for name, buffer in model.weights.buffers().items()]
         return out
@@ -69,11 +69,12 @@ class HeldState:
             elif value is not None:
                 raise CheckpointError(
                     f"optimizer {self.runner.run.optimizer.name} keeps {kind} of {name} as a {type(value).__name__}, "
-                    f"and checkpoints hold tensors of the parameter's shape and scalar ones; use another optimizer"
+                    f"but checkpoints store only scalar tensors and tensors of the parameter's shape; use a different "
+                    f"optimizer"
                 )
 
     def _kind(self, kind: str) -> str:
-        """Return the name of a kind in checkpoints; it includes the rank unless all ranks have equal copies."""
+        """Return the name of a kind in checkpoints. The name includes the rank unless all ranks have equal copies."""
         if self.equal is None or kind in self.equal or kind == UPDATE:
             return kind
         return own_kind(self.runner.world.rank, kind)
@@ -97,7 +98,7 @@ class HeldState:
         return parameter
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """This rank's optimizer state for a parameter, under the optimizer's names, laid out like `weight`."""
+        """This rank's optimizer state for a parameter: name in the optimizer -> tensor, laid out like `weight`."""
         return self.runner.optimizer.state.get(parameter, {}) if self.runner.optimizer else {}
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -105,7 +106,7 @@ class HeldState:
         return parameter.grad
 
     def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        """Boxes of `held` in the logical `shape`. `held` is this rank's shard of `parameter` or of its state."""
+        """Pieces of `held` with boxes in the logical `shape`. `held`: this rank's shard of `parameter` or its state."""
         return dtensor_pieces(held, tuple(shape)) if isinstance(held, DTensor) else whole_pieces(held, tuple(shape))
 
     # ---- copies of weights
@@ -128,9 +129,9 @@ class HeldState:
     # ---- the optimizer
 
     def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
-        """Build the runner's optimizer over the current parameters, and allocate its state.
+        """Build the runner's optimizer over the current parameters, and allocate the optimizer state.
 
-        Called by `Runner.prepare`. If `make_optimizer` is None, the runner gets no optimizer.
+        Called by `Runner.prepare`. Does nothing if `make_optimizer` is None.
         """
         if make_optimizer is None:
             return
@@ -139,7 +140,7 @@ class HeldState:
             create_state(self.runner.optimizer)
         except RuntimeError as error:  # the parameters' tensor class lacks an operation
             name, reason = self.runner.run.optimizer.name, first_line(error)
-            raise ConfigError(f"run.optimizer: {name} fails under this runner: {reason}") from error
+            raise ConfigError(f"run.optimizer: {name} fails with this runner: {reason}") from error
 
     def bound(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer; a BoundOptimizer is first bound to this rank's shards. Collective."""
@@ -148,11 +149,11 @@ class HeldState:
         return optimizer
 
     def trained(self) -> NamedParameters:
-        """Parameters for the optimizer: the model's, or this rank's shards."""
+        """Parameters for the optimizer: the model's parameters, or this rank's shards of them."""
         return self.runner.model.named_parameters()
 
     def copies(self) -> Group:
-        """The ranks that hold equal copies or the other shards of this rank's parameters. Collective."""
+        """Group of all ranks that hold copies or shards of the same parameters as this rank. Collective."""
         return self.runner.world if self.equal is None else Group()
 
 

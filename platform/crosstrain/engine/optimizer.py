@@ -23,7 +23,7 @@ _BLOCK = 4096  # number of squares that are summed in fp32 at a time
 
 
 class MakeOptimizer(Protocol):
-    """Build the configured optimizer over the runner's parameters after sharding.
+    """A function that builds the configured optimizer over the runner's parameters, after sharding.
 
     `shape_of` returns the full shape of a parameter, even if an engine replaces the parameter with a shard.
     """
@@ -33,10 +33,10 @@ class MakeOptimizer(Protocol):
 
 @runtime_checkable
 class BoundOptimizer(Protocol):
-    """An optimizer that gathers whole matrices from the ranks' shards; `Weights.matrices` selects them."""
+    """An optimizer that gathers whole matrices from the ranks' shards; `Weights.matrices` selects the matrices."""
 
     def bind(self, shards: Callable[[], list[Shard]], group: Group, device: torch.device) -> None:
-        """Read shards of weights and updates from `shards`, and compute on `device`.
+        """Set where `step` gets this rank's shards of weights and updates (`shards`), and the device it computes on.
 
         The ranks of `group` together hold the whole matrices, and call `step` together.
         """
@@ -51,8 +51,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group the trainable parameters: weight decay applies to matrices, not to biases and norms.
 
-    Biases and norms are parameters with fewer than two dimensions. Each `lr_scale` and each element size has its own
-    groups, fp32 first. Parameters named in `matrices` have separate groups that also list their canonical names.
+    Parameters with fewer than two dimensions count as biases and norms. Parameters are also grouped by `lr_scale` and
+    by element size, fp32 first. Parameters named in `matrices` are in separate groups that list the canonical names.
     """
     groups: dict[tuple[int, float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, p in parameters:
@@ -79,12 +79,14 @@ def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimiz
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
         groups = parameter_groups(parameters, config.run.weight_decay, shape_of, **more)
         if not groups:
-            raise ConfigError("the model has no trainable parameter: every part is frozen")
+            raise ConfigError("the model has no trainable parameter: every parameter is frozen")
         try:
-            # The learning rate is set before every step. If that call is missing, a rate of 0 makes it easy to notice.
+            # Callers set the learning rate before every step. If a caller forgets this, a rate of 0 shows the mistake.
             return make(groups, lr=0.0, options=config.run.optimizer.options)
         except (ValueError, TypeError) as error:  # the optimizer rejects the parameters or the options
-            raise ConfigError(f"run.optimizer: {config.run.optimizer.name} refuses: {error}") from error
+            raise ConfigError(
+                f"run.optimizer: {config.run.optimizer.name} rejects its parameters or options: {error}"
+            ) from error
 
     return build
 
@@ -92,13 +94,13 @@ def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimiz
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Allocate the optimizer state now, without changing a parameter.
 
-    Optimizers allocate their state in the first step. A checkpoint must be loadable before that step, and complete even
-    if every step so far was skipped. A step with zero gradients and learning rate zero leaves the state at zero; the
-    step count is reset. Raises ConfigError for state that does not start at zero, and for state in parameter groups,
-    which checkpoints do not store.
+    Optimizers allocate their state in the first step. A checkpoint may be loaded before that step, and a saved
+    checkpoint must be complete even if every step so far was skipped. A step with zero gradients and a learning rate of
+    zero leaves the state at zero; the step count is reset. Raises ConfigError for state that does not start at zero,
+    and for state in parameter groups, because checkpoints do not store such state.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]  # an engine may keep buffers there
+    gradients = [p.grad for p in parameters]  # an engine may keep its buffers in `grad`
     for p in parameters:
         p.grad = torch.zeros_like(p)
     settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
@@ -115,8 +117,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         p.grad = gradient
     if changed:
         raise ConfigError(
-            f"run.optimizer: {type(optimizer).__name__} changes settings of its own while it trains "
-            f"({', '.join(sorted(changed))}), which checkpoints cannot hold; use another optimizer"
+            f"run.optimizer: {type(optimizer).__name__} changes settings of its own during training "
+            f"({', '.join(sorted(changed))}), which checkpoints do not store; use a different optimizer"
         )
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -124,7 +126,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
                 if key != "step" and value.count_nonzero():
                     raise ConfigError(
                         f"run.optimizer: {type(optimizer).__name__} keeps state ({key}) that does not start at zero, "
-                        f"which checkpoints cannot restore before its first step; use another optimizer"
+                        f"which checkpoints cannot restore before the first step; use a different optimizer"
                     )
                 value.zero_()
 
@@ -132,8 +134,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the gradients of an optimizer's parameters; a parameter that no micro batch used gets zeros.
 
-    Engines that flatten parameters cannot leave one out of a step. Other runners do not either, so all runners compute
-    the same updates.
+    Engines that flatten parameters cannot leave a parameter out of a step. The other runners include all parameters
+    too, so that all runners compute the same updates.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
@@ -143,7 +145,7 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def global_norm(tensors: list[Tensor]) -> float:
-    """Return the 2-norm of all elements of all tensors; every DTensor counts once. Collective for DTensors.
+    """Return the 2-norm over all elements of all tensors; every DTensor counts once. Collective for DTensors.
 
     The sum is in float64, because runners must agree on the norm and on the clipping that depends on it.
     """

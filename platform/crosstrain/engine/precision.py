@@ -2,7 +2,7 @@
 
 Master weights, moments and gradients are fp32; autocast runs the forward's matmuls in bf16 or fp16. fp16 needs loss
 scaling, because small gradients would underflow. The loss is multiplied by the scale before the backward, and the
-gradients are divided by it afterwards. A step with overflowed gradients is skipped.
+gradients are divided by the scale afterwards. A step with overflowed gradients is skipped.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,11 +17,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LossScaler:
-    """Halves the scale on overflow and doubles it after `window` steps without one; constant if `window` is None.
+    """A loss scale that is halved on overflow and doubled after `window` steps without overflow.
 
-    The first `hysteresis - 1` overflows only lower the tolerance, like `delayed_shift` in Megatron-LM
-    (fp16/loss_scaler.py). Example: from 2^32 with hysteresis 2, a scale of 2^17 is reached after 16 skipped steps. The
-    tolerance is restored whenever the scale grows.
+    If `window` is None, the scale is constant. The first `hysteresis - 1` overflows only lower the tolerance, like
+    `delayed_shift` in Megatron-LM (fp16/loss_scaler.py). Example: with hysteresis 2, a scale of 2^32 falls to 2^17 in
+    16 skipped steps. The tolerance is restored whenever the scale grows.
     """
 
     def __init__(self, scale: float, window: int | None = None, hysteresis: int = 1, min_scale: float = 0.0) -> None:
@@ -30,7 +30,7 @@ class LossScaler:
         self.steps_since_overflow = 0
 
     def update(self, overflow: bool) -> None:
-        """Adapt the scale after a step; `overflow`: the step's gradients overflowed."""
+        """Adapt the scale after a step. overflow: True if the step's gradients overflowed."""
         if self.window is None:
             return
         if overflow:
@@ -46,12 +46,15 @@ class LossScaler:
             self.tolerance = self.hysteresis
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; it is empty for a constant scale."""
+        """Return the state for a checkpoint. The state is empty if the scale is constant."""
         names = ("scale", "tolerance", "steps_since_overflow") if self.window is not None else ()
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`, unless the scale is or was constant. Raises CheckpointError if malformed."""
+        """Restore a state, unless the scale is constant or the state is empty.
+
+        Raises CheckpointError if the state is malformed.
+        """
         if self.window is not None and state:
             try:
                 self.scale = float(state["scale"])
@@ -74,7 +77,7 @@ class Precision:
         self.scaler = LossScaler(*adapting) if dynamic else LossScaler(options.loss_scale or 1.0)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of every forward in training, evaluation and generation."""
+        """Context manager for every forward in training, evaluation and generation."""
         if self.dtype == torch.float32 or self.in_parameters:
             return nullcontext()
         return torch.autocast(self.device_type, self.dtype)
@@ -85,6 +88,6 @@ class Precision:
         return self.options.dtype == "fp16"
 
     def update_scale(self, attempted: bool, applied: bool) -> None:
-        """Adapt the loss scale after a step; a step rejected because of its loss does not count."""
+        """Adapt the loss scale after a step. A step that was rejected because of its loss does not count."""
         if attempted and (applied or self.overflows):
             self.scaler.update(overflow=not applied)

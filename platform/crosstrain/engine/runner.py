@@ -1,4 +1,4 @@
-"""The interface of runner plugins, with the defaults of plain torch."""
+"""The interface of runner plugins. The base class is a complete runner in plain torch."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -35,15 +35,15 @@ from crosstrain.utils.types import Batch, MicroBatch
 class ContextOptions:
     """Options of runners with context parallelism."""
 
-    context_parallel: PositiveInt = 1  # ranks that share each sequence; each computes a part of its tokens
+    context_parallel: PositiveInt = 1  # number of ranks over which each sequence is split
 
     def replicas(self, world_size: int) -> list[list[int]]:
-        """Groups of ranks that copy or shard the same parameters and sum their gradients; default: all ranks."""
+        """Groups of ranks that copy or shard the same parameters and sum gradients; default: one group of all ranks."""
         return [[*range(world_size)]]
 
 
 def context_size(options: Any) -> int:
-    """Number of ranks that share each sequence under a runner's options."""
+    """Number of ranks over which each sequence is split, according to a runner's options."""
     return options.context_parallel if isinstance(options, ContextOptions) else 1
 
 
@@ -51,33 +51,33 @@ def context_size(options: Any) -> int:
 class Capabilities:
     """Features of a runner class."""
 
-    exact: bool = True  # False: results differ from plain torch's, because ranks train independently for some steps
+    exact: bool = True  # False: results differ from plain torch, because ranks train independently for some steps
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
     takes_quantized: bool = True  # False: models with quantized parameters (`Model.weights.quantized`) are rejected
-    takes_float8: bool = True  # False: `run.amp.linear: float8` is rejected; float8 replaces modules within blocks
+    takes_float8: bool = True  # False: `run.amp.linear: float8`, which replaces modules in blocks, is rejected
     saves_memory: tuple[str, ...] = ()  # memory-saving settings, option=value, that `crosstrain plan` also tries
-    cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes it
+    cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes the part
 
 
 @dataclass
 class StepResult:
     """Result of an attempted optimizer step."""
 
-    grad_norm: float  # global norm before clipping, without the loss scale; not finite after an overflow
+    grad_norm: float  # global gradient norm before clipping, without the loss scale; not finite after an overflow
     applied: bool
 
 
 class Runner:
-    """Base class of all runners (strategies in Lightning and MMEngine): a runner executes the training steps.
+    """Base class of all runners (called strategies in Lightning and MMEngine). A runner executes the training steps.
 
-    A runner implements the four parts that differ between DDP, FSDP, ZeRO and Megatron: the micro-batch loop,
-    clip-and-step, the evaluation forward, and the tensors of each rank. The defaults are a complete single-process
-    runner. `run.runner: {name: ..., <Options>}` chooses and configures one.
+    A runner implements the four parts that differ between DDP, FSDP, ZeRO and Megatron: the micro-batch loop, clipping
+    with the optimizer step, the evaluation forward, and the layout of each rank's tensors. The default methods are a
+    complete single-process runner. `run.runner: {name: ..., <Options>}` chooses and configures a runner.
 
-    After `setup`: `device`, `world` (all ranks), `dp` (the ranks with different samples) and `context` (the ranks that
-    share samples; each has a part of every sequence). After `prepare`: `model`, `module` (the callable for the forward:
-    the model or its wrapper) and `optimizer` (None for evaluation). The forward takes `objective.inputs(batch)`.
-    `state` holds JSON values that are saved in checkpoints and restored on resume.
+    `setup` sets the attributes `device`, `world` (all ranks), `dp` (the ranks with different samples) and `context`
+    (the ranks that share samples; each has a part of every sequence). `prepare` sets `model`, `module` (the callable
+    for the forward: the model or its wrapper) and `optimizer` (None for evaluation). The forward takes
+    `objective.inputs(batch)`. `state` holds JSON values that are saved in checkpoints and restored on resume.
     """
 
     capabilities: ClassVar = Capabilities()
@@ -87,7 +87,7 @@ class Runner:
     dp: Group
     model: Model
     module: nn.Module
-    micro_losses: list[Tensor]  # summed losses of the last step's micro batches; empty on a rank without losses
+    micro_losses: list[Tensor]  # summed loss of each micro batch in the last step; empty on a rank without losses
 
     def __init__(self, options: Any, run: RunOptions) -> None:
         self.options, self.run = options, run
@@ -114,24 +114,24 @@ class Runner:
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        """Raise ConfigError for settings that this runner cannot combine; called before workers start."""
+        """Raise ConfigError for settings that do not work with this runner. Called before workers start."""
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
-        """Raise ConfigError if the runner cannot shard this model on the meta device; called before workers start."""
+        """Raise ConfigError if the runner cannot shard `model` (on the meta device). Called before workers start."""
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
-        """Memory and communication of each kind of rank, for `crosstrain plan`; called before workers start."""
+        """Memory and communication of each kind of rank, for `crosstrain plan`. Called before workers start."""
         return [data_parallel(at)]
 
     def setup(self) -> None:
-        """Choose the device and join the other ranks; an initialized process group, such as a fake one, is reused."""
+        """Choose the device and join the other ranks. An existing process group, such as a fake group, is reused."""
         local_rank, size = world()
         self.device = choose_device(self.run.device, local_rank)
         if not dist.is_initialized() and (size > 1 or self.capabilities.needs_process_group):
             cuda = self.device.type == "cuda"
-            # One minute after the watchdog's limit, so that the watchdog reports first.
+            # The timeout is one minute longer than the watchdog's limit, so that the watchdog reports first.
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
             store = wait_for_ranks(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
@@ -152,7 +152,7 @@ class Runner:
             self.context = _subgroup(rows, "context")
 
     def close(self) -> None:
-        """Leave the process group together; an early exit of one rank would break the others' last collective."""
+        """Wait for all ranks, then leave the process group. An early exit would break other ranks' last collective."""
         if dist.is_initialized():
             self.world.barrier()
             watchdog.remove()
@@ -170,17 +170,17 @@ class Runner:
         self.held.build_optimizer(make_optimizer)
 
     def loaded(self) -> None:
-        """Refresh everything derived from the tensors of `held`; called after they are loaded."""
+        """Refresh everything that is derived from the tensors of `held`. Called after these tensors are loaded."""
 
     # ---- training
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
         """Compute the gradients of one optimizer step, and return the step's loss, which is the same on every rank.
 
-        The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
-        `num_targets`. The weight of a micro batch does not depend on the number of ranks, so fp16 overflows do not
-        depend on it either. In a step without collectives (see `meets`), `num_targets` is None: each rank assumes that
-        every other rank has as many targets as itself, and returns its own loss.
+        The loss is summed over the target tokens of all micro batches and ranks, and divided by the number
+        of these tokens, `num_targets`. Neither a micro batch's weight in the loss nor an fp16 overflow depends on the
+        number of ranks. In a step without collectives (see `meets`), `num_targets` is None: each rank assumes that all
+        ranks have the same number of targets, and returns its own loss.
         """
         own = sum(micro_batch.num_targets for micro_batch in micro_batches) * self.dp.size
         targets = max(own, 1) if num_targets is None else num_targets
@@ -202,7 +202,7 @@ class Runner:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on the gradients after `forward_backward`: the loss scale, divided by the number of ranks.
+        """Factor that the gradients contain after `forward_backward`: the loss scale, divided by the number of ranks.
 
         Engines average gradients over ranks. The true gradient is the sum over ranks, because each rank's loss is
         already divided by the total number of targets.
@@ -220,7 +220,7 @@ class Runner:
             loss.backward()
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a micro batch; an engine may skip the gradient exchange until the last micro batch."""
+        """Context manager for a micro batch; only the `last` micro batch of a step has to exchange gradients."""
         return nullcontext()
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
@@ -232,7 +232,7 @@ class Runner:
         gradients = gradients_of(self.optimizer)
         scale = self.gradient_scale
         norm = self.gradient_norm(gradients) / scale
-        applied = apply and norm < float("inf")  # false for NaN too
+        applied = apply and norm < float("inf")  # also False for NaN
         if applied:
             limit = self.run.grad_norm_clip
             clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
@@ -253,18 +253,18 @@ class Runner:
         return global_norm(gradients)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate of the next step; a parameter group scales it by its `lr_scale`, if any."""
+        """Set the learning rate of the next step. A parameter group may scale the rate by its `lr_scale`."""
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
-    # ---- steps that ranks make independently
+    # ---- steps that ranks take independently
 
     def meets(self, step: int) -> bool:
-        """False if the ranks make this step (counted from 1) without any collective; the same on every rank.
+        """Return False if the ranks take this step (counted from 1) without collectives; the same on every rank.
 
         In such a step, each rank has its own loss, norm and update. Parameters and optimizer state differ between ranks
-        until `synchronize`. Only runners that are not `exact` return False.
+        until `synchronize` is called. Only runners that are not `exact` return False.
         """
         return True
 
@@ -278,7 +278,7 @@ class Runner:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode: no dropout, no gradients."""
+        """Context manager for evaluation mode: no dropout, no gradients."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -287,7 +287,7 @@ class Runner:
             self.model.train()
 
     def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
-        """The model's output for a batch, valid on every rank; also used by generation. Call inside `evaluating`."""
+        """The model's output for a batch, valid on every rank. Validation and generation call this in `evaluating`."""
         with self.precision.autocast():
             return self.model(**self.objective.inputs(to_device(batch, self.device), mode))
 
@@ -318,7 +318,7 @@ def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
 
 
 def _subgroup(rows: list[list[int]], name: str) -> Group:
-    """Create one group per row of ranks, and return this rank's group."""
+    """Create one process group per row of ranks, and return the group of this rank."""
     if len(rows[0]) == 1:
         return Group()
     return Group(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rows, group_desc=name)[0]))

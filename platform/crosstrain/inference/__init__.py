@@ -1,1 +1,1 @@
-"""Inference with a trained model: generation, perplexity, visual question answering and lm-eval tasks."""
+"""Inference with a trained model: opening checkpoints, chat prompts, generation, perplexity and metrics."""

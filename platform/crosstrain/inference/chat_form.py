@@ -1,4 +1,4 @@
-"""The form of a chat's prompts: that of the training dataset, or the tokenizer's chat template."""
+"""The form of chat prompts: the training dataset's form, or the tokenizer's chat template."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from crosstrain.utils.types import Sample
 
 @dataclass(frozen=True)
 class ChatForm:
-    """A function from a conversation and its opened files to a prompt, and the tokens that end an answer."""
+    """A function that makes a prompt from a conversation and its opened files, and the tokens that end an answer."""
 
     prompt: Callable[[Conversation, list[Any]], Sample]  # may raise UserError
     ends: Collection[int]
-    builder: PromptBuilder | None = None  # the form of the training dataset; None: the chat template, without files
+    builder: PromptBuilder | None = None  # builder of the training dataset; None: use the chat template, without files
 
     @staticmethod
     def of_template(encoders: Encoders) -> "ChatForm":
-        """Return the form of the tokenizer's chat template."""
+        """Return the form that applies the tokenizer's chat template."""
 
         def prompt(messages: Conversation, _: list[Any]) -> Sample:
             turns = [{"role": message.role, "content": message.text} for message in messages]
@@ -37,18 +37,18 @@ class ChatForm:
 
     @staticmethod
     def of_training(config: Config, checkpoint: Path, encoders: Encoders | None = None) -> "ChatForm":
-        """Return the form of the configured dataset. Raises UserError if it has none, or none that is usable."""
+        """Return the form of the configured dataset. Raises UserError if the dataset cannot build prompts."""
         component = training_dataset(config)
         encode = None if encoders is None else partial(encoders.encode, "words")
         # The configured processor may take no files, or a library may reject its options.
-        with explained(f"{checkpoint}: its dataset {component.name} cannot ask"), limited_to(config.trust):
+        with explained(f"{checkpoint}: its dataset {component.name} cannot build prompts"), limited_to(config.trust):
             kind = registry.get("dataset", component.name)
             builder: PromptBuilder = kind.prompt_builder(component.options, checkpoint, encode)
         return ChatForm(builder.ask, [builder.end_id], builder)
 
     @staticmethod
     def possible(config: Config, checkpoint: Path, encoders: Encoders) -> "ChatForm | None":
-        """Return the form of the configured dataset; None if it has none that is usable."""
+        """Return the form of the configured dataset; None if the dataset cannot build prompts."""
         try:
             return ChatForm.of_training(config, checkpoint, encoders)
         except UserError:

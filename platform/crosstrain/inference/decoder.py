@@ -21,7 +21,7 @@ BLOCK = 64  # keys per block; a multiple of the SIMD width
 
 
 class DecodeState:
-    """Prompts decoded together, with a key/value cache if the model has one.
+    """Prompts decoded together, with a key/value cache if the model supports a cache.
 
     Prompts of different lengths are padded on the left; the model must then accept position IDs.
     """
@@ -38,7 +38,7 @@ class DecodeState:
         }
 
     def logits(self) -> Tensor:
-        """Compute fp32 logits [prompts, vocabulary] of the next token. Collective. Call it once for every `append`."""
+        """Compute fp32 logits [prompts, vocabulary] of the next token. Collective. Call once before each `append`."""
         batch = {"input_ids": self._ids, "cache": self.cache, **self._extra}
         if not self._mask.all():
             positions = (self._mask.cumsum(1) - 1).clamp(min=0)
@@ -57,8 +57,8 @@ class DecodeState:
 class Decoder:
     """Slots that each decode one sequence; all ranks of a runner have the same slots.
 
-    A slot's logits do not depend on the other slots, up to rounding. Slots are computed in one batch if `KVSlots` can
-    hold the model's cache, otherwise one by one.
+    A slot's logits do not depend on the other slots, up to rounding. All slots are decoded in one batch if `KVSlots`
+    can hold the model's cache, otherwise one by one.
     """
 
     def __init__(self, runner: Runner, slots: int) -> None:
@@ -99,10 +99,10 @@ class Decoder:
 class KVSlots(Cache):
     """A key/value cache with one sequence of any length per slot; one forward computes all slots.
 
-    A slot does not attend to other slots, so they affect its logits only through rounding. Fixed shapes keep this
-    effect small: a forward computes all slots, used or not, over a whole number of blocks of keys, and a masked key
-    adds an exact zero. Results are not bitwise reproducible: threads split a matmul, so the order of a row's sums may
-    depend on the slot's index. The longest sequence also sets the number of blocks read by all slots.
+    A slot does not attend to other slots, so other slots affect its logits only through rounding. Fixed shapes keep
+    this effect small: a forward computes all slots, used or not, over a whole number of blocks of keys, and a masked
+    key adds an exact zero. Results are not bitwise reproducible: threads split a matmul, so the order of additions may
+    depend on the slot's index. Also, the longest sequence sets the number of blocks that all slots read.
     """
 
     def __init__(self, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""Incremental detokenization, which emits only whole characters and ends at a stop string."""
+"""Incremental detokenization: only whole characters are returned, and the text ends at a stop string."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,10 +10,11 @@ class TextStream:
     """Text of a growing token sequence.
 
     Incomplete characters are held back, and so is text that may be the start of a stop string. The text ends before
-    the first stop string found. `strip`: remove leading whitespace.
+    the first stop string. strip: remove leading whitespace.
 
-    `tokenizers.decoders.DecodeStream` cannot replace it: under byte fallback, for bytes that are not UTF-8, it raises
-    or returns text that differs from decoding all tokens. Models early in training generate such bytes.
+    `tokenizers.decoders.DecodeStream` cannot replace this class. With byte fallback, for bytes that are not UTF-8,
+    `DecodeStream` raises an error, or returns text that differs from decoding all tokens at once. Models early in
+    training generate such bytes.
     """
 
     def __init__(self, tokenizer: Any, stops: Iterable[str] = (), strip: bool = False) -> None:
@@ -36,7 +37,7 @@ class TextStream:
         return "" if text.endswith(_BROKEN) else self._advance(text, last=False)
 
     def finish(self) -> str:
-        """Return the held-back text; call it after the last token."""
+        """Return the held-back text. Call this after the last token."""
         return "" if self.stopped else self._advance(self._decode(), last=True)
 
     def _advance(self, text: str, last: bool) -> str:

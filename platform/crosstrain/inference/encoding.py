@@ -18,20 +18,20 @@ from crosstrain.utils.limited_process import LimitedProcess
 Kind = Literal["text", "chat", "words"]
 _SECONDS = 4.0  # time limit of one prompt
 _SLOW = 1.0  # seconds after which a prompt counts as stuck
-_MEMORY = 1 << 29  # memory limit of a process in bytes, beyond the tokenizer
+_MEMORY = 1 << 29  # memory limit of a process in bytes, in addition to the tokenizer's memory
 
 
 def open_tokenizer(checkpoint: Path) -> Any:
     """Load a checkpoint's tokenizer for decoding.
 
-    Raises CheckpointError if it cannot be loaded or if its decoder is unsafe.
+    Raises CheckpointError if the tokenizer cannot be loaded or if its decoder is unsafe.
     """
     from transformers import PreTrainedTokenizerFast
 
     try:
-        # Not AutoTokenizer: it opens any file and imports any class named in the folder.
+        # AutoTokenizer would open any file and import any class named in the folder.
         tokenizer = PreTrainedTokenizerFast(**stored_tokenizer(checkpoint))
-    except Exception as error:  # Python and Rust raise many types
+    except Exception as error:  # Python and Rust raise errors of many types
         raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({first_line(error)})") from error
     check_decoder(tokenizer, checkpoint)
     return tokenizer
@@ -41,7 +41,7 @@ def check_stored(checkpoint: Path) -> None:
     """Raise ConfigError unless a tokenizer is stored with the checkpoint."""
     if not (checkpoint / CONFIG).is_file():
         raise ConfigError(
-            f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
+            f"{checkpoint}: has no tokenizer, so it cannot process text; train with a tokenizer "
             f"(datasets.<name>.tokenizer)"
         )
 
@@ -55,15 +55,16 @@ def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
         fixed = step.get("pattern", {}).get("String")
         if step["type"] == "Replace" and (fixed is None or len(step["content"]) > len(fixed)):
             raise CheckpointError(
-                f"{checkpoint}: its tokenizer's decoder replaces {sentence(step['pattern'])}; only a fixed text may be "
-                f"replaced, by one that is no longer"
+                f"{checkpoint}: its tokenizer's decoder replaces {sentence(step['pattern'])}; it may replace only "
+                f"fixed text, and only with text that is not longer"
             )
 
 
 class Encoders:
-    """Processes that encode texts and chats as token IDs; each call has its own process, so no call delays another.
+    """Processes that encode texts and chats as token IDs.
 
-    The constructor raises CheckpointError if the tokenizer cannot be loaded.
+    Each call has its own process, so calls do not delay each other. The constructor raises CheckpointError if the
+    tokenizer cannot be loaded.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -75,7 +76,7 @@ class Encoders:
 
     @property
     def stuck(self) -> int:
-        """Number of prompts whose encoding has taken longer than `_SLOW` so far."""
+        """Number of prompts for which encoding has already taken more than `_SLOW` seconds."""
         return sum(time.monotonic() - since > _SLOW for since in list(self._busy.values()))
 
     @property
@@ -90,7 +91,7 @@ class Encoders:
         return load_tokenizer(self._checkpoint)
 
     def encode(self, kind: Kind, given: Any) -> list[int]:
-        """Encode a text, a chat (in the tokenizer's template) or words (text without special tokens) as token IDs.
+        """Encode a `text`, a `chat` (with the chat template) or `words` (text without special tokens) as token IDs.
 
         Raises LimitError if encoding fails or exceeds its time or memory limit.
         """

@@ -18,7 +18,7 @@ from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Sample
 
-UNKNOWN = -1  # ID of a token that the tokenizer does not know; other negative IDs are placeholders
+UNKNOWN = -1  # stands for a token without an ID; other negative IDs are placeholders
 OnText = Callable[[int, str], None]  # called with (index of the completion, new piece of its text)
 
 
@@ -132,13 +132,13 @@ def as_prompt(ids: list[int], end: int) -> Sample:
 def room_after(model: Model, sample: Sample, least: int = 1) -> int:
     """Return the number of tokens that the model can add to a prompt.
 
-    Raises UserError if it is below `least`, and for token IDs outside the model's vocabulary.
+    Raises UserError if this number is below `least`, and for token IDs outside the model's vocabulary.
     """
     ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
     if (ids == UNKNOWN).any() or (vocabulary is not None and ids.max() >= vocabulary):
-        raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
+        raise UserError("the tokenizer produces IDs outside the model's vocabulary; use the model's own tokenizer")
     if limit is not None and len(ids) + least > limit:
-        raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")
+        raise UserError(f"the prompt has {len(ids)} tokens, but the model's limit is {limit}; shorten the prompt")
     return sys.maxsize if limit is None else limit - len(ids)
 
 

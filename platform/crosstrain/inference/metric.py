@@ -9,12 +9,12 @@ from crosstrain.utils.types import Batch
 
 
 class Metric(ABC):
-    """Base class of all metrics. `run.metrics: [{name: ..., <Options>}]` chooses and configures them.
+    """Base class of all metrics. `run.metrics: [{name: ..., <Options>}]` chooses and configures metrics.
 
     Validation and `crosstrain evaluate` call `sums` for every batch, with the outputs of an extra forward.
     """
 
-    token_hits: ClassVar[str | None] = None  # for language models: name of the reported argmax accuracy; skips `sums`
+    token_hits: ClassVar[str | None] = None  # language models: name for the argmax accuracy; `sums` is then not called
 
     def __init__(self, options: Any) -> None:
         self.options = options

@@ -27,13 +27,13 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, sen
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.trust import Trust, check_source, is_own, limited_to, names_command
 
-# Limits for building a model: address space in bytes, in addition to its largest parameter, and seconds.
+# Limits for building a model: address space in bytes, not counting the model's largest parameter, and seconds.
 _BYTES, _SECONDS = 1 << 30, 10.0
 _PADDING = 1 << 26  # extra elements allowed for vocabulary padding, on top of twice the checkpoint's elements
 
 
 def find_model(place: str | Path, weights: str | None) -> Path:
-    """Find a checkpoint like `find_checkpoint`; a Hugging Face folder is returned unchanged.
+    """Find a checkpoint as `find_checkpoint` does; a Hugging Face folder is returned unchanged.
 
     Also raises CheckpointError if the checkpoint has no weights called `weights`.
     """
@@ -53,24 +53,24 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
     state = load_state(checkpoint)
     saved = state.get("config")
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint}: its state has no configuration; name one with --cfg-path")
+        raise CheckpointError(f"{checkpoint}: its state has no configuration; pass a project file with --cfg-path")
     own = is_own(saved, state.get("signature"))
     trust = Trust.DATA if own or trust_data else Trust.NOTHING
     try:
         text = json.dumps(saved)
         if text.count(",") + len(text) // 100 > LARGEST_TREE:
-            raise CheckpointError(f"{checkpoint}: its configuration holds more than {LARGEST_TREE:,} values")
+            raise CheckpointError(f"{checkpoint}: its configuration has more than {LARGEST_TREE:,} values")
         saved = json.loads(text)
         return Config.from_plain(_for_evaluation(saved, checkpoint, own, options), options, trust=trust)
     except ConfigError:
         _note_plugins(saved, checkpoint)
         raise
     except RecursionError:
-        raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
+        raise CheckpointError(f"{checkpoint}: its configuration is nested too deeply") from None
 
 
-# Options of `run` that are taken from any checkpoint, and from a checkpoint that this user trained. Other options get
-# their defaults; unknown options are rejected.
+# The first set of `run` options is taken from any checkpoint, the second set from a checkpoint that this user trained.
+# Other options get their defaults; unknown options are rejected.
 _FROM_ANYBODY = {"device", "amp"}
 _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics", "objective"}
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required options that evaluation ignores
@@ -97,8 +97,8 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options:
         saved = saved | {"run": run}
     if names_command(saved):  # fail now, not when a shard is opened
         raise ConfigError(
-            f"{checkpoint}: its data come from a command (pipe:...), which is not run on a checkpoint's word; "
-            f"name a project file with --cfg-path"
+            f"{checkpoint}: its data comes from a command (pipe:...), and commands from a checkpoint are not run; "
+            f"pass a project file with --cfg-path"
         )
     return saved
 
@@ -109,8 +109,8 @@ def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
     if isinstance(run, dict) and (plugins := run.get("plugins")):
         named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
         note = (  # the names are quoted, because the user may paste the end of the note into a shell
-            f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if you trust "
-            f"them: --cfg-path and the project file, or --options {shlex.quote(f'run.plugins=[{named}]')}"
+            f"note: {checkpoint} names plugins, which are code and are not imported; if you trust them, pass the "
+            f"project file with --cfg-path, or pass --options {shlex.quote(f'run.plugins=[{named}]')}"
         )
         print(sentence(note), file=sys.stderr)
 
@@ -145,23 +145,22 @@ def open_on_workers(
     alone: start only one worker.
 
     If the runner does not support the number of workers, and the user chose neither, plain torch in one process is
-    used. Raises ConfigError in the same cases as `open_config` and for an impossible layout, and CheckpointError in the
-    same cases as `outline`.
+    used. Raises the errors of `open_config` and `outline`, and ConfigError for an impossible layout.
     """
     config = open_config(checkpoint, project, options, trust_data)
     how = Launch.detect(nproc_per_node or (1 if alone else None), config.run.device)
     if alone and how.world_size > 1:
-        raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
+        raise UserError("--interactive: expected one process; use --nproc-per-node 1")
     runner = registry.get("runner", config.run.runner.name)
     try:
         runner.data_parallel_size(config.run.runner.options, how.world_size)
     except ConfigError as error:
         if nproc_per_node or how.joined or any(key.startswith("run.runner") for key, _ in pairs(options)):
-            hint = f"give --nproc-per-node N, or another runner: --options run.runner={DEFAULT_RUNNER}"
+            hint = f"set --nproc-per-node N, or choose a different runner with --options run.runner={DEFAULT_RUNNER}"
             raise ConfigError(f"{error}; {hint}") from None
         config = Config.from_plain(config.plain, [f"run.runner={DEFAULT_RUNNER}"], trust=config.trust)
         how = Launch.detect(1, config.run.device)
-        print(sentence(f"note: {error}; one process computes instead, with plain torch"), file=sys.stderr)
+        print(sentence(f"note: {error}; using one process with plain torch instead"), file=sys.stderr)
         runner = registry.get("runner", DEFAULT_RUNNER)
     runner.check_model(config.run.runner.options, outline(config, checkpoint))
     return config, how
@@ -169,7 +168,7 @@ def open_on_workers(
 
 def load_model(config: Config, runner: Runner, checkpoint: Path, weights: str | None) -> None:
     """Set up the runner with a checkpoint's model for evaluation; `weights` is passed to `Reader.open`."""
-    held = None if is_hugging_face(checkpoint) else checkpoint  # a Hugging Face folder is model.pretrained
+    held = None if is_hugging_face(checkpoint) else checkpoint  # a Hugging Face folder is loaded as model.pretrained
     build_model(config, runner, held, for_training=False, weights=weights)
 
 
@@ -193,7 +192,7 @@ def outline(config: Config, checkpoint: Path) -> Model:
         with parameters_on_meta(most):
             return make_model(config)
 
-    what = f"{checkpoint}: to build the model of its configuration"
+    what = f"{checkpoint}: building the model in its configuration"
     LimitedProcess(lambda _: build() is None, what, memory=memory, seconds=_SECONDS, advice="check its sizes")(None)
     model = build()
     parameters = {**model.weights.parameters(), **model.weights.buffers()}
@@ -202,15 +201,15 @@ def outline(config: Config, checkpoint: Path) -> Model:
     pretrained = PretrainedWeights.of(model)
     if is_hugging_face(checkpoint):
         if checkpoint not in (source.folder for source, _ in pretrained.parts):
-            raise CheckpointError(f"{checkpoint}: {config.model.name} takes no weights from a Hugging Face folder")
-        pretrained.summary(parameters)  # raises for missing parameters
-        pretrained.fill(shards)  # raises for shapes that differ
+            raise CheckpointError(f"{checkpoint}: {config.model.name} cannot load weights from a Hugging Face folder")
+        pretrained.summary(parameters)  # raises an error if parameters are missing
+        pretrained.fill(shards)  # raises an error if shapes differ
     else:
         load_shards(reader, shards, pretrained)
     built = sum(p.numel() for p in model.parameters())
     if built > 2 * sum(sizes) + _PADDING:
         raise CheckpointError(
-            f"{checkpoint}: the model of its configuration has {built} elements, padding included, and the checkpoint "
-            f"{sum(sizes)}"
+            f"{checkpoint}: the model in its configuration has {built} elements, including padding, but the "
+            f"checkpoint has {sum(sizes)}"
         )
     return model

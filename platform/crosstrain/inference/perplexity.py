@@ -50,7 +50,7 @@ class LossMetrics:
 def evaluate_loss(
     runner: Runner, dataset: Dataset, micro_batch: int, max_samples: int | None = None, num_workers: int = 0
 ) -> LossMetrics:
-    """Compute loss and metrics over the first `max_samples` samples, or all if it is None. Collective.
+    """Compute loss and metrics over the first `max_samples` samples; None: over all samples. Collective.
 
     The results are the same on every rank.
     """

@@ -1,7 +1,7 @@
-"""Gradient checkpointing: trade compute or host memory for activation memory.
+"""Gradient checkpointing: save activation memory at the cost of compute or host memory.
 
-The four modes work with any model and runner. A block's forward is replaced on the instance, so parameter names and
-checkpoints do not change. Dropout draws the same random numbers in the recomputed forward.
+All modes work with any model and runner. A block's forward is replaced on the instance, so parameter names and
+checkpoints do not change. When a forward is recomputed, dropout draws the same random numbers.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _KEPT = [
 
 
 def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Replace the forward of every block so that it keeps fewer activations for the backward.
+    """Replace the forward of every block, to keep fewer activations for the backward.
 
     - full: keep only the block's input; recompute everything else.
     - selective: also keep the outputs of matmuls and attention; recompute the rest.
@@ -56,12 +56,12 @@ def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any], *arg
 def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
     wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
     wrapper.checkpoint_utils.patch_batchnorm(block)
-    # fairscale wraps a module's forward, so the block's forward becomes a module without parameters.
+    # fairscale wraps only modules, so put the block's forward into a module without parameters.
     block.forward = wrapper.checkpoint_wrapper(_Inside(block.forward, autocast), offload_to_cpu=True).__call__
 
 
 class _Inside(nn.Module):
-    """A block's forward under autocast; needed because fairscale restores autocast only for CUDA when it recomputes."""
+    """A block's forward under autocast; needed because fairscale's recomputation restores autocast only for CUDA."""
 
     def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()

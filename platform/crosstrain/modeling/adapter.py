@@ -7,11 +7,11 @@ from crosstrain.modeling.base import Model
 
 
 class Adapter(ABC):
-    """A few trained parameters on a frozen model. `model.adapter: {name: ..., <Options>}` chooses and configures one.
+    """A few trained parameters in a frozen model, configured by `model.adapter: {name: ..., <Options>}`.
 
-    An adapter adds modules to the model before the runner gets it. It replaces the model's `weights`, `structure` and
-    `export` with `Around` objects that also describe the new parameters, so every runner, checkpoint and export
-    supports it.
+    An adapter adds its modules before the runner gets the model. It replaces the model's `weights`, `structure` and
+    `export` with `Around` objects that also describe the new parameters. Every runner, checkpoint and export therefore
+    supports adapters.
     """
 
     def __init__(self, options: Any) -> None:
@@ -26,7 +26,7 @@ class Adapter(ABC):
 
 
 class Around:
-    """A wrapper of a model's `weights`, `structure` or `export`; `inner` is the wrapped object.
+    """A wrapper around a model's `weights`, `structure` or `export`; `inner` is the wrapped object.
 
     A subclass overrides methods; all other attributes come from `inner`.
     """

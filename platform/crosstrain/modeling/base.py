@@ -22,7 +22,7 @@ from crosstrain.utils.types import IGNORE_INDEX, Batch
 if TYPE_CHECKING:
     from crosstrain.data.dataset import Dataset
 
-Sums = dict[str, tuple[Any, float]]  # name -> (sum of values or loads [groups, n], sum of their counts)
+Sums = dict[str, tuple[Any, float]]  # name -> (sum of values, or of loads [groups, n]; sum of counts)
 
 
 def add_sums(totals: Sums, more: Sums) -> None:
@@ -33,7 +33,7 @@ def add_sums(totals: Sums, more: Sums) -> None:
 
 
 def largest_share(loads: Tensor) -> float:
-    """Return the maximum load divided by the mean load of each group, averaged over groups with any load.
+    """Return the maximum load in a group divided by the mean load in the group, averaged over groups with any load.
 
     loads: [groups, n].
     """
@@ -53,20 +53,20 @@ def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
 def no_match(pattern: str, names: Iterable[str]) -> str:
     """Return the error text for a pattern that matches none of the parameter `names`."""
     near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.0)
-    return f"{pattern!r} matches no parameter; names are like {', '.join(near)}"
+    return f"{pattern!r} matches no parameter; similar names: {', '.join(near)}"
 
 
 class Model(nn.Module, ABC):
     """Base class of all models: computes the loss of a batch, and describes its parameters and structure.
 
     `forward` and `blocks` are enough to train under data parallelism, FSDP and ZeRO. `structure`, `weights` and
-    `export` describe everything else; a model replaces them if their defaults are not enough. Subclasses hold
-    unmodified library modules.
+    `export` describe everything else; a model replaces them if their defaults are not enough. Subclasses contain
+    unmodified modules of a library.
     """
 
     takes_positions = False  # True: `forward` takes position_ids and attention_mask; see `LanguageModel.forward`
-    routers: Routers | None = None  # routers watched for router losses and expert loads; None: not watched
-    context: Context | None = None  # ranks that share the rows of a batch with targets; None: no context parallelism
+    routers: Routers | None = None  # routers watched for router losses and expert loads; None: no routers
+    context: Context | None = None  # ranks that share the rows of batches with targets; None: no context parallelism
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class Model(nn.Module, ABC):
         For a batch without targets, return fp32 logits [batch, vocab_size] of the next token, without padding IDs. The
         caller may pass a `cache` made by `new_cache`; the batch then holds only tokens that are not in the cache.
 
-        If the forward has the parameter `mode`, it is also called for other results; see `ForwardMode`.
+        If `forward` has the parameter `mode`, callers can request other results; see `ForwardMode`.
         """
 
     @staticmethod
     def num_targets(batch: Batch) -> int:
-        """Number of targets in a batch, counted before any forward; the step's loss is divided by the total."""
+        """Number of targets in a batch, counted before any forward; the step's loss is divided by the step's total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Model(nn.Module, ABC):
         """The repeated blocks in order: the units of gradient checkpointing, compilation, sharding and pipelining."""
 
     def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
-        """Add `values`, weighted by `counts` (None: 1 each), to the mean logged as `name`; call it in `forward`.
+        """Add `values`, weighted by `counts` (None: 1 each), to the mean logged as `name`. Call this in `forward`.
 
         The mean is over the micro batches and ranks of all steps since the last logged step. Validation and evaluation
         report a separate mean over their samples as val_NAME.
@@ -120,7 +120,7 @@ class Model(nn.Module, ABC):
 
     @property
     def predicts_tokens(self) -> bool:
-        """True for a language model, so that its perplexity is reported. The default is True if it has a vocabulary."""
+        """True for a language model: perplexity is then reported. Default: True if the model has a vocabulary."""
         return self.vocab_size is not None
 
     @property
@@ -138,12 +138,12 @@ class Model(nn.Module, ABC):
         return None
 
     def check_dataset(self, dataset: Dataset) -> None:
-        """Raise ConfigError if the model cannot take the dataset's samples; the platform checks tokens and lengths."""
+        """Raise ConfigError if the model cannot process the dataset's samples. The platform checks IDs and lengths."""
 
     # ---- for the platform
 
     def take_recorded(self) -> Sums:
-        """Return and clear this rank's recorded sums of the current mode, training or evaluation."""
+        """Return and clear this rank's recorded sums for the model's current mode, training or evaluation."""
         found: Sums = {}
         for model in (module for module in self.modules() if isinstance(module, Model)):
             seen = model._recorded[self.training]
@@ -154,7 +154,7 @@ class Model(nn.Module, ABC):
 
 
 class LanguageModel(Model):
-    """A causal language model that also accepts embeddings, so that composite models can insert their own."""
+    """A causal language model that also accepts embeddings as input, so that other models can insert vectors."""
 
     @abstractmethod
     def forward(self, **batch: Any) -> Tensor:
@@ -166,7 +166,7 @@ class LanguageModel(Model):
         - cache: see `Model.forward`.
         - attention_mask: [batch, past + length], nonzero where visible; or a boolean or additive mask
           [batch, 1, length, past + length]. Default: all earlier positions are visible.
-        - position_ids: [batch, length]. Default: counted from the start.
+        - position_ids: [batch, length]. Default: positions counted from the start of the sequence.
         """
 
     @abstractmethod

@@ -1,8 +1,9 @@
 """Context parallelism: ranks share sequences, and each rank computes a part of every row.
 
-In a block, only attention mixes tokens. Before attention, all-to-alls exchange sequence parts for heads, and after it,
-heads for parts (DeepSpeed-Ulysses, Jacobs et al., 2023), so each rank computes some heads over whole rows. Masks,
-documents and dropout work as in a single process.
+In a block, only attention mixes tokens. Before attention, each rank has a part of every row, for all heads. An
+all-to-all exchanges these parts for whole rows, for some heads; after attention, an all-to-all does the reverse
+(DeepSpeed-Ulysses, Jacobs et al., 2023). Each rank thus computes some heads over whole rows, and masks, documents and
+dropout work as in a single process.
 """
 
 import math
@@ -47,16 +48,16 @@ class Context:
         return self.padded(x, padding).narrow(1, dist.get_rank(self.group) * share, share)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange parts of all heads for whole sequences of some heads.
+        """Exchange this rank's part of the sequence of all heads for the whole sequence of some heads.
 
         Shapes: [batch, heads, share, width] -> [batch, heads / ranks, length, width]. Key and value heads are repeated
-        if the number of ranks does not divide theirs. Raises ConfigError if it does not divide the number of query
-        heads.
+        if their number is not a multiple of the number of ranks. Raises ConfigError if the number of query heads is not
+        a multiple of the number of ranks.
         """
         heads, keys = query.shape[1], key.shape[1]
         if heads % self.size:
             raise ConfigError(
-                f"run.runner.context_parallel: {self.size} ranks cannot share {heads} heads of attention evenly"
+                f"run.runner.context_parallel: {heads} attention heads cannot be divided evenly among {self.size} ranks"
             )
         times = math.lcm(keys, self.size) // keys
         if times > 1:
@@ -65,7 +66,7 @@ class Context:
         return query, key, value
 
     def to_parts(self, x: Tensor) -> Tensor:
-        """Invert the exchange for the attention output [batch, length, heads, width]."""
+        """Undo the exchange of `to_heads` for the attention output [batch, length, heads, width]."""
         return _AllToAll.apply(x, self.group)
 
     def total(self, loss: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class Context:
 
 
 def differentiable(collective: Collective, transpose: Collective) -> type[torch.autograd.Function]:
-    """Make an autograd function from a collective on activations and its transpose on gradients."""
+    """Make an autograd function: the forward applies `collective`; the backward applies `transpose` to the gradient."""
 
     class Differentiable(torch.autograd.Function):  # torch.compile can trace static methods with closures
         @staticmethod
@@ -90,26 +91,26 @@ def differentiable(collective: Collective, transpose: Collective) -> type[torch.
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors [ranks, *] of all ranks."""
+    """Return the tensors of all ranks, stacked as [ranks, *]."""
     parts = x.new_empty(dist.get_world_size(group), *x.shape)
     dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts
 
 
 def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `x`, as an autograd function needs it."""
+    """Return a view of `x`, because an autograd function should not return its input itself."""
     return x.view_as(x)
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks in new memory, because gradient checkpointing may keep `x`."""
+    """Return the sum over the ranks in new memory, because gradient checkpointing may still need `x`."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-    """Split dimension `cut` into one chunk per rank, and concatenate the received chunks along `join`."""
+    """Split `x` along dimension `cut`, send a chunk to each rank, and concatenate the received chunks along `join`."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), cut))
     out = torch.empty_like(parts)
     dist.all_to_all_single(out, parts, group=group)

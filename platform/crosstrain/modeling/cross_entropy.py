@@ -1,9 +1,9 @@
 """Chunked cross-entropy of a language-model head: the full logits are never materialized.
 
-With a vocabulary of 50,000, the logits and their gradient are the largest tensors of a training step. Here each chunk
-of tokens goes from logits to both gradients before the next chunk starts, so only one chunk's buffer is allocated, and
-no matmul is repeated. The gradients are computed in the forward, before the incoming gradient of the loss is known;
-that gradient is a scalar, so the backward only multiplies by it.
+With a vocabulary of 50,000, the logits and their gradient are the largest tensors of a training step. Here the tokens
+are processed in chunks: the logits and gradients of a chunk are computed before the next chunk starts, so only one
+chunk's buffer is allocated, and no matmul is repeated. The gradients are computed in the forward, before the incoming
+gradient of the loss is known. The incoming gradient is a scalar, so the backward only multiplies by this scalar.
 """
 
 from collections.abc import Callable
@@ -62,25 +62,26 @@ def token_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Sum -log softmax(hidden @ weight.T)[label] over target tokens; an fp32 scalar (fp64 for fp64 inputs).
 
-    hidden: [*, H]. weight: [V, H], the weight of the head; its rows from `vocab_size` on are padding and get no
-    probability. labels: [*] int64, IGNORE_INDEX if there is no target. logits: converts hidden @ weight.T to logits.
+    hidden: [*, H]. weight: [V, H], the weight of the head; rows `vocab_size` and above are padding and get no
+    probability. labels: [*] int64, IGNORE_INDEX where there is no target. logits: converts hidden @ weight.T to logits.
     Matmuls use autocast's dtype if autocast is enabled; the softmax and the sums over chunks are in fp32 or better.
-    Besides the gradients, memory is needed for one chunk's logits, `chunk_tokens` x V, and as much again for a softcap.
+    Memory: the gradients, and one chunk's logits, `chunk_tokens` x V (twice as much with a softcap).
 
-    With a `group` of P ranks, rank r holds the rows [V/P, H] of `weight` from r V/P on, and the same part of a bias.
-    Only two values per token are exchanged, never the logits. Every rank returns the loss; the true gradient of
-    `hidden` is the sum of the ranks' gradients. Collective.
+    With a `group` of P ranks, rank r passes V/P rows of the head's weight and bias, starting at row r V/P. The ranks
+    exchange two values per token to compute the loss; they do not exchange logits, except for `token_losses`. Every
+    rank returns the full loss; the full gradient of `hidden` is the sum of the ranks' gradients. Collective.
 
-    `reduce` maps the tokens' losses, in the shape of `labels`, to the returned value; the default is their sum. Its
-    gradient is a factor for each token, so the logits are computed twice: for the losses, and for the gradients.
+    `reduce` maps the token losses, in the shape of `labels`, to the returned value; the default is their sum. With
+    `reduce`, the logits are computed twice: first for the losses, then for the gradients, which need the derivative of
+    `reduce` with respect to each loss.
 
     `hits` is called with a boolean for each target: True if the target is the argmax.
 
-    `token_losses` replaces -log softmax. It gets the logits of a chunk in fp32 or better, which it may differentiate,
-    and the chunk's slice of the flattened labels. With a `group`, its ranks first gather the chunk's full logits.
+    `token_losses` replaces -log softmax and must be differentiable. It gets a chunk's logits, in fp32 or better, and
+    the chunk's slice of the flattened labels. With a `group`, the ranks first gather the chunk's full logits.
 
-    `traced_rows` is for tracing memory without values: only the first rows of each chunk go through the softmax, in one
-    call. The other rows would reuse the same memory, so the peak is the same.
+    `traced_rows` is for tracing memory without values: only this number of rows of each chunk goes through the softmax,
+    in one call. The other rows would reuse the same memory, so the peak is the same.
 
     The result can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes
     that do not match, and the error of `torch.gather` for a label outside the vocabulary.
@@ -118,7 +119,7 @@ def token_cross_entropy(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Computes losses from a chunk's logits; holds arguments of `token_cross_entropy`."""
+    """Arguments of `token_cross_entropy`, and methods that compute losses and predictions from a chunk's logits."""
 
     first: int  # this rank's first column of the logits
     columns: int  # number of this rank's columns without padding
@@ -134,8 +135,8 @@ class _Plan:
     def losses_(self, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None) -> Tensor:
         """Return the losses [n] for a chunk's logits [n, V/P], and overwrite the logits with their gradient.
 
-        The gradient is that of the sum of the losses, multiplied by `lift`; None: no gradient. labels: the labels of
-        all tokens. Tokens without a target have arbitrary losses and gradients.
+        lift: factor on the gradient of the sum of the losses; None: no gradient. labels: the labels of all tokens.
+        Tokens without a target have arbitrary losses and gradients.
         """
         labels = labels[chunk]
         if self.token_losses is not None:
@@ -164,7 +165,7 @@ class _Plan:
         return found.detach()
 
     def _gathered(self, logits: Tensor) -> Tensor:
-        """Gather the logits [n, vocab_size] of all ranks from this rank's [n, V/P]."""
+        """Gather the full logits [n, vocab_size]; `logits` [n, V/P] are this rank's share."""
         if self.group is not None:
             logits = gathered(logits, self.group).transpose(0, 1).flatten(1)
         return logits[:, : self.vocab_size]
@@ -185,14 +186,15 @@ class _TokenCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        _bias: Tensor | None,  # the bias of `plan.head`, an argument so that it gets a gradient
+        _bias: Tensor | None,  # the bias of `plan.head`, passed as an argument so that it gets a gradient
         plan: _Plan,
         needed: tuple[bool, ...],
         factors: Tensor | None,
         each: bool,
     ) -> Tensor:
         """Sum the tokens' losses times `factors`. If `each` is True, return all losses [n], without gradients."""
-        dtype, hits = plan.dtype, plan.hits if factors is None else None  # with `factors`, they were reported before
+        # With `factors`, this is the second call; the first call has reported the hits.
+        dtype, hits = plan.dtype, plan.hits if factors is None else None
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         exact = exact_dtype(dtype)
@@ -216,12 +218,11 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 losses[chunk] = plan.losses_(logits, labels, chunk, lift)
                 if slope is not None and lift is not None:
                     logits.mul_(slope)
-                # Tokens without a target are masked in the matmuls' inputs and outputs, because masking the logits
-                # would cost a full pass.
+                # Tokens without a target are masked in the matmuls, because masking the logits is an extra pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
                 h, ones = h.masked_fill(skip, 0.0), (~skip).to(dtype)
-                if factors is not None:  # they are not multiplied into the logits, because fp16 would underflow
+                if factors is not None:  # not multiplied into the logits' gradient, because fp16 would underflow
                     factor = factors[chunk, None].masked_fill(skip, 0.0)
                     losses[chunk] *= factor[:, 0]
                     h, ones = h * factor.to(dtype), factor.to(dtype)
@@ -244,7 +245,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         factor = grad_loss / ctx.lift
-        # This works in place to save memory. Saved tensors are versioned, so a second backward raises an error.
+        # In place, to save memory. Autograd checks the version of saved tensors, so a second backward raises an error.
         hidden, weight, bias = (
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -253,9 +254,10 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:
-    """Return the losses of the rows of `logits`, and overwrite the logits with `lift` x the gradient of the sum.
+    """Return the losses of the rows of `logits`, and overwrite the logits with `lift` x the gradient of their sum.
 
-    logits: [n, V]. targets: [n, 1], each in range(V). lift: None: no gradient. rows: number of rows per softmax call.
+    logits: [n, V]. targets: [n, 1], each in range(V). rows: rows per softmax call. If `lift` is None, no gradient is
+    computed.
     """
     losses = []
     # On a CPU, a small buffer stays in the cache, and converting bf16 once is faster than reductions in bf16.
@@ -281,9 +283,9 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 def _losses_and_gradient_of_share(
     logits: Tensor, targets: Tensor, lift: float | None, rows: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Do the same as `_losses_and_gradient` for columns sharded over `group`.
+    """Implement `_losses_and_gradient` for columns sharded over `group`.
 
-    logits: [n, V/P]. targets: [n, 1], relative to this rank's first column, so they are in range on one rank only.
+    logits: [n, V/P]. targets: [n, 1], relative to this rank's first column; each target is in range on only one rank.
     """
     exact = exact_dtype(logits.dtype)
     here = (targets >= 0) & (targets < logits.shape[1])
@@ -302,14 +304,14 @@ def _losses_and_gradient_of_share(
 
 
 def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b without fp16 overflow; the result is fp32 on devices that support it for low-precision inputs."""
+    """Compute a @ b without fp16 overflow: in fp32 for fp16 inputs, and on CUDA also for bf16 inputs."""
     if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float()) if a.dtype == torch.float16 else torch.mm(a, b)
 
 
 def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return total + a @ b, summed in at least fp32; `total` is overwritten if it is given."""
+    """Return total + a @ b, accumulated in at least fp32. If `total` is a tensor, it is overwritten; None: 0."""
     if total is None:
         return _exact_mm(a, b).to(exact_dtype(a.dtype))
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))

@@ -1,4 +1,4 @@
-"""The mode of a forward selects the result that a model returns; by default, it is the sum of the losses."""
+"""Forward modes select the result that a model returns. By default, the result is the sum of the losses."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -35,8 +35,8 @@ class Head:
     ) -> Tensor:
         """Return the loss for labels [batch, length]; without labels, fp32 logits [batch, vocab_size].
 
-        hidden: [batch, length, H]. weight: [V, H]; its rows from `vocab_size` on are padding, and so are those of a
-        bias. The logits are those after the last position. If `weight` is None, `hidden` holds the logits
+        hidden: [batch, length, H]. weight: [V, H]. In `weight` and the bias, rows `vocab_size` and above are padding.
+        Logits are returned for the last position only. If `weight` is None, `hidden` holds the logits
         [batch, length, V] computed by the model's own head.
         """
         if weight is None:
@@ -68,31 +68,32 @@ class Head:
 
 @dataclass(frozen=True)
 class ForwardMode:
-    """Options of a forward with targets; the default returns the sum of the losses.
+    """Options of a forward with targets. By default, the forward returns the sum of the losses.
 
-    A forward that takes the parameter `mode` returns `mode.output`. The platform passes a mode only if it differs from
-    `PLAIN`, so a model without the parameter works under every runner and objective that needs no other mode.
+    A forward that takes the parameter `mode` returns the result of `mode.output`. The platform passes only modes that
+    differ from `PLAIN`. A model without this parameter therefore works with all runners and objectives that use only
+    `PLAIN`.
     """
 
-    head: Head = Head()  # noqa: RUF009  (it has no state)
-    reduce: Reduce | None = None  # reduces the tokens' losses, in the shape of the labels; None: their sum
-    hits: Hits | None = None  # called with a boolean for each target: True if it is the argmax
-    token_losses: TokenLosses | None = None  # computes token losses from logits, such as distillation; None: -log p
+    head: Head = Head()  # noqa: RUF009  (a Head has no state)
+    reduce: Reduce | None = None  # reduces token losses [batch, length] to the returned value; None: to their sum
+    hits: Hits | None = None  # called with one boolean per target: True if the target has the highest logit
+    token_losses: TokenLosses | None = None  # computes token losses, e.g. for distillation; None: -log p
     traced_rows: int | None = None  # argument of `token_cross_entropy`, for tracing memory without values
 
     def output(
         self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PRODUCTS
     ) -> Tensor:
-        """Call the head; the arguments are those of `Head.__call__`."""
+        """Return the result of the head; for the arguments, see `Head.__call__`."""
         return self.head(hidden, weight, labels, vocab_size, logits, self)
 
     def of_loss(self) -> dict[str, Any]:
-        """Return the arguments of `token_cross_entropy` in this mode."""
+        """Return this mode's keyword arguments for `token_cross_entropy`."""
         names = ("reduce", "hits", "token_losses", "traced_rows")
         return {name: getattr(self, name) for name in names}
 
     def arguments(self) -> "dict[str, ForwardMode]":
-        """Return keyword arguments that pass this mode to a model's forward; empty for the plain mode."""
+        """Return keyword arguments that pass this mode to a model's forward; empty for `PLAIN`."""
         return {} if self == PLAIN else {"mode": self}
 
 

@@ -1,7 +1,7 @@
-"""Build a model without computing initial values that are then discarded.
+"""Build a model without computing initial values that would be discarded.
 
-Weights come from a checkpoint, a pretrained folder, or `Weights.initialize`, by canonical name. The values drawn in
-library constructors are never used, and on the meta device they cost nothing.
+Weights are filled by canonical name from a checkpoint, a pretrained folder or `Weights.initialize`. The values that
+library constructors draw are never used. On the meta device, drawing these values costs nothing.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
-_LARGE = 2**28  # elements; smaller tensors fit in the memory of a small machine
+_LARGE = 2**28  # elements; smaller tensors fit in memory even on a small machine
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -35,9 +35,9 @@ class _LargeOnMeta(TorchFunctionMode):
 def parameters_on_meta(
     at_most: int | None = None, seconds: float = math.inf, but: Callable[[nn.Parameter], bool] = lambda _: False
 ) -> Iterator[None]:
-    """Put every parameter registered inside the block on the meta device, unless `but(parameter)`; buffers stay real.
+    """Put parameters registered in this context on the meta device, unless `but(parameter)`. Buffers are not moved.
 
-    Raises ValueError for more than `at_most` parameters (None: no limit) and after `seconds`, because an untrusted
+    Raises ValueError for more than `at_most` parameters (None: no limit) or after `seconds`, because an untrusted
     configuration may describe a model that takes forever to build.
     """
     register = nn.Module.register_parameter
@@ -49,7 +49,7 @@ def parameters_on_meta(
         if at_most is not None and registered > at_most:
             raise ValueError(f"it has more than {at_most} parameters")
         if time.monotonic() > deadline:
-            raise ValueError(f"it has more parameters than can be made in {seconds:g} s: {registered} so far")
+            raise ValueError(f"building it takes more than {seconds:g} s: {registered} parameters so far")
         if parameter is not None and parameter.device.type != "meta" and not but(parameter):
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
@@ -63,7 +63,7 @@ def parameters_on_meta(
 
 
 def materialize(model: M, device: torch.device) -> M:
-    """Allocate zeros on `device` for every meta parameter, keep ties, and move the buffers to `device`."""
+    """Replace every parameter by zeros on `device`, keep parameters tied, and move the buffers to `device`."""
     made = {p: nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in model.parameters()}
     replace_parameters(model, made)
     for module in model.modules():
@@ -88,5 +88,5 @@ def construct(make_model: Callable[[], M], device: torch.device) -> M:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return False for a tensor without memory, such as a fake tensor while a plan is traced."""
+    """Return False for a tensor without data: a meta tensor, or a fake tensor in the trace of a plan."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -14,37 +14,38 @@ from crosstrain.utils.types import Batch, MicroBatch, Step
 
 
 class Policy(Protocol):
-    """The model with its current weights, under any runner. The methods are collective."""
+    """The model with its current weights, under any runner. All methods are collective."""
 
     def generate(
         self, prompts: MicroBatch, n: int, max_new_tokens: int, temperature: float = 1.0, ends: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Generate `n` completions per row of `input_ids`, grouped by row; each ends with a token of `ends`, if any.
+        """Generate `n` completions per row of `input_ids`, grouped by row.
 
-        If the batch has an `attention_mask` [rows, length], it marks the tokens of the prompts. The random numbers
-        depend only on the run's seed, the sample's position in the training order and the completion's index.
+        A completion stops after a token in `ends`, or after `max_new_tokens` tokens. If the batch has an
+        `attention_mask` [rows, length], the mask marks the tokens of the prompts. The random numbers depend only on the
+        run's seed, the sample's position in the training order and the completion's index.
         """
 
     def log_probabilities(self, batch: Batch) -> Tensor:
         """Compute log-probabilities [rows, length] of the `labels`, fp32 on the CPU; 0 at positions without a label."""
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """Compute log-probabilities with the run's initial weights; the objective needs `keeps_reference`."""
+        """Compute log-probabilities with the run's initial weights. The objective must set `keeps_reference`."""
 
 
 class Objective:
-    """The loss that training minimizes. `run.objective: {name: ..., <Options>}` chooses and configures one.
+    """The loss that training minimizes, configured by `run.objective: {name: ..., <Options>}`.
 
     `begin_step` may generate the step's samples. `loss` gets -log p of each target token, and the batch with the
-    additional `fields` that the model does not read. The results are summed over the micro batches and ranks of a step
+    additional `fields` that the model does not read. The losses are summed over the micro batches and ranks of a step
     and divided by the step's `units`, so every runner and batch layout minimizes the same loss. The base class computes
     the model's own loss.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()  # fields of the batch that are not passed to the model
     row_layout: ClassVar[str | None] = None  # required `Dataset.row_layout`; None: plain samples
-    unit: ClassVar[str | None] = None  # noun for the terms summed by `loss`; None: the model's targets
-    # rows, tokens: the batch field `reference` holds log-probabilities per row or token, measured before training
+    unit: ClassVar[str | None] = None  # name of the terms that `loss` sums, such as pairs; None: `Model.targets`
+    # rows, tokens: the batch field `reference` holds log-probabilities per row or token, computed before training
     needs_reference: ClassVar[Literal["rows", "tokens"] | None] = None
     keeps_reference: ClassVar = False  # True: keep the initial weights for `Policy.reference_log_probabilities`
     model: Model
@@ -55,26 +56,26 @@ class Objective:
     # ---- for plugins
 
     def begin_step(self, step: Step, policy: Policy) -> Step:
-        """Return the micro batches to train on; default: those of the dataset. Called before targets are counted.
+        """Return the micro batches to train on; default: `step`, from the dataset. Called before targets are counted.
 
         The number of micro batches and their `numbers` must not change.
         """
         return step
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        """Return the sum of the units' losses, an fp32 scalar that is differentiable with respect to `losses`.
+        """Return the sum of the losses of all units (see `units`), an fp32 scalar, differentiable in `losses`.
 
-        losses: fp32 [rows, length], 0 for tokens without a target. batch: has `labels` and the dataset's `fields`.
+        losses: fp32 [rows, length], 0 for tokens without a target. batch: contains `labels` and the `fields` above.
         Control flow may depend only on shapes, because a plan traces this method without values.
         """
         return losses.sum()
 
     def units(self, batch: Batch) -> int:
-        """Number of terms summed by `loss`, such as pairs; counted before any forward."""
+        """Number of terms that `loss` sums, such as pairs; counted before any forward."""
         return self.model.num_targets(batch)
 
-    # Optional method `token_losses(logits, place, batch)`: computes token losses [n] from logits [n, vocab_size] that
-    # replace -log p. `place` is the slice of these tokens in the flattened rows.
+    # Optional method `token_losses(logits, place, batch)`: computes token losses [n] to use instead of -log p, from
+    # logits [n, vocab_size]. `place` is the slice of the n tokens in the flattened rows.
     token_losses: Callable[..., Tensor] | None = None
 
     def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
@@ -85,12 +86,12 @@ class Objective:
 
     @property
     def is_plain(self) -> bool:
-        """True for the model's own loss."""
+        """True if the objective is the model's own loss."""
         return type(self).loss is Objective.loss and self.token_losses is None
 
     @property
     def makes_samples(self) -> bool:
-        """True if `begin_step` generates the samples of each step; the dataset's own samples then have no loss."""
+        """True if `begin_step` generates each step's samples; the dataset's own samples then cannot be evaluated."""
         return type(self).begin_step is not Objective.begin_step
 
     def attach(self, model: Model) -> None:
@@ -99,12 +100,14 @@ class Objective:
         if self.is_plain:
             return
         if any(routers.has_loss for routers in model.structure.routers()):
-            raise ConfigError("run.objective: a loss of routers is a mean over targets; set model.router_loss=none")
+            raise ConfigError(
+                "run.objective: the routers' loss, a mean over targets, is not supported; set model.router_loss=none"
+            )
         if not takes_mode(model):
-            raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; give it one")
+            raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; add it")
 
     def inputs(self, batch: Batch, mode: ForwardMode = PLAIN) -> dict[str, Any]:
-        """Return arguments with which the model's forward returns `loss`, or the result requested by `mode`."""
+        """Return arguments of the model's forward, to make it return the `loss`, or the result requested by `mode`."""
         given = {name: value for name, value in batch.items() if name not in self.fields}
         if "labels" in batch and mode.reduce is None and not self.is_plain:
             mode = replace(mode, reduce=partial(self._reduced, batch=batch))
@@ -114,7 +117,7 @@ class Objective:
 
     def _reduced(self, losses: Tensor, batch: Batch) -> Tensor:
         if self.needs_reference and "reference" not in batch:
-            raise ConfigError("run.objective: the reference's log-probabilities are known in training alone")
+            raise ConfigError("run.objective: the reference's log-probabilities are available only in training")
         return self.loss(losses, batch)
 
     def num_targets(self, batch: Batch) -> int:

@@ -1,4 +1,4 @@
-"""Find published models by name or path."""
+"""Find pretrained models by name or path."""
 
 import json
 import os
@@ -17,7 +17,10 @@ from crosstrain.utils.trust import check_source
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A parameter that is a slice of a published tensor: rows from `first` on, out of the tensor's `rows` rows."""
+    """A parameter that is a slice of a pretrained tensor.
+
+    first: the slice's first row in that tensor. rows: number of rows of the whole tensor.
+    """
 
     name: str
     first: int
@@ -26,24 +29,28 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter [n, rows, ...] stacked from published tensors; each of the n entries concatenates equal row parts."""
+    """A parameter [n, rows, ...] that is a stack of pretrained tensors.
+
+    names: for each of the n entries, the names of the tensors that are concatenated along the rows. All these tensors
+    have the same number of rows.
+    """
 
     names: tuple[tuple[str, ...], ...]
 
 
 Place = str | Excerpt | Stack
-_MOST_BYTES = 1 << 22  # limit for a config.json
-# Sizes in config.json that every model needs, and the largest accepted values.
+_MOST_BYTES = 1 << 22  # maximum size of a config.json
+# Sizes in config.json that are checked, and their largest accepted values.
 _SIZE = re.compile(
     r'"((?:n|num)_(?:hidden_|attention_|key_value_)?(?:layers?|heads?|embd|positions)|(?:hidden|intermediate|vocab|image|patch)_size'
     r'|d_model|max_position_embeddings)"\s*:\s*([-+\d.eE]*\d)'
 )
 _MOST, _LARGEST = {"layer": 10_000, "position": 1 << 31}, 10_000_000
-_FILES = ["*.safetensors", "*.json", "merges.txt"]  # downloaded from the hub
+_FILES = ["*.safetensors", "*.json", "merges.txt"]  # files that are downloaded from the Hugging Face Hub
 
 
 def names_at(place: Place) -> set[str]:
-    """Return the names of the published tensors that a place refers to."""
+    """Return the names of the pretrained tensors that a place refers to."""
     if isinstance(place, Stack):
         return {name for parts in place.names for name in parts}
     return {place if isinstance(place, str) else place.name}
@@ -51,19 +58,19 @@ def names_at(place: Place) -> set[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of published safetensors weights for some of a model's parameters; names are canonical."""
+    """A folder of pretrained safetensors weights for some of a model's parameters. Parameter names are canonical."""
 
     folder: Path
     place: Callable[[str, set[str]], Place]  # (parameter, names in the folder) -> place of the parameter
     covers: Callable[[str], bool] = lambda name: True
-    of_model: bool = False  # True: an earlier run's weights; all must be used, and checkpoints store them too
+    of_model: bool = False  # True: an earlier run's weights; the model must use all, and checkpoints store them
 
 
 def downloaded(name: str) -> Path | None:
-    """Return the local folder of a downloaded hub model; None if the model or some weights are not downloaded."""
+    """Return the local folder of a downloaded hub model; None if the model or a part of it is not downloaded."""
     from huggingface_hub import snapshot_download
 
-    with suppress(Exception):  # many types, including errors for invalid names
+    with suppress(Exception):  # many exception types, also for invalid names
         folder = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
         index = folder / "model.safetensors.index.json"
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
@@ -83,11 +90,11 @@ def _check_sizes(file: Path) -> None:
 
 
 def pretrained_folder(source: str) -> Path:
-    """Return a local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or the hub's model.
+    """Return a local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or a hub download.
 
-    Raises CheckpointError if none of these exists, and ConfigError if the configuration may not name a source.
-    Models must open files and folders named in their options through this function, or call
-    `crosstrain.utils.trust.check_source` first.
+    Raises CheckpointError if none of these exists, and ConfigError if the configuration is not trusted to name
+    pretrained models. Before a model opens a file or folder that its options name, it must call this function or
+    `crosstrain.utils.trust.check_source`.
     """
     check_source(f"the pretrained model {source}")
     path = last_checkpoint(Path(source).expanduser())
@@ -100,12 +107,12 @@ def pretrained_folder(source: str) -> Path:
     if described:
         return path
     if path.exists():
-        raise CheckpointError(f"{source}: no config.json, so it is neither a Hugging Face model folder nor a run's")
+        raise CheckpointError(f"{source}: no config.json; expected a Hugging Face model folder or a run's folder")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, allow_patterns=_FILES))
-    except Exception as error:  # many kinds: no network, no such name, no permission
+    except Exception as error:  # many exception types: no network, no such name, no permission
         reason = first_line(error)
-        said = f"{source}: neither a folder nor a model that the hub gave ({reason})"
+        said = f"{source}: not a folder, and cannot be downloaded from the Hugging Face Hub ({reason})"
         raise CheckpointError("; ".join(filter(None, (said, near(path))))) from None

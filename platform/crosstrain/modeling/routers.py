@@ -1,14 +1,14 @@
 """Router losses and expert loads of a mixture of experts, computed over the target tokens of a step.
 
-The balance loss of a layer is E sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e is the number of choices of expert
-e per token, and P_e is its mean probability over the same tokens. Perfect balance gives k, the number of choices per
-token, as in transformers.
+The balance loss of a layer is E sum_e f_e P_e (Fedus et al., 2021, equation 4). f_e is the number of tokens routed
+to expert e, divided by the number of tokens. P_e is the mean probability of expert e over the same tokens. With perfect
+balance, the loss is k, the number of experts per token, as in transformers.
 
-The product of two means is not a sum over tokens, so its value depends on the set of tokens. Over the targets of a
-document (DeepSeek-AI, 2024, section 2.1.3), it is the same under every batch layout.
+A product of two means is not a sum over tokens, so the balance loss depends on the set of tokens in the means. If this
+set is the targets of one document (DeepSeek-AI, 2024, section 2.1.3), the loss does not depend on the batch layout.
 
-All losses are means over layers and over documents, weighted by targets. They therefore add up over micro batches and
-ranks like the targets' losses.
+All router losses are means over layers and documents, and each document is weighted by its number of targets. Router
+losses can therefore be added up over micro batches and ranks, like token losses.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,26 +23,26 @@ from torch import Tensor, nn
 from crosstrain.modeling.context import Context
 from crosstrain.utils.types import IGNORE_INDEX
 
-# Set of tokens for a balance loss: a document (sequence), or a micro batch on one rank.
+# Tokens over which a balance loss is computed. sequence: a document; micro_batch: a micro batch on one rank.
 Scope = Literal["sequence", "micro_batch", "none"]
 
-Choices = dict[int, tuple[Tensor, Tensor]]  # layer -> logits [tokens, E] and choices [tokens, k] of a micro batch
+Choices = dict[int, tuple[Tensor, Tensor]]  # layer -> logits [tokens, E] and chosen experts [tokens, k]
 
-BIAS = "e_score_correction_bias"  # affects only the choices (Wang et al., 2024); models with it use sigmoid scores
+BIAS = "e_score_correction_bias"  # affects only the choice of experts (Wang et al., 2024), in sigmoid routers
 
 
 class Documents(Protocol):
-    """The documents of packed rows, whose attention a model keeps apart."""
+    """The documents in packed rows. A model masks attention between documents."""
 
     starts: list[int]  # start of each document in the flattened rows, then the total number of tokens
-    context: Context | None  # ranks that share each row
+    context: Context | None  # ranks that share each row; None: no context parallelism
 
     def numbers(self) -> Tensor:
         """Return the index of each token's document, counted from 1."""
 
 
 class _Layer(NamedTuple):
-    """Sums over targets: choices and probability mass per document [documents, E], and scalars over all documents."""
+    """One layer's sums over targets: choices and probabilities per document [documents, E]; total z and entropy."""
 
     choices: Tensor
     mass: Tensor
@@ -51,7 +51,7 @@ class _Layer(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int) -> Self:
-        """Sum over the tokens of one layer.
+        """Compute the sums from the logits [tokens, E] and chosen experts [tokens, k] of one layer.
 
         weight: [tokens], 1 for targets, else 0. owner: [tokens], document indices; there are `owners` documents.
         """
@@ -70,31 +70,31 @@ class _Layer(NamedTuple):
 class Routers:
     """The routers of a model, watched by hooks.
 
-    Each router returns logits [tokens, E], weights [tokens, k] and choices [tokens, k].
+    Each router returns logits [tokens, E], expert weights [tokens, k] and expert indices [tokens, k].
     """
 
-    modules: list[nn.Module]  # routers of all layers; those on other pipeline stages are never called
+    modules: list[nn.Module]  # routers of all layers; routers of other pipeline stages are never called
     scope: Scope
     coefficient: float  # factor of the balance loss; must be 0 if `scope` is none
     z_coefficient: float  # factor of the mean squared log-sum-exp of the logits (Zoph et al., 2022, equation 5)
-    bias_rate: float  # change of the choice biases per step
+    bias_rate: float  # amount by which an expert's bias changes per step
     record: Callable[..., None]  # `Model.record`
     record_load: Callable[[str, Tensor], None]  # `Model.record_load`
     parts: Context | None = None  # ranks that each route a part of every sequence; set by a runner
-    observe: Callable[[Choices], None] | None = None  # called with the choices of each micro batch in training
+    observe: Callable[[Choices], None] | None = None  # called with the choices of each micro batch
     _seen: Choices | None = field(default=None, init=False)
-    _choices: Tensor | None = field(default=None, init=False)  # choices since the start of the step [layers, E], fp64
+    _choices: Tensor | None = field(default=None, init=False)  # counts since the start of the step [layers, E], fp64
 
     def __post_init__(self) -> None:
         for number, module in enumerate(self.modules):
-            module.register_forward_hook(partial(self._watch, number))  # a copy of the model has its own hooks
+            module.register_forward_hook(partial(self._watch, number))  # a copied model gets its own hooks
 
     @property
     def has_loss(self) -> bool:
         return self.coefficient != 0 or self.z_coefficient != 0
 
     def added(self, means: Mapping[str, float]) -> float:
-        """Return the sum of the router losses times their coefficients; means: name -> recorded mean."""
+        """Return the sum of the router losses, each times its coefficient. means: name -> recorded mean."""
         balance, z = (means.get(name, 0.0) for name in ("load_balancing_loss", "router_z_loss"))
         return self.coefficient * balance + self.z_coefficient * z
 
@@ -123,8 +123,7 @@ class Routers:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_loss):
             parts = [_Layer.of(*seen[n], hasattr(self.modules[n], BIAS), weight, owner, owners) for n in here]
         choices, mass, z, entropy = (torch.stack(each) for each in zip(*parts, strict=True))
-        made = self._count(here, choices.sum(1))
-        self.record_load("expert_load", made)
+        self.record_load("expert_load", self._count(here, choices.sum(1)))
         if self.observe is not None:
             self.observe(seen)
         targets, sizes = weight.sum(), weight.new_zeros(owners).index_add(0, owner, weight)
@@ -159,14 +158,20 @@ class Routers:
         return target.float().flatten(), owner.flatten(), owners
 
     def _count(self, here: list[int], choices: Tensor) -> Tensor:
-        """Add a micro batch's choices [layers on this rank, E]; return them as [layers, E], with zeros elsewhere."""
+        """Add a micro batch's counts of choices [layers on this rank, E] to the step's counts.
+
+        Returns the micro batch's counts as [layers, E], with 0 for layers on other ranks.
+        """
         every = choices.new_zeros(len(self.modules), choices.shape[1], dtype=torch.float64)
         every[here] = choices.double()
         self._choices = every if self._choices is None else self._choices + every
         return every
 
     def end_step(self, ranks: dist.ProcessGroup | None, applied: bool) -> None:
-        """Update the biases to balance the experts (Wang et al., 2024, algorithm 1), using the choices of all ranks."""
+        """Update the experts' biases from the choices on all ranks (Wang et al., 2024, algorithm 1).
+
+        The biases are not updated if the optimizer step was skipped (`applied` is False).
+        """
         choices, self._choices = self._choices, None
         if choices is None or not self.bias_rate or not any(BIAS in module._buffers for module in self.modules):
             return

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ends:
-    """Names of a model's modules outside of its blocks, including all modules with parameters."""
+    """Names of a model's modules outside of its blocks. No module with parameters may be missing."""
 
-    first: list[str]  # run before the first block
-    last: list[str]  # run after the last block; the last module is the head, and `ForwardMode.output` gets its weight
+    first: list[str]  # modules that run before the first block
+    last: list[str]  # modules that run after the last block; the last of them is the head
 
 
 class Structure:
     """Describes the modules of a model. The defaults are enough for data parallelism, FSDP and ZeRO."""
 
-    reads_across = False  # True: modules read the weights of other modules in their block, so these must not be sharded
+    reads_across = False  # True: modules read each other's weights, so a block needs all its weights whole
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -34,17 +34,18 @@ class Structure:
     def ends(self) -> Ends | None:
         """Modules before and after the blocks, for pipeline stages; None: unknown, so the model cannot be pipelined.
 
-        A model with ends calls its blocks in order. Each block takes hidden states [batch, length, H] as its first
-        argument and returns them. The forward ends with `ForwardMode.output`.
+        A model with `Ends` calls its blocks in order. Each block takes hidden states [batch, length, H] as its first
+        argument and returns new hidden states. The model's forward ends with a call of `ForwardMode.output`, with the
+        weight of the head.
         """
         return None
 
     def experts(self) -> dict[str, Any]:
-        """Name in `named_modules` -> module with the routed experts of a layer; none by default.
+        """Name in `named_modules` -> module with the routed experts of a layer; empty by default.
 
-        The parameters of `num_experts` experts are stacked along the first dimension. The module's inputs are hidden
-        states [tokens, width], expert indices [tokens, k] and expert weights [tokens, k]. Tokens are independent of
-        each other.
+        The module stacks the parameters of its `num_experts` experts along the first dimension. The module's inputs are
+        hidden states [tokens, width], expert indices [tokens, k] and expert weights [tokens, k]. The output for a token
+        does not depend on the other tokens.
         """
         return {}
 
@@ -54,28 +55,33 @@ class Structure:
         return [model.routers for model in models if model.routers is not None]  # type: ignore[misc]
 
     def chains(self) -> list[list[nn.Module]]:
-        """Lists of blocks whose first input is the previous block's output; a plan traces a few blocks per list."""
+        """Chains of blocks: each block's first input is the output of the block before it in the chain.
+
+        A plan traces only a part of each chain.
+        """
         return [self.model.blocks()] if self.ends() is not None else []
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Pattern of canonical names -> style of tensor parallelism; the user can override it in YAML.
+        """Pattern of canonical names -> style of tensor parallelism; the user can override the plan in YAML.
 
-        A pattern such as `transformer.h.*.mlp.c_fc` matches names of parameters or modules; all others are replicated.
-        The runner defines the styles.
+        A pattern such as `transformer.h.*.mlp.c_fc` matches names of parameters or modules. Parameters that no
+        pattern matches are replicated. The runner defines the styles.
         """
         return {}
 
     def check_documents(self) -> None:
         """Raise ConfigError unless `forward` masks attention between the documents given by position_ids."""
-        raise ConfigError(f"model: {type(self.model).__name__} cannot keep the documents of a sequence apart")
+        raise ConfigError(
+            f"model: {type(self.model).__name__} cannot mask attention between the documents of a sequence"
+        )
 
     def check_context(self, ranks: int) -> None:
         """Raise ConfigError unless `forward` supports a `context` of `ranks` ranks that share rows and heads."""
         name = type(self.model).__name__
-        raise ConfigError(f"run.runner.context_parallel: {name} cannot share a sequence among ranks")
+        raise ConfigError(f"run.runner.context_parallel: {name} cannot split a sequence among ranks")
 
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
-        """Lists of blocks, each with its checkpointing mode; default: all blocks with the run's `mode`."""
+        """Lists of blocks, each list with a checkpointing mode; default: all blocks with the run's `mode`."""
         return [(self.model.blocks(), mode)]
 
     def adapted(self) -> Model:
@@ -97,5 +103,5 @@ class Structure:
 
     @property
     def idle_parameters(self) -> int:
-        """Number of elements in experts that a token does not use; 0 for a dense model."""
+        """Number of elements in the experts that a token is not routed to; 0 for a dense model."""
         return 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from crosstrain.modeling.base import Model
 
 
-ReadParameter = Callable[[str], Tensor]  # canonical name of a parameter -> its whole value
+ReadParameter = Callable[[str], Tensor]  # canonical name of a parameter -> its full value
 
 
 class Quantized(Protocol):
@@ -27,17 +27,17 @@ class Quantized(Protocol):
     shape: torch.Size  # logical shape
 
     def quantize(self, value: Tensor) -> None:
-        """Quantize the whole value, given in fp32; called once, after the runner has sharded the model."""
+        """Set this parameter to the full fp32 `value`, quantized. Called once, after the runner sharded the model."""
 
 
 class Weights:
-    """Names and values of a model's parameters. By default, they are those of the torch module.
+    """Names and values of a model's parameters. By default, the torch module determines both.
 
-    *Canonical* names and *logical* shapes are those of the same weights in Hugging Face models. Checkpoints and initial
-    values use them.
+    *Canonical* names and *logical* shapes are the names and shapes of the weights in Hugging Face models. Checkpoints
+    store weights under these names and in these shapes.
     """
 
-    vocabulary_multiple = 1  # each rank's rows of the embedding and head are padded to a multiple of this
+    vocabulary_multiple = 1  # each rank pads its number of embedding and head rows to a multiple of this
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -51,7 +51,7 @@ class Weights:
         return shape
 
     def quantized(self) -> Mapping[str, Quantized]:
-        """Canonical name -> quantized parameter, loaded from pretrained weights; none by default."""
+        """Canonical name -> quantized parameter, loaded from pretrained weights; empty by default."""
         return {}
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
@@ -65,8 +65,8 @@ class Weights:
         owner: Any = self.model.get_submodule(path)
         if not hasattr(owner, "reset_parameters"):
             raise ConfigError(
-                f"model: {type(owner).__name__} has no reset_parameters for {name}; give the model a "
-                f"crosstrain.Weights with initialize"
+                f"model: {type(owner).__name__} has no reset_parameters to initialize {name}; give the model a "
+                f"crosstrain.Weights that implements initialize"
             )
         kept = dict(owner._parameters)
         others = {key: p if p is None else nn.Parameter(p.detach().to("meta")) for key, p in kept.items()}
@@ -83,22 +83,22 @@ class Weights:
         return None
 
     def place(self, name: str, available: set[str]) -> Place:
-        """Place of parameter `name` (canonical) in a pretrained folder with the tensor names `available`."""
+        """Place of parameter `name` (canonical) in a pretrained folder that contains the tensors `available`."""
         return name
 
     def sources(self) -> list[Source]:
-        """All folders of pretrained weights, by default `folder`; other parameters get initial values."""
+        """All folders of pretrained weights, by default only `folder`. Parameters in no folder are initialized."""
         folder = self.folder()
         return [] if folder is None else [Source(folder, self.place)]
 
     # ---- training
 
     def lr_scale(self, name: str) -> float:
-        """Factor on the learning rate of a parameter; `name` is its name in `named_parameters`."""
+        """Factor on the learning rate of parameter `name`, as named in `named_parameters`."""
         return 1.0
 
     def matrices(self) -> set[str]:
-        """Names, as in `named_parameters`, of the block parameters that an optimizer of whole matrices updates.
+        """Names, as in `named_parameters`, of the block parameters that a matrix optimizer updates.
 
         Embeddings and convolutions are excluded. Names of parameters that are not matrices have no effect.
         """
@@ -134,32 +134,31 @@ class Merge:
     """A parameter that export merges with other parameters; the others are left out of the exported folder."""
 
     others: tuple[str, ...]  # canonical names
-    combine: Callable[..., Tensor]  # called with the parameter and the others, all fp32 and whole
+    combine: Callable[..., Tensor]  # called with the full fp32 parameter and `others`
 
 
-# (prefixes, submodel): the parameters with these name prefixes. Export strips the submodel's prefix from the names.
-# Without a submodel, the names and the configuration are kept.
+# (prefixes, submodel): the parameters with one of these name prefixes. Export strips the submodel's prefix from their
+# names. Without a submodel, the names and the configuration are kept.
 Part = tuple[tuple[str, ...], "Model | None"]
 
 
 class Export:
-    """Writes a model for other programs. By default config.json holds the model's options."""
+    """Exports a model for use in other programs. By default, config.json contains the model's options."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def save_config(self, folder: Path) -> None:
-        """Write the files of a Hugging Face model folder except for the weights."""
-        options = asdict(self.model.options)
-        write_json(folder / "config.json", {"arch": type(self.model).__name__, **options})
+        """Write the files of a Hugging Face model folder, except the weights."""
+        write_json(folder / "config.json", {"arch": type(self.model).__name__, **asdict(self.model.options)})
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
-        """Write extra files made from the trained parameters `names` (canonical) to an export or checkpoint folder."""
+        """Write files derived from the trained parameters `names` (canonical) to an export or checkpoint folder."""
 
     def parts(self) -> dict[str, Part]:
-        """Parts of the model that can be exported separately; none by default."""
+        """Parts of the model that can be exported separately; empty by default."""
         return {}
 
     def merges(self) -> dict[str, Merge]:
-        """Canonical name -> merge, for the parameters that export merges; none by default."""
+        """Canonical name -> merge, for the parameters that export merges; empty by default."""
         return {}

@@ -1,1 +1,1 @@
-"""Metrics, profiles and trackers of a run."""
+"""Metrics, throughput and trackers of a run."""

@@ -16,7 +16,7 @@ _PEAK_HALF = {
 
 
 def memory_mb(device: torch.device) -> dict[str, float]:
-    """Return MiB in use: of the GPU (allocated and reserved, with peaks), or of this process (resident, peak)."""
+    """Return the MiB in use on the GPU (allocated, reserved, peaks), or else by this process (resident, peak)."""
     if device.type == "cuda":
         return {
             "memory_allocated_mb": torch.cuda.memory_allocated(device) / MIB,
@@ -42,7 +42,7 @@ def gpu_utilisation(device: torch.device) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of the device in this precision, or None unless it is a known GPU in half precision."""
+    """Return the peak FLOP/s of a known GPU in half precision; None for other devices and precisions."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)

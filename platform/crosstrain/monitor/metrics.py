@@ -47,7 +47,7 @@ class StepMetrics:
 
     @property
     def throughput(self) -> str:
-        """The rate and its unit."""
+        """Tokens or samples per second, with the unit."""
         tokens = self.tokens_per_second
         return f"samples/s {self.samples_per_second or 0:.1f}" if tokens is None else f"tokens/s {tokens:.0f}"
 
@@ -72,7 +72,7 @@ def texts(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def flat(config: dict[str, Any]) -> Iterator[tuple[str, bool | int | float | str]]:
-    """Yield the values of a configuration under dotted keys such as run.optimizer.name, complex values as text."""
+    """Yield the values of a configuration under dotted keys such as run.optimizer.name; lists and None become text."""
     for key, value in leaves(config):
         if value != {}:
             yield key, value if isinstance(value, bool | int | float | str) else str(value)

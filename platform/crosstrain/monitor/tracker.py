@@ -16,7 +16,7 @@ from crosstrain.monitor.metrics import Row
 from crosstrain.utils.errors import UserError, sentence
 from crosstrain.utils.logging import log
 
-_MAX_BACKLOG = 1000  # rows that a slow tracker may lag behind; further rows are dropped
+_MAX_BACKLOG = 1000  # maximum number of waiting rows of a slow tracker; further rows are dropped
 _CLOSE_SECONDS = 30.0  # time that a slow tracker has for the remaining rows after training
 
 
@@ -24,7 +24,7 @@ _CLOSE_SECONDS = 30.0  # time that a slow tracker has for the remaining rows aft
 class TrackedRun:
     """The run that a tracker follows."""
 
-    folder: Path  # the run's folder; a tracker that writes files has its own folder in it
+    folder: Path  # the run's folder; a tracker writes files to its own subfolder
     config: dict[str, Any]  # resolved, as in config.yaml
     resumed_step: int  # training continues after this step; 0: it starts from the beginning
 
@@ -45,15 +45,15 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures them.
+    """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures trackers.
 
-    Each tracker is created on rank 0 when training begins. If it raises an error, the error is logged once and only
-    this tracker loses the row: training continues, and the tracker gets the next row.
+    Each tracker is created on rank 0 when training begins. If a tracker raises an error, training continues, and only
+    this tracker loses the row. The tracker gets the next row. Only the first error is logged.
     """
 
     remote = False  # True: calls may be slow, for example over a network, and run in a separate thread
 
-    @classmethod  # noqa: B027 - most need nothing
+    @classmethod  # noqa: B027 - most trackers need nothing
     def check(cls, options: Any) -> None:
         """Raise UserError if something is missing, such as a package or a login. Called before any worker exists."""
 
@@ -62,12 +62,12 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, row: Row) -> None:
-        """Record a step that was logged, validated or both. `crosstrain.monitor.metrics` names the keys of a row.
+        """Record a step that was logged, validated or both. `crosstrain.monitor.metrics` lists the keys of a row.
 
         A resumed run repeats the steps after its checkpoint, with the same numbers.
         """
 
-    def close(self, finished: bool) -> None:  # noqa: B027 - some keep nothing open
+    def close(self, finished: bool) -> None:  # noqa: B027 - some trackers keep nothing open
         """Finish recording, because training ends. `finished` is True if training reached its last step."""
 
     def place(self) -> str | None:
@@ -85,9 +85,9 @@ def check_trackers(components: Iterable[Component]) -> None:
 
 
 class IsolatedTracker:
-    """A tracker of a run that can neither stop nor delay the run: after an error, only its own rows are lost.
+    """A wrapper that keeps a tracker from stopping or delaying the run; an error loses only the tracker's rows.
 
-    Calls of a remote tracker run in order in a thread.
+    Calls of a remote tracker run in order, in a separate thread.
     """
 
     def __init__(self, component: Component, run: TrackedRun) -> None:
@@ -104,22 +104,22 @@ class IsolatedTracker:
         self.call(lambda _: None)
 
     def call(self, work: Callable[[Tracker], None]) -> None:
-        """Call `work` with the tracker, now or in its thread."""
+        """Call `work` with the tracker, now or, for a remote tracker, in a separate thread."""
         if self._thread is None:
             return self._do(work)
         try:
             self._work.put_nowait(work)
         except queue.Full:
-            self._warn(f"is more than {_MAX_BACKLOG} rows behind; training goes on, and it loses rows")
+            self._warn(f"is more than {_MAX_BACKLOG} rows behind; training continues, and rows are lost")
 
     def _do(self, work: Callable[[Tracker], None]) -> None:
-        """Call `work` with the tracker. Creates the tracker first if it does not exist yet."""
+        """Call `work` with the tracker, after creating the tracker if it does not exist yet."""
         try:
             self._tracker = self._tracker or self._make()
             self.place = self._tracker.place()
             work(self._tracker)
         except Exception as error:
-            self._warn(f"failed ({type(error).__name__}: {error}); training goes on, and it is offered what follows")
+            self._warn(f"failed ({type(error).__name__}: {error}); training continues, and later rows are still sent")
 
     def _warn(self, problem: str) -> None:
         """Log the tracker's first problem."""
@@ -135,7 +135,7 @@ class IsolatedTracker:
                 self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():
                 self._warned = False
-                self._warn(f"did not take the last rows within {_CLOSE_SECONDS:.0f} s; it may lack them")
+                self._warn(f"did not accept the last rows within {_CLOSE_SECONDS:.0f} s; some may be missing")
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

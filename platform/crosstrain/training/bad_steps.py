@@ -30,7 +30,7 @@ Suspect = tuple[tuple[int, ...], float]
 
 
 class RollBack(TrainingError):
-    """Training must reload the last checkpoint. `left_out(checkpoint, state)` returns the samples to leave out."""
+    """A request to reload the last checkpoint. `left_out(checkpoint, state)` returns the samples to leave out."""
 
     def __init__(self, message: str, left_out: Callable[[Path, State], Ranges]) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class RollBack(TrainingError):
 class BadSteps(Callback):
     """Applies the policy of `run.on_bad_step`. All ranks reach the same decision.
 
-    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`.
+    Rank 0 appends one JSON object per bad step to the run's `bad_steps.jsonl`.
     """
 
     _problem: str | None = None  # problem of the current step
@@ -58,7 +58,7 @@ class BadSteps(Callback):
     def after_step(self, metrics: StepMetrics) -> None:
         """Record an attempted step in the state, and handle a bad step. Collective if the step was bad.
 
-        Raises RollBack for the policy roll_back, and TrainingError if training must end.
+        Raises RollBack if the policy is roll_back, and TrainingError if training must end.
         """
         state: State = self.trainer.state
         if metrics.applied:
@@ -110,9 +110,9 @@ class BadSteps(Callback):
         )
         if policy == "stop":
             raise TrainingError(
-                f"{sentence}; nothing of this step was applied and the last checkpoint is untouched: lower "
-                f"run.init_lr or run.grad_norm_clip, mend the data, or let run.on_bad_step be skip or roll_back, and "
-                f"run the same command again"
+                f"{sentence}; the step was not applied, and the last checkpoint is intact: lower run.init_lr or "
+                f"run.grad_norm_clip, fix the data, or set run.on_bad_step to skip or roll_back, and run the same "
+                f"command again"
             )
         if policy == "roll_back":
             raise RollBack(sentence, partial(self.go_back, sentence, batch.numbers))
@@ -123,7 +123,7 @@ class BadSteps(Callback):
             self.policy.max_in_a_row,
             state.bad_in_a_row,
             sentence,
-            "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
+            "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so the data is not the only cause; lower "
             "run.init_lr and resume from the last checkpoint",
         )
 
@@ -138,10 +138,10 @@ class BadSteps(Callback):
             self.policy.max_in_a_row,
             count,
             problem,
-            f"bad steps came after {to} (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
-            f"run.init_lr, or remove that checkpoint to go on from an earlier one",
+            f"bad steps came after {to} (run.on_bad_step.max_in_a_row), so the data is not the only cause; lower "
+            f"run.init_lr, or remove that checkpoint to resume from an earlier one",
         )
-        self._warn(f"{problem}; going back to {to} and leaving out {show(numbers)} from there on")
+        self._warn(f"{problem}; rolling back to {to} and skipping {show(numbers)} from there on")
         return leave_out(state.left_out, numbers)
 
     def _warn(self, sentence: str) -> None:
@@ -149,7 +149,11 @@ class BadSteps(Callback):
             log.warning("%s", sentence)
 
     def suspects(self, micro_batches: list[MicroBatch]) -> list[Suspect]:
-        """Return samples with a non-finite loss, or else all micro batches sorted by descending loss. Collective."""
+        """Return suspects: samples or micro batches that may have caused a bad step. Collective.
+
+        Returns the samples with a non-finite loss. If all losses are finite, returns all micro batches by descending
+        loss.
+        """
         mine = {
             micro_batch.numbers: float(loss) / max(micro_batch.num_targets, 1)
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)
@@ -161,7 +165,7 @@ class BadSteps(Callback):
         return [sample for numbers in wrong for sample in self._narrowed(numbers, found[numbers], among=len(wrong))]
 
     def _narrowed(self, numbers: tuple[int, ...], loss: float, among: int) -> list[Suspect]:
-        """Return the samples of a micro batch that have a non-finite loss by themselves, or else the micro batch."""
+        """Return the samples that make a micro batch's loss non-finite, or the micro batch if no sample does."""
         if len(numbers) == 1 or len(numbers) * among > _NARROWED or self.runner.objective.makes_samples:
             return [(numbers, loss)]
         alone = []
@@ -183,11 +187,11 @@ class BadSteps(Callback):
             if self.trainer.is_main:
                 append(self.trainer.folder.bad_steps, json.dumps(row) + "\n")
         except OSError as error:
-            log.warning("%s cannot be written to (%s); training goes on", error.filename, error.strerror)
+            log.warning("%s cannot be written to (%s); training continues", error.filename, error.strerror)
 
 
 def _tell(suspects: list[dict[str, Any]], count: int) -> str:
-    """Describe the first of `count` suspects for the log."""
+    """Describe the first suspects for the log. count: total number of suspects."""
     if not suspects:
         return ""
     named = ", ".join(map(_name, suspects[:_SHOWN]))

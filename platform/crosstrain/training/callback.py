@@ -1,4 +1,4 @@
-"""The interface of hooks, which are the platform's own hooks and the callbacks of a run."""
+"""The interface of hooks: the platform has its own hooks, and a run can add callbacks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of all hooks. `run.callbacks: [{name: ..., <Options>}]` adds and configures callbacks.
 
-    Every rank creates its own instance after weights and optimizer state are loaded, and a new one after a rollback.
-    Then `state` and the tensors of `shards` are loaded from the checkpoint. All ranks call the methods at the same
-    points, in the order of `training/hook_order.py`. A hook may call `trainer.end` and `trainer.save_as`, and add
+    Every rank creates its own instance after weights and optimizer state are loaded, and a new instance after a
+    rollback. Then `state` and the tensors of `shards` are loaded from the checkpoint. All ranks call the methods at the
+    same points, in the order of `training/hook_order.py`. A hook may call `trainer.end` and `trainer.save_as`, and add
     metrics to `trainer.row`.
     """
 
@@ -43,7 +43,7 @@ class Callback:
     def __init__(self, options: Any, trainer: Trainer) -> None:
         self.options, self.trainer = options, trainer
         self.state: dict[str, Any] = {}  # JSON values that are saved in checkpoints
-        self.scalars: dict[str, float] = {}  # name -> metric for the next log line and row; only rank 0's are used
+        self.scalars: dict[str, float] = {}  # name -> metric for the next log line and row; rank 0's value is used
 
     def on_start(self) -> None:
         """Called when training starts or resumes from a checkpoint."""
@@ -79,18 +79,18 @@ class Callback:
         """Called when training has ended, perhaps with an error."""
 
     def places(self) -> list[tuple[str, str]]:
-        """Return pairs for the closing lines of a run's log: a title, and a file, an address or a command."""
+        """Return (title, place) pairs for the last lines of a run's log; a place is a file, an address or a command."""
         return []
 
     def shards(self) -> list[Shard]:
-        """Return this rank's shards of the callback's tensors, which checkpoints save and restore in place.
+        """Return this rank's shards of the callback's tensors, to be saved in checkpoints and restored in place.
 
-        The callback chooses the names of the kinds.
+        The callback may use any names as `Shard.kind`.
         """
         return []
 
     def keep(self) -> set[int]:
-        """Return the steps whose checkpoints must not be deleted."""
+        """Return the steps of checkpoints that must not be deleted."""
         return set()
 
     # ---- for the platform
@@ -115,17 +115,19 @@ class Hooks:
     def __init__(self, trainer: Trainer, before: HookKinds, after: HookKinds) -> None:
         """Create all hooks. before, after: platform hooks called before and after the run's callbacks, in order."""
         self._trainer, self._places = trainer, (tuple(before), tuple(after))
-        self.callbacks: dict[str, Callback] = {}  # name -> callback of the run; others may be added
+        self.callbacks: dict[str, Callback] = {}  # name -> callback of the run; more may be added later
         self._platform: dict[str, Callback] = {}
         names = [component.name for component in trainer.run.callbacks]
         if twice := {*names} & {*before, *after}:
-            raise ConfigError(f"run.callbacks: {min(twice)} is a hook of every run: leave it out")
+            raise ConfigError(f"run.callbacks: {min(twice)} is a hook of every run: remove it")
         replaced = {registry.get("callback", name).replaces for name in names}
         for name, kind in {**before, **after}.items():
             if name not in replaced:
                 self._platform[name] = (kind or registry.get("callback", name))(None, trainer)
         if unknown := replaced - {None, *before, *after}:
-            raise ConfigError(f"run.callbacks: one replaces {min(map(str, unknown))}, which is no hook of the platform")
+            raise ConfigError(
+                f"run.callbacks: a callback replaces {min(map(str, unknown))}, which is not a platform hook"
+            )
         self.load(trainer.start)
 
     def load(self, checkpoint: Path | None) -> None:
@@ -138,7 +140,10 @@ class Hooks:
             for name, callback in self.callbacks.items():
                 if name not in trainer.state.callbacks:
                     log.info(
-                        "callback %s begins at step %d: %s has nothing of it", name, trainer.state.step, checkpoint
+                        "callback %s starts fresh at step %d: %s has no state for it",
+                        name,
+                        trainer.state.step,
+                        checkpoint,
                     )
                 callback.state |= trainer.state.callbacks.get(name, {})
             reader = Reader.open(checkpoint)
@@ -173,5 +178,7 @@ class Hooks:
         """Return this rank's shards of all hooks; a prefix of their kinds distinguishes them from optimizer state."""
         found = [replace(shard, kind=CALLBACK + shard.kind) for own in self.call("shards") for shard in own]
         if len({(shard.kind, shard.name) for shard in found}) < len(found):
-            raise TrainingError("run.callbacks: two of them name their boxes alike; let one call its kind otherwise")
+            raise TrainingError(
+                "run.callbacks: two callbacks store tensors with the same kind and name; rename the kind in one of them"
+            )
         return found

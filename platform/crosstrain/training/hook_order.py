@@ -9,7 +9,7 @@ from crosstrain.training.validation import BestPointer, Validation
 
 BEFORE_CALLBACKS: HookKinds = {"profile": None, "bad_steps": BadSteps}  # None: the callback plugin of this name
 # The order matters: `stragglers` adds notes to the metrics before `log` prints them, `log` and `validation` fill the
-# row before `tracking`, and `best` requests a save before `saving`.
+# row before `tracking` sends it to the trackers, and `best` requests a save before `saving` runs.
 AFTER_CALLBACKS: HookKinds = {
     "stragglers": None,
     "log": StepLog,

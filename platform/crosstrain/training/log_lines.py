@@ -1,4 +1,4 @@
-"""The lines of a logged step, for people or in Megatron-LM's notation."""
+"""The log lines of a step, in Crosstrain's own format or in Megatron-LM's."""
 
 from datetime import timedelta
 
@@ -9,7 +9,7 @@ from crosstrain.monitor.metrics import StepMetrics
 def log_lines(
     metrics: StepMetrics, max_iters: int, options: LogOptions, targets: str = "tokens", first: bool = False
 ) -> list[str]:
-    """Return the lines of a logged step.
+    """Return the log lines of a step.
 
     targets: noun for the items over which the loss is averaged. first: True if no step was logged before.
     """
@@ -67,5 +67,5 @@ def _megatron_line(metrics: StepMetrics, max_iters: int, targets: str) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """Format a number of a step; None is one that is not finite."""
+    """Format a metric of a step; None stands for a value that is not finite."""
     return "overflow" if value is None else format(value, form)

@@ -20,7 +20,7 @@ class RunnerPolicy:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        # A forward may be a collective, so these ranks decode until every completion on every rank has ended.
+        # A forward may contain collectives, so these ranks decode together until all their completions have ended.
         self._ranks = runner.dp if runner.capabilities.exact else Group()
 
     def generate(

@@ -45,7 +45,7 @@ class Preflight:
 
     config: Config
     plan: BatchPlan
-    model: Model  # on the meta device, with the run's frozen parameters
+    model: Model  # on the meta device, with parameters frozen as in the run
     dataset: Dataset | None = None  # the training split; None: not opened
     absent: list[str] = field(default_factory=list)  # names of pretrained weights that are not on this machine
 
@@ -55,7 +55,7 @@ class Preflight:
 
     @cached_property
     def sample(self) -> Batch | None:
-        """One sample as a batch; None if its shapes follow from neither the dataset's options nor its data."""
+        """A batch of one sample; None if neither the dataset's options nor its data are enough to make a batch."""
         component = training_dataset(self.config)
         shapes = registry.get("dataset", component.name).shapes(component.options)
         if shapes is not None:
@@ -67,7 +67,7 @@ class Preflight:
 
 
 def as_begun(config: Config, fresh: bool) -> Config:
-    """Set dataset keys that did not exist yet when the checkpoint to continue from was written to their legacy values.
+    """Return the configuration to continue with: dataset keys newer than the checkpoint get their legacy values.
 
     fresh: do not continue from the run's own folder. Raises CheckpointError if `run.resume_from` is needed and has no
     checkpoint.
@@ -89,8 +89,8 @@ def _read(checkpoint: Path) -> None:
 def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = False) -> Preflight:
     """Build and check the batch plan, data, model, optimizer, schedule and trackers.
 
-    dry: download, prepare and write nothing; weights and prepared data may be absent. fresh: see `as_begun`; the result
-    has the configuration returned by `as_begun`. Raises UserError for any mistake.
+    dry: download, prepare and write nothing; weights and prepared data may be absent. fresh: see `as_begun`. The result
+    has the configuration that `as_begun` returns. Raises UserError for any mistake.
     """
     config = as_begun(config, fresh)
     run, runner = config.run, registry.get("runner", config.run.runner.name)
@@ -107,7 +107,7 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
             if "test" in named_splits(config):  # evaluated at the end of training
                 open_split(config, "test")
     RunFolder(run.output_dir).check()
-    with explained("the model, its data and the run do not go together"):
+    with explained("the model, the data and the options of the run are incompatible"):
         objective = make_objective(config, model)
         if dataset is not None:
             check_fit(objective, dataset)
@@ -123,11 +123,11 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
         check_trackers(run.trackers)
         for callback in run.callbacks:
             registry.get("callback", callback.name).check(callback.options, run)
-        # None: the run is set in epochs and its data was not opened.
+        # `max_iters` is None if the length of the run is given in epochs and the data was not opened.
         max_iters = run.max_iters if dataset is None else plan.steps(run, len(dataset))
         if max_iters is not None:
             make_schedule(config, max_iters)
-        optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # raises for bad options
+        optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # checks the options
     if run.profile is not None and max_iters is not None:
         run.profile.check(max_iters, world_size)
     return Preflight(config, plan, model, dataset, absent)
@@ -149,9 +149,9 @@ def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
 
 
 def _without_weights(value: Any, sized: Any, absent: list[str]) -> Any:
-    """Remove pretrained weights that are not on this machine from a component or its options, and add them to `absent`.
+    """Remove pretrained weights that are not on this machine from a component or its options; list them in `absent`.
 
-    `sized` is the same value with all sizes from its presets; they replace the sizes of the missing weights.
+    sized: the same value with all sizes from its presets, because the sizes in the missing weights are unknown.
     """
     if not is_dataclass(value) or isinstance(value, type):
         return value
@@ -167,10 +167,9 @@ def _without_weights(value: Any, sized: Any, absent: list[str]) -> Any:
                 value = replace(sized, pretrained=None)
             except UserError:  # no option gives the sizes
                 said = f"{folder}: not on this machine, so the model's sizes are unknown"
-                fetch = f"`hf download {folder}` gets it, as a start without --dry-run does"
-                hint = near(path) or (fetch if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", folder) else "name another")
+                fetch = f"download it with `hf download {folder}`, as a start without --dry-run does"
+                hint = near(path) or (fetch if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", folder) else "check the path")
                 raise CheckpointError(f"{said}; {hint}") from None
-    parts = [f.name for f in fields(value) if f.init]
     parts = [f.name for f in fields(value) if f.init]
     changed = {part: _without_weights(getattr(value, part), getattr(sized, part), absent) for part in parts}
     return replace(value, **changed)

@@ -1,6 +1,6 @@
 """Reference log-probabilities of every row of a dataset, measured before training to avoid a second model in memory.
 
-They are stored in the run's folder for resuming.
+The log-probabilities are stored in the run's folder, because a resumed run needs them.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ def add_reference(
 ) -> None:
     """Set a dataset's `reference` to log-probabilities of the model with its current weights. Collective.
 
-    folder: the run's folder, which gets the values. start: checkpoint that the run continues from, whose run's values
-    are used instead of measuring; None: a new run. Raises TrainingError if they are missing, damaged, or made from
-    different data.
+    folder: the run's folder, where the values are stored. start: checkpoint that the run continues from; the values of
+    that checkpoint's run are read instead of measured. None: a new run. Raises TrainingError if the values to read are
+    missing or damaged, or were measured on different data.
     """
     world = runner.world
     if start is None:
-        log.info("measuring the reference: %d samples", len(dataset))
+        log.info("measuring the log-probabilities of the reference: %d samples", len(dataset))
         dataset.reference = _measure(dataset, runner, micro_batch, num_workers)
     else:
         earlier = reference_file(start.parent.parent, dataset.split)
         dataset.reference = world.broadcast(_read(earlier, dataset.digest))
         if dataset.reference is None:
-            raise TrainingError(f"{earlier}: the reference that the run began with is not there; start it anew")
+            raise TrainingError(f"{earlier}: the reference that the run started with is missing; start the run over")
     if world.rank == 0:
         _write(reference_file(folder, dataset.split), dataset.reference, dataset.digest)
 
@@ -52,18 +52,18 @@ def reference_file(folder: Path, split: str) -> Path:
 
 
 def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
-    """Return the reference measured by a checkpoint's run.
+    """Return the reference values measured by a checkpoint's run.
 
-    Raises EmptySplit if the run measured none, and TrainingError if the file is damaged or made from different data.
+    Raises EmptySplit if the file is missing, and TrainingError if the file is damaged or belongs to different data.
     """
     path = reference_file(checkpoint.parent.parent, dataset.split)
     if (values := _read(path, dataset.digest)) is None:
-        raise EmptySplit(f"run.objective compares with a reference that is measured in training, and {path} is missing")
+        raise EmptySplit(f"run.objective compares with a reference that is measured in training, but {path} is missing")
     return values
 
 
 def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: int) -> np.ndarray:
-    """Measure log-probabilities [samples, rows], or per token [samples, rows, length] with 0 past the end of a row."""
+    """Measure log-probabilities [samples, rows], or per token [samples, rows, length], padded with 0 after each row."""
     batches = evaluation_batches(
         dataset,
         micro_batch,
@@ -90,14 +90,14 @@ def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: in
 
 def _read(path: Path, digest: str) -> np.ndarray | None:
     try:
-        url = None if path.exists() else storage.origin(path)  # a run in a bucket may come from another machine
+        url = None if path.exists() else storage.origin(path)  # a run in a bucket may come from a different machine
         data = storage.read(url) if url else read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TrainingError(f"{path}: cannot be read ({error.strerror})") from None
     if data[:_SUM] != _sum(data[_SUM:], digest):
-        raise TrainingError(f"{path}: damaged, or of other data; put back what was there, or start the run anew")
+        raise TrainingError(f"{path}: damaged, or measured on different data; restore the file, or start the run over")
     return np.load(io.BytesIO(data[_SUM:]), allow_pickle=False)
 
 

@@ -1,7 +1,7 @@
 """The first and the last lines of a run's log.
 
-The first: the model, the runner, the batch, and notices about the data. The last: how the run ended, and the files and
-commands for the next steps.
+The first lines describe the model, the runner and the batch, and contain notices about the data. The last lines
+describe how the run ended, and list files and commands for the next steps.
 """
 
 from importlib.util import find_spec
@@ -14,13 +14,13 @@ from crosstrain.utils.logging import log
 from crosstrain.utils.program import command
 from crosstrain.utils.trust import names_command
 
-_LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
+_LONGER = "raise run.max_iters or run.max_epoch to continue, or start over with --fresh"
 
 
 def log_setup(trainer: Trainer) -> None:
     """Log the model, the runner and the batch plan. Collective."""
     runner, plan, config = trainer.runner, trainer.plan, trainer.config
-    # Under ZeRO the parameter itself may be empty, and tensor parallelism pads the vocabulary.
+    # Under ZeRO, a parameter may be an empty tensor, and tensor parallelism pads the vocabulary.
     mine = {
         n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
         for n, p in runner.model.weights.parameters().items()
@@ -47,7 +47,7 @@ def log_setup(trainer: Trainer) -> None:
         plan.accumulation,
         plan.dp_size,
         len(trainer.dataset),
-        f"steps {first} to {last}" if first <= last else f"nothing is left of {last} steps: {_LONGER}",
+        f"steps {first} to {last}" if first <= last else f"all {last} steps are done: {_LONGER}",
     )
     held_out = trainer.val_dataset
     for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
@@ -60,17 +60,17 @@ def log_restart(world: Group, step: int) -> None:
     reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
     if reasons:
         _, number, most, why = max(reasons)
-        log.info("%s; all ranks started again (restart %d of %d) and go on from step %d", why, number, most, step)
+        log.info("%s; all ranks restarted (restart %d of %d) and continue from step %d", why, number, most, step)
 
 
 def log_end(trainer: Trainer) -> None:
     """Log how training ended, and the files and commands for the next steps."""
     step = trainer.state.step
     if trainer.stopped:
-        log.info("stopped at step %d; the same command, without --fresh, goes on from there", step)
+        log.info("stopped at step %d; the same command without --fresh continues from there", step)
         return
     if trainer.state.ended_with:
-        log.info("a callback ended the run at step %d; it goes on only with other run.callbacks", step)
+        log.info("a callback ended the run at step %d; it continues only with different run.callbacks", step)
     places = [place for hook in trainer.hooks.call("places") for place in hook]
     lines = [("checkpoint", f"{trainer.folder.address}/checkpoints"), *places, *_next_commands(trainer)]
     log.info("open next:\n%s", "\n".join(f"  {title:<12} {where}" for title, where in lines))
@@ -80,7 +80,7 @@ def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
     """Return (title, command) pairs for the next steps with this run; paths are relative to the working directory."""
     run, folder, dataset, tokenizer = trainer.run, trainer.folder, trainer.dataset, trainer.dataset.tokenizer_path
     checkpoint: list[object] = ["--checkpoint", folder.address]
-    if run.plugins or names_command(trainer.config.plain):  # not allowed from a checkpoint without --cfg-path
+    if run.plugins or names_command(trainer.config.plain):  # plugins, and data from commands, need --cfg-path
         checkpoint += ["--cfg-path", folder.config]
     lines = []
     if trainer.runner.model.predicts_tokens and tokenizer is not None and (tokenizer / TOKENIZER).is_file():

@@ -25,7 +25,7 @@ class Saving(Callback):
                 self.trainer.checkpointer.wait()  # roll_back needs a checkpoint
 
     def after_step(self, metrics: StepMetrics) -> None:
-        if self.trainer.stop.under_launcher:  # from now on, workers save if their launcher is killed
+        if self.trainer.stop.under_launcher:  # from now on, this worker saves if its launcher is killed
             on_parents_death(signal.SIGINT)
         if self.trainer.due(self.trainer.run.save_interval) or self.trainer.pointers:
             self.save(background=self.trainer.run.save_in_background)
@@ -62,7 +62,7 @@ class Saving(Callback):
         trainer = self.trainer
         if trainer.state.step != trainer.saved_step:
             return False
-        with suppress(CheckpointError):  # save again if the save failed or was deleted
+        with suppress(CheckpointError):  # if the last save failed or its checkpoint was deleted, save again
             trainer.checkpointer.wait()
         return folders.step_folder(trainer.folder.checkpoints, trainer.state.step).exists()
 
@@ -70,7 +70,7 @@ class Saving(Callback):
         """Return the content of state.json. Collective."""
         trainer, state = self.trainer, self.trainer.state
         state.scaler = trainer.runner.precision.scaler.state()
-        trainer.agree_to_end()  # record the end in the last checkpoint
+        trainer.agree_to_end()  # so that the last checkpoint records that a callback ended the run
         state.callbacks = trainer.hooks.saved_states()
         state.runner = {trainer.run.runner.name: json.loads(json.dumps(trainer.runner.state))}
         config = trainer.config.plain

@@ -24,7 +24,8 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, UserError
 from crosstrain.utils.logging import log
 
 Count = Annotated[int, Interval(ge=0, lt=2**62)]
-_ALWAYS = {"applied_steps", "samples", "best_loss", "scaler"}  # checkpoints of earlier versions may lack other fields
+# Fields in every checkpoint. Checkpoints of earlier versions may lack the other fields.
+_ALWAYS = {"applied_steps", "samples", "best_loss", "scaler"}
 
 
 @dataclass
@@ -57,7 +58,7 @@ class State:
 
     @staticmethod
     def load(checkpoint: Path) -> "State":
-        """Read a checkpoint's state. Raises CheckpointError if it is malformed."""
+        """Read a checkpoint's state. Raises CheckpointError if the state is malformed."""
         saved = load_state(checkpoint)
         if lacking := _ALWAYS - saved.keys():
             raise CheckpointError(f"{checkpoint}: malformed state ({min(lacking)} is missing)")
@@ -72,11 +73,11 @@ class State:
 def starting_point(root: Path, resume_from: str | None, world: Group, run: str | None = None) -> Path | None:
     """Find the newest undamaged checkpoint under `root`, or else the checkpoint `resume_from`. Collective.
 
-    Returns None if there is neither. Raises CheckpointError if a run other than `run` wrote the newest checkpoint under
-    `root`. Only rank 0 needs `run`.
+    Returns None if `root` has no checkpoint and `resume_from` is not set. Raises CheckpointError if a run other than
+    `run` wrote the newest checkpoint under `root`. `run` is used only on rank 0.
     """
 
-    def check(folder: Path) -> None:  # on rank 0; the others help if the checkpoint is in a bucket
+    def check(folder: Path) -> None:  # called on rank 0; the other ranks help to check a checkpoint in a bucket
         if (url := storage.origin(folder)) is None:
             folders.verified(folder)
         else:
@@ -94,29 +95,29 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
             result = [newest and (storage.origin(newest) or newest)]
         except (UserError, OSError) as error:
             result = [error]
-    while isinstance(order := world.broadcast(result), str):  # URLs of checkpoints to check, then the result
+    while isinstance(order := world.broadcast(result), str):  # rank 0 sends URLs of checkpoints to check, then a result
         with suppress(UserError, OSError):  # rank 0 gets the same error, and broadcasts it
             _check_together(order, world)
     if isinstance(order[0], Exception):
         raise order[0]
-    return order[0] and storage.local(order[0])  # this machine's path
+    return order[0] and storage.local(order[0])  # the path on this machine
 
 
 def _check_together(url: str, world: Group) -> None:
-    """Check a checkpoint in a bucket; each rank checks a part. One rank's error is raised on every rank. Collective."""
+    """Check a part of a checkpoint in a bucket on each rank. An error on any rank is raised on all. Collective."""
     share = world.rank, world.size
-    world.together(lambda: folders.verified(storage.local(url), share=share).folder)  # the reader itself is large
+    world.together(lambda: folders.verified(storage.local(url), share=share).folder)  # a reader is too large to send
 
 
 def continues(checkpoint: Path, config: Config) -> bool:
-    """Return True if a run's own checkpoint has the same settings: model, optimizer, freeze and resume_optimizer."""
+    """Return True if a run's checkpoint and `config` agree in model, optimizer, freeze and resume_optimizer."""
     then, now = load_state(checkpoint)["config"], config.plain
     keys = "optimizer", "freeze", "resume_optimizer"
     return then["model"] == now["model"] and all(then["run"][key] == now["run"][key] for key in keys)
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """Yield changes between two plain configurations, for keys in both, such as `run.seed 1 -> 2`."""
+    """Yield changes between plain configurations, such as `run.seed 1 -> 2`; keys in only one of them are ignored."""
     for name, new in now.items():
         old, key = then.get(name, new), f"{at}{name}"
         parts = old, new
@@ -128,7 +129,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> It
 
 
 def restore(checkpoint: Path | None, runner: Runner) -> State:
-    """Load the run's state and the runner's loss scale from a checkpoint; without one, return a new state."""
+    """Load the run's state and the runner's loss scale from a checkpoint; without a checkpoint, return a new state."""
     if checkpoint is None:
         return State()
     state = State.load(checkpoint)

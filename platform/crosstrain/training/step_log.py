@@ -16,7 +16,7 @@ from crosstrain.utils.units import disjoint
 class StepLog(Callback):
     """Logs every `run.log_interval`-th step and the last step, and adds their metrics to `trainer.row`."""
 
-    _bar = tqdm(disable=True)  # until `on_start`
+    _bar = tqdm(disable=True)  # replaced in `on_start`
     _is_first = True
     _last: StepMetrics | None = None  # metrics of the last step; None: already logged
 

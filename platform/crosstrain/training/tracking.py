@@ -8,7 +8,7 @@ from crosstrain.training.callback import Callback
 
 
 class Tracking(Callback):
-    """Logs `trainer.row` to the trackers on rank 0, after other hooks have filled it."""
+    """Logs `trainer.row` to the trackers on rank 0, after other hooks have filled the row."""
 
     _trackers: Sequence[IsolatedTracker] = ()
     _step = 0  # the last step with a row

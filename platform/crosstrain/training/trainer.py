@@ -40,7 +40,7 @@ class Trainer:
     """
 
     config: Config
-    runner: Runner  # holds the model and the optimizer, loaded with the weights of `state`
+    runner: Runner  # holds the model and the optimizer, with the weights that belong to `state`
     stop: StopRequest
     folder: RunFolder
     dataset: Dataset
@@ -49,7 +49,7 @@ class Trainer:
     max_iters: int
     schedule: Callable[[int], float]  # learning rate of the n-th applied step
     state: State
-    frozen: dict[str, FrozenParameter]  # parameters from pretrained folders; checkpoints need not store them
+    frozen: dict[str, FrozenParameter]  # frozen parameters from pretrained folders, to be left out of checkpoints
     checkpointer: Checkpointer
     saved_step: int | None  # step of the last checkpoint in the run's folder; None: no checkpoint
     start: Path | None  # the checkpoint to resume from; None: a new run
@@ -57,7 +57,7 @@ class Trainer:
     hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # platform hooks called after the run's callbacks
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early; the same on every rank
-    ranks: Group = field(default_factory=Group, init=False)  # ranks in the current step's collectives: all, or this one
+    ranks: Group = field(default_factory=Group, init=False)  # all ranks; in a step without collectives, only this rank
     row: Row = field(default_factory=dict, init=False)  # metrics of the current step for trackers; filled by hooks
     pointers: set[str] = field(default_factory=set, init=False)  # pointer files that will point to the next checkpoint
 
@@ -92,7 +92,7 @@ class Trainer:
         return self.state
 
     def train_step(self, batches: Iterator[Step]) -> StepMetrics | None:
-        """Attempt one step and return its metrics; if any rank got a request to stop, return None without a step."""
+        """Attempt one step and return its metrics. If any rank got a request to stop, take no step and return None."""
         state, runner, timers = self.state, self.runner, self.runner.timers
         meets = runner.meets(state.step + 1)
         self.ranks = runner.world if meets else Group()
@@ -146,7 +146,7 @@ class Trainer:
         self._end_reason = reason
 
     def agree_to_end(self) -> bool:
-        """Return True, and record it in the state, if a hook on any rank has called `end`. Collective."""
+        """Return True if a hook on any rank has called `end`, and record this in the state. Collective."""
         reasons = list(filter(None, self.runner.world.all_gather(self._end_reason)))
         if reasons and not self.state.ended_with:
             self.state.ended_with = to_plain(self.run.callbacks)
@@ -154,7 +154,7 @@ class Trainer:
         return bool(reasons)
 
     def save_as(self, pointer: str = "latest") -> None:
-        """Save after this step, and set `checkpoints/<pointer>` to the checkpoint. Call it on every rank."""
+        """Save after this step, and set `checkpoints/<pointer>` to the checkpoint. Call this on every rank."""
         self.pointers.add(pointer)
 
     def logs(self, step: int) -> bool:
@@ -188,7 +188,7 @@ class Trainer:
         for read in steps:
             begun = time.perf_counter()
             step = objective.begin_step(read, policy)
-            timers.add("data loader", begun - time.perf_counter())  # generation is not loading time
+            timers.add("data loader", begun - time.perf_counter())  # subtract the time of generation
             for micro_batch in step:
                 micro_batch.num_targets = objective.num_targets(micro_batch.data)
             yield step
@@ -201,13 +201,14 @@ class Trainer:
     def _agree(self, batch: Step, meets: bool) -> tuple[int, int, bool]:
         """Return the step's number of targets and of target tokens, and whether any rank got a request to stop.
 
-        In a step without collectives, this rank assumes that every rank has as many as itself, and does not stop.
+        If the step has no collectives, assume that every rank has the same counts as this one, and that none got a
+        request to stop.
         """
         world, dp = self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_targets(micro_batch.data) for micro_batch in batch)
-        # There is only one collective, because each makes all ranks wait for the slowest. `world` counts each sample
-        # several times if several ranks have the same samples.
+        # There is only one collective, because each collective makes all ranks wait for the slowest. If several ranks
+        # have the same samples, the sum over `world` counts these samples several times.
         if not meets:
             return mine * dp.size, tokens * dp.size, False
         *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
@@ -215,12 +216,12 @@ class Trainer:
         return targets, tokens, stops > 0
 
     def _go_back(self, bad: RollBack) -> Iterator[Step]:
-        """Reload the last checkpoint, as in a restart, and return the micro batches from there on."""
+        """Reload the last checkpoint, as after a restart, and return the micro batches of the following steps."""
         with suppress(CheckpointError):  # a failed save was already logged
             self.checkpointer.wait()
         folder = self.folder
         checkpoint = starting_point(folder.checkpoints, self.run.resume_from, self.runner.world, folder.run_id)
-        assert checkpoint is not None  # roll_back saves a checkpoint before the first step
+        assert checkpoint is not None  # with roll_back, a checkpoint was saved before the first step
         left_out = bad.left_out(checkpoint, self.state)
         reload(self.runner, checkpoint, self.frozen)
         self.state = restore(checkpoint, self.runner)

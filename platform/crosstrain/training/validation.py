@@ -37,7 +37,7 @@ class Validation(Callback):
         trainer.row |= disjoint(row, trainer.hooks.scalars())
 
     def on_end(self) -> None:
-        """Log the final perplexity, and the loss on the test split, if any."""
+        """Log the final perplexity, and the loss on the test split, if there is one."""
         trainer = self.trainer
         if trainer.val_dataset is not None and self.at_end and not trainer.stopped:
             self._log_perplexity(trainer.val_dataset)
@@ -62,11 +62,11 @@ class Validation(Callback):
 
 
 class BestPointer(Callback):
-    """Tracks the lowest validation loss, and saves the checkpoint of that step as `checkpoints/best`."""
+    """Tracks the lowest validation loss. With `run.save_best`, `checkpoints/best` points to that step's checkpoint."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         if (loss := metrics.get("val_loss")) is None:
-            raise ConfigError("run.callbacks: the validation gives no val_loss, which the best checkpoint is chosen by")
+            raise ConfigError("run.callbacks: the validation has no val_loss, by which the best checkpoint is chosen")
         state = self.trainer.state
         if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss = loss

@@ -30,7 +30,7 @@ from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.logging import log, set_up_logging
 
 _MOST_CHANGES = 10  # maximum number of changed settings in a log line
-_LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of logged changes that change the length of the run
+_LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of logged changes that affect the length of the run
 
 
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
@@ -38,7 +38,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()
-    stop = StopRequest(under_launcher)  # after setup, because before it there is nothing to save
+    stop = StopRequest(under_launcher)  # created after setup, because before setup there is nothing to save
     trainer = build_trainer(config, runner, stop)
     try:
         log_restart(runner.world, trainer.state.step)
@@ -48,7 +48,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         if runner.world.size == 1:  # with more ranks, a save may wait for a dead rank
             with suppress(Exception):  # report the first error, not one from the save
                 trainer.checkpointer.wait()
-            trainer.folder.release()  # so that the error can be recorded there
+            trainer.folder.release()  # so that the error can be recorded in the folder
         raise
     finally:
         trainer.folder.close()
@@ -95,15 +95,15 @@ def _build_in(
     state = restore(start, runner)
     if state.step < max_iters and run.lr_decay_iters is None and any(c.startswith(_LENGTHS) for c in changed):
         rate, step = schedule(state.applied_steps + 1), state.step + 1
-        log.info("the learning rate's schedule spans %d steps now: %.3E at step %d", max_iters, rate, step)
+        log.info("the learning-rate schedule now spans %d steps: %.3E at step %d", max_iters, rate, step)
     if runner.objective.needs_reference is not None:
         for split in filter(None, (dataset, val_dataset)):
             add_reference(split, runner, plan.micro_batch, run.num_workers, folder.path, start)
     saved_step = state.step if own else None
     if start is not None and not own and state.step >= max_iters:
         raise ConfigError(
-            f"run.resume_from: {start} is at step {state.step}, and this run ends after step {max_iters}: train longer "
-            f"(run.max_iters or run.max_epoch), or begin anew from its weights (model.pretrained)"
+            f"run.resume_from: {start} is at step {state.step}, but this run ends after step {max_iters}: train longer "
+            f"(run.max_iters or run.max_epoch), or start a new run from its weights (model.pretrained)"
         )
     if not own or state.ended_with != to_plain(run.callbacks):  # a different run or different callbacks
         state.ended_with = []
@@ -127,7 +127,7 @@ def _build_in(
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
-    """Create and lock the run's folder on rank 0, and set up logging to it. Collective."""
+    """Create and lock the run's folder on rank 0, and set up logging. Collective."""
     folder, is_main = RunFolder(config.run.output_dir), world.rank == 0
     if is_main:
         folder.create(config.plain, folders.newest_run(folder.checkpoints))
@@ -138,10 +138,10 @@ def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
 
 
 def _changes(start: Path | None, config: Config) -> list[str]:
-    """Log and return the settings that changed since the run's own checkpoint."""
+    """Log and return the settings that changed since `start`, a checkpoint of this run; None: no checkpoint."""
     changed = [*changes(load_state(start)["config"], config.plain)] if start is not None else []
     if start is not None and changed:
-        log.info("changed since %s: %s", start.name, ", ".join(changed[:_MOST_CHANGES]))
+        log.info("settings changed since %s: %s", start.name, ", ".join(changed[:_MOST_CHANGES]))
     return changed
 
 
@@ -151,19 +151,19 @@ def _build_model(
     """Build the runner's model and optimizer, load `start`, and return frozen parameters from pretrained folders."""
     moments = config.run.resume_optimizer or start is None or (own and continues(start, config))
     if not moments:
-        log.info("run.resume_optimizer is false: the optimizer's state in %s is left behind", start)
+        log.info("run.resume_optimizer is false: the optimizer state in %s is not loaded", start)
     try:
         return build_model(config, runner, start, for_training=True, moments=moments)
     except CheckpointError as error:
         if any(change.startswith("model") for change in changed):
-            raise CheckpointError(f"{error} Another run.output_dir, or --fresh, begins anew") from None
+            raise CheckpointError(f"{error}; to start over, use a different run.output_dir, or --fresh") from None
         raise
 
 
 def _make_checkpointer(
     config: Config, runner: Runner, folder: RunFolder, dataset: Dataset, saved_step: int | None
 ) -> Checkpointer:
-    """Create the checkpointer, which also writes the files of a Hugging Face model folder. Collective."""
+    """Create a checkpointer that also writes the files of a Hugging Face model folder. Collective."""
     tokenizer = dataset.tokenizer_path
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 

@@ -1,6 +1,6 @@
-"""Names of the files beside the weights in a model folder, and functions to copy them.
+"""Files in a model folder other than the weights: their names, and functions to copy them.
 
-A tokenizer's folder often holds a whole model. Only the files listed here are taken from it.
+A tokenizer's folder often holds a whole model. Only the files listed here are copied from such a folder.
 """
 
 import json
@@ -14,7 +14,7 @@ from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import open_regular, read_regular, write_json
 from crosstrain.utils.logging import log
 
-# Files of tokenizers and processors in transformers and tokenizers: JSON, text, and protobuf vocabularies.
+# Files that tokenizers and processors of transformers read: JSON, text, and protobuf vocabularies.
 TOKENIZER_FILES = frozenset(
     {
         "tokenizer.json",
@@ -66,22 +66,24 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return the files with these names that are in `folder`.
 
     Raises DataError for a file that is larger than 256 MiB, is not a plain file, or is a link out of the folder. Links
-    into the hub cache's folder `blobs` are accepted: it holds the files of snapshots.
+    into the folder `blobs` of the hub cache are accepted, because the hub cache stores the files of snapshots there.
     """
     paths = [folder / name for name in sorted(names) if os.path.lexists(folder / name)]
     home = folder.resolve()
     for path in paths:
         target = path.resolve()
         if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
-            raise DataError(f"{path} is a link out of its folder, so it is not copied: put the file itself there")
+            raise DataError(
+                f"{path} is a link to a file outside its folder, so it is not copied: replace it with the file"
+            )
         if not target.is_file() or target.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path} is not a plain file of at most {_MOST_BYTES >> 20} MiB: remove it or name another")
+            raise DataError(f"{path} is not a plain file of at most {_MOST_BYTES >> 20} MiB: remove or replace it")
         if misnamed(path):
-            raise DataError(f"{path} does not hold what its name says: remove it or name another folder")
+            raise DataError(f"the contents of {path} do not match its name: remove it, or choose a different folder")
     return paths
 
 
-# First bytes of SentencePiece files (field 1 of a protobuf message) and of tiktoken files. Others are JSON or text.
+# First bytes of SentencePiece files (field 1 of a protobuf message) and of tiktoken files. All others are JSON or text.
 _VOCABULARY = re.compile(rb"\n|[A-Za-z0-9+/=]+ \d+\n")
 _BEGINNINGS = {".json": re.compile(rb"(\xef\xbb\xbf)?\s*[{\[]"), ".model": _VOCABULARY, ".spm": _VOCABULARY}
 _TEXT = re.compile(rb"[^\0\x80][^\0]*\Z|\Z")  # not a pickle, an archive or a program

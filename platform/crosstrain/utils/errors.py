@@ -25,7 +25,7 @@ class UserError(Exception):
 
     @property
     def sentences(self) -> list[str]:
-        """The message, or a message for each mistake if there are several."""
+        """The message, or one message per mistake if there are several mistakes."""
         return [str(self)]
 
 
@@ -34,7 +34,7 @@ class ConfigError(UserError):
 
 
 class ConfigErrors(ConfigError):
-    """Several mistakes in one configuration, sorted by file and line. `str` has a line for each."""
+    """Several mistakes in one configuration, sorted by file and line. `str` has one line per mistake."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         found = {text for error in errors for text in error.sentences}
@@ -50,7 +50,7 @@ class DataError(UserError):
 
 
 class EmptySplit(DataError):
-    """A split without samples. Its arguments are the reason, and advice if the data can still be changed."""
+    """A split without samples. Arguments: the reason, and advice if the data can still be changed."""
 
     def __str__(self) -> str:
         return ": ".join(self.args)
@@ -73,18 +73,18 @@ class OutOfMemory(UserError):
 
 
 class RankLost(UserError):
-    """Another rank was lost. This rank is fine, and all ranks can resume from the newest checkpoint."""
+    """A different rank was lost. This rank has no error, and all ranks can resume from the newest checkpoint."""
 
 
 @contextmanager
 def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
-    """Turn a library's error in the block into a one-sentence error that starts with `what`. A UserError is kept."""
+    """Turn a library's error in the block into a one-sentence error that starts with `what`. UserErrors are kept."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        deep = "it is nested too deep" if isinstance(error, RecursionError) else None
+        deep = "it is nested too deeply" if isinstance(error, RecursionError) else None
         own = error.strerror if isinstance(error, OSError) else deep
         raise kind(f"{what} ({own or f'{type(error).__name__}: {first_line(error)}'})") from error
 
@@ -107,13 +107,13 @@ def refusal(error: Exception) -> UserError | None:
     """Return a UserError if memory ran out, or for an OSError such as a full disk; None for any other error."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         return OutOfMemory(
-            f"memory ran out ({first_line(error)[:200]}): a smaller run.micro_batch_size, "
-            f"run.gradient_checkpointing=full or a runner that shards needs less, and `crosstrain plan` says how much"
+            f"memory ran out ({first_line(error)[:200]}): lower run.micro_batch_size, set "
+            f"run.gradient_checkpointing=full or use a runner that shards; `crosstrain plan` estimates the memory"
         )
     if not isinstance(error, OSError) or error.errno not in _REFUSALS:
         return None
     where = f"{error.filename}: " if error.filename else ""
-    return UserError(f"{where}{error.strerror}; fix that, and the same command goes on from the last checkpoint")
+    return UserError(f"{where}{error.strerror}; fix that, and the same command resumes from the last checkpoint")
 
 
 def printable(text: str) -> str:

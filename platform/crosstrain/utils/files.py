@@ -15,16 +15,16 @@ from typing import IO, Any
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
-    """Open a regular file to read bytes. With `follow=False` links are refused, as they may lead out of a folder.
+    """Open a regular file to read bytes. `follow=False` refuses links, because they may lead out of a folder.
 
-    Raises OSError, with a `strerror` that fits into a sentence, if this is impossible. Other kinds of files are never
-    opened: opening a FIFO waits for its writer, and opening some devices has side effects.
+    Raises OSError, with a `strerror` that fits into a sentence, if the file cannot be opened. Other kinds of files are
+    never opened: opening a FIFO waits for its writer, and opening some devices has side effects.
     """
     try:
         _check_regular(os.stat(path, follow_symlinks=follow), path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except ValueError:
-        raise OSError(errno.EINVAL, "not a possible name of a file", str(path)) from None
+        raise OSError(errno.EINVAL, "not a valid file name", str(path)) from None
     file = os.fdopen(descriptor, "rb")
     try:
         _check_regular(os.fstat(descriptor), path)  # check again: the file may have been replaced
@@ -35,16 +35,16 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
 
 
 def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
-    """Read a regular file. Raises OSError as `open_regular` does, and for a file of more than `most` bytes."""
+    """Read a regular file. Raises OSError like `open_regular`, and for a file of more than `most` bytes."""
     with open_regular(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"its {size} bytes are more than the {most} that are read", str(path))
+            raise OSError(errno.EFBIG, f"its {size} bytes exceed the limit of {most}", str(path))
         return file.read(size)
 
 
 def read_end(path: Path, most: int) -> list[str]:
-    """Return the lines in a text's last `most` bytes; the first may be cut. Raises OSError as `open_regular` does."""
+    """Return the lines in a file's last `most` bytes; the first line may be cut. Raises OSError like `open_regular`."""
     with open_regular(path, follow=False) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most).decode("utf-8", errors="replace").splitlines()
@@ -65,15 +65,16 @@ def last_checkpoint(path: Path) -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the user's cache folder for one kind of file. It may not exist."""
+    """Return the user's cache folder for one kind of file. The folder may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / kind
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file to write. It replaces `path` when the block ends; after an error `path` is unchanged.
+    """Yield a temporary file that replaces `path` when the block ends. After an error, `path` is unchanged.
 
-    Any number of processes on any machines may replace a file at once. Raises OSError if the file cannot be written.
+    Several processes, even on different machines, may replace the same file at the same time. Raises OSError if writing
+    fails.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -86,18 +87,18 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Replace a file. Raises OSError on failure, and keeps the previous file."""
+    """Replace a file. If this fails, raises OSError and keeps the previous file."""
     with replacing(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Replace a JSON file as `write_atomically` does. With `indent=None` it is written on one line."""
+    """Write a JSON file with `write_atomically`. With `indent=None`, the JSON is on one line."""
     write_atomically(path, json.dumps(value, indent=indent) + "\n")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, as `object_pairs_hook`. Raises ValueError for a duplicate key.
+    """Build a JSON object; an `object_pairs_hook` for json. Raises ValueError for a duplicate key.
 
     With duplicate keys, a viewer may show the first value while a program uses the second.
     """
@@ -109,7 +110,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def append(path: Path, data: str | bytes) -> None:
-    """Append all of `data` to a file. Raises OSError on failure, and leaves the file unchanged."""
+    """Append `data` to a file. If this fails, raises OSError and leaves the file unchanged."""
     data = data.encode() if isinstance(data, str) else data
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Recognize weights of other programs, and adapters without a base model. They are not loaded."""
+"""Recognize weights of other programs, and adapters without a base model, to reject them with advice."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,15 @@ from crosstrain.utils.files import read_regular
 
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt")
 _CONSOLIDATE = (
-    "`python zero_to_fp32.py . OUT --safe_serialization` in the folder that has this program, with the model's "
-    "config.json beside it, makes a folder for model.pretrained"
+    "run `python zero_to_fp32.py . OUT --safe_serialization` in the folder that has this program, and put the model's "
+    "config.json in OUT, to make a folder for model.pretrained"
 )
 _SHARDED = (
     "a checkpoint of torch.distributed.checkpoint, as FSDP saves it; convert it to a Hugging Face folder for "
     "model.pretrained with the program that wrote it, for example by `accelerate merge-weights FOLDER OUT` and the "
-    "model's config.json beside the result"
+    "model's config.json next to the result"
 )
-_FOLDERS = {  # pattern of a file that identifies the program -> description and advice
+_FOLDERS = {  # pattern of a file's path that identifies the program -> description and advice
     "latest_checkpointed_iteration.txt": "a checkpoint of Megatron-LM; convert it to a Hugging Face folder, as "
     "Megatron Bridge does, for model.pretrained",
     "zero_to_fp32.py": f"a checkpoint of DeepSpeed; {_CONSOLIDATE}",
@@ -25,14 +25,14 @@ _FOLDERS = {  # pattern of a file that identifies the program -> description and
     ".metadata": _SHARDED,
     "*.distcp": _SHARDED,
     "pytorch_model_fsdp_*/.metadata": _SHARDED,
-    "pytorch_model_fsdp.bin": "a checkpoint of FSDP in one file of torch's pickles; save it with "
+    "pytorch_model_fsdp.bin": "a checkpoint of FSDP in one pickle file of torch; save it with "
     "`fsdp_state_dict_type: SHARDED_STATE_DICT` or as a Hugging Face folder with safetensors, for model.pretrained",
 }
 
 
 _PICKLED = (
-    "a file of torch's pickles, which can run code when read; weights come from a folder with config.json and "
-    "safetensors, as save_pretrained of transformers writes"
+    "a pickle file of torch, which can run code when it is read; use a folder with config.json and safetensors, as "
+    "save_pretrained of transformers writes it"
 )
 
 
@@ -43,9 +43,9 @@ def foreign_weights(path: Path) -> str | None:
     """
     if path.suffix in _PICKLES and not path.is_dir():
         return _PICKLED
-    places = [path, path.parent] if path.is_dir() else []  # the identifying file may be beside a step's folder
+    places = [path, path.parent] if path.is_dir() else []  # the identifying file may be next to a step's folder
     known = (said for place in places for name, said in _FOLDERS.items() if any(place.glob(name)))
-    pickles = (f"holds {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
+    pickles = (f"contains {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
     return next(known, None) or next(pickles, None)
 
 
@@ -61,6 +61,6 @@ def lone_adapter(path: Path, source: str | Path) -> str | None:
         config = json.loads(read_regular(file, 1 << 24))
         kind, base = config["peft_type"].lower(), config.get("base_model_name_or_path") or "BASE"
     return (
-        f"holds an adapter and not the model below it; begin with both by model.pretrained: {base} and "
+        f"contains an adapter without its base model; load both with model.pretrained: {base} and "
         f"model.adapter: {{name: {kind}, pretrained: {source}}}"
     )

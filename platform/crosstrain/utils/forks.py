@@ -12,9 +12,9 @@ _TRIES = 3
 class _CheckedProcess(ForkProcess):
     """A forked process that is forked again if it hangs before `run` is called.
 
-    A fork copies locks in their current state. In Python 3.11 the child takes one of the interpreter's locks. A C++
-    thread, for example one of torch's collectives, may have held that lock at the fork to release a Python object. The
-    child would then wait forever.
+    A fork copies locks in their current state. In Python 3.11, the child takes one of the interpreter's locks, and
+    waits forever if a C++ thread, for example one of torch's collectives, held that lock at the fork to release a
+    Python object.
     """
 
     began: int  # the child's end of a pipe
@@ -25,13 +25,13 @@ class _CheckedProcess(ForkProcess):
             reading, process_obj.began = os.pipe()
             child = Popen(process_obj)
             os.close(process_obj.began)
-            answers = select.select([reading], [], [], PATIENCE)[0]  # the child wrote, or ended
+            answers = select.select([reading], [], [], PATIENCE)[0]  # the child has written, or has ended
             os.close(reading)
             if answers:
                 return child
             child.kill()
             child.wait()
-        raise OSError(f"{_TRIES} processes in a row did not begin within {PATIENCE:g} s each")
+        raise OSError(f"{_TRIES} processes in a row did not start within {PATIENCE:g} s each")
 
     def run(self) -> None:
         os.write(self.began, b".")
@@ -39,6 +39,6 @@ class _CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """A multiprocessing context whose `start` returns once the process runs, and raises OSError if it never does."""
+    """A multiprocessing context: `start` returns when the process runs, or raises OSError if the process never runs."""
 
     Process = _CheckedProcess

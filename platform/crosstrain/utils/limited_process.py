@@ -15,10 +15,10 @@ from typing import Any
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.forks import CheckedForkContext
 
-_PER_SECOND = 20_000  # bytes of text for which a call gets one more second
+_PER_SECOND = 20_000  # a call gets one more second for this many bytes of text
 _PER_BYTE = 400  # additional bytes of memory per byte of text
-_WAITING = 20  # maximum wall time per unit of CPU time, as the machine may be busy
-_IDLE = 60.0  # seconds without a call after which the process ends
+_WAITING = 20  # maximum ratio of wall time to CPU time; large, because the machine may be busy
+_IDLE = 60.0  # the process ends after this many seconds without a call
 
 
 class LimitError(UserError):
@@ -34,7 +34,7 @@ class NoProcess(LimitError):
 
 
 class LimitedProcess:
-    """A function that handles untrusted data, called in a forked process that can be killed.
+    """A function for untrusted data, called in a forked process that can be killed.
 
     The process starts on the first call, and again on the next call after a failure or a long pause. Only one thread
     at a time may call the function.
@@ -48,11 +48,12 @@ class LimitedProcess:
         memory: int = 1 << 30,
         seconds: float = 10.0,
         urgent: bool = False,
-        advice: str = "shorten the text, or use others",
+        advice: str = "use a shorter or a different text",
     ) -> None:
-        """name: subject of error messages. memory: bytes beyond the caller's own. seconds: CPU time per call.
+        """name: subject of error messages. memory: limit in bytes, in addition to the caller's memory.
 
-        urgent: somebody waits for the result, so `seconds` is wall time. advice: what to do when a limit is exceeded.
+        seconds: limit of CPU time per call. urgent: somebody waits for the result, so `seconds` limits the wall time.
+        advice: end of the error message when a limit is exceeded.
         """
         self._function, self.name, self._advice = function, name, advice
         self._memory, self._seconds, self._urgent = memory, seconds, urgent
@@ -61,24 +62,24 @@ class LimitedProcess:
     def __call__(self, given: Any, size: int = 0) -> Any:
         """Return function(given). The limits grow with `size`, the bytes of text in `given`.
 
-        Raises the function's own UserError, and LimitError for any other error and when a limit is exceeded.
+        Raises the function's UserError, and LimitError for any other error or if a limit is exceeded.
         """
         if self._owner != os.getpid():
-            with os_errors_as(NoProcess, f"{self.name} has no process; try again later"):
+            with os_errors_as(NoProcess, f"{self.name} could not start a process; try again later"):
                 self._start()
         seconds = self._seconds + size / _PER_SECOND
-        computing = seconds + 1 if self._urgent else seconds  # the wall time limit applies first
+        computing = seconds + 1 if self._urgent else seconds  # so that the limit of wall time is reached first
         try:
             self._connection.send((given, self._memory + size * _PER_BYTE, computing))
             if not self._connection.poll(seconds if self._urgent else seconds * _WAITING):
                 self.close()
-                raise TooLate(f"{self.name} has no result after {seconds:g} s; {self._advice}")
+                raise TooLate(f"{self.name} did not finish within {seconds:g} s; {self._advice}")
             error, result = self._connection.recv()
         except (OSError, EOFError):
-            if (code := self.close()) == 0:  # the process ended just before the call, as it was idle
+            if (code := self.close()) == 0:  # the process exited just before the call, because it was idle
                 return self(given, size)
             late = code == -signal.SIGPROF
-            how = f"took more than {round(seconds, 1)} s of computing" if late else "crashed or took too much memory"
+            how = f"took more than {round(seconds, 1)} s of CPU time" if late else "crashed or used too much memory"
             raise LimitError(f"{self.name} {how}; {self._advice}") from None
         if error is not None:
             raise error
@@ -103,7 +104,7 @@ class LimitedProcess:
         theirs.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Answer calls with (error, result) until the caller ends."""
+        """Answer calls with (error, result) until the caller ends or makes no call for `_IDLE` seconds."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when to stop
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
@@ -113,8 +114,8 @@ class LimitedProcess:
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(1)  # the threads of the caller's computations do not exist after a fork
-        gc.freeze()  # do not collect the caller's objects, which would free memory
+            torch.set_num_threads(1)  # the caller's compute threads do not exist after a fork
+        gc.freeze()  # if the caller's objects were collected, their memory would not count against the limit
         used, (soft, hard) = address_space(), resource.getrlimit(resource.RLIMIT_AS)
         if used is not None:
             resource.setrlimit(resource.RLIMIT_AS, (used, hard))
@@ -132,7 +133,7 @@ class LimitedProcess:
         try:
             return None, self._function(given)
         except BaseException as error:  # a Rust panic is not an Exception
-            failure = LimitError(f"{self.name} fails ({first_line(error)[:1000]})")
+            failure = LimitError(f"{self.name} failed ({first_line(error)[:1000]})")
             return error if isinstance(error, UserError) else failure, None
 
 

@@ -1,4 +1,4 @@
-"""Logging to the terminal, above a progress bar, and to a file."""
+"""Logging to the terminal, above the progress bar, and to a file."""
 
 import logging
 import sys
@@ -28,7 +28,7 @@ for _name in ("bitsandbytes", "torch.utils._pytree"):
 
 
 class _Handler(logging.Handler):
-    """A handler that survives failed writes. Only the first failure, such as a full disk, is reported, on stderr."""
+    """A handler that survives failed writes. Only the first failure, such as a full disk, is printed to stderr."""
 
     failed = False
 
@@ -44,7 +44,7 @@ class _Handler(logging.Handler):
             if not self.failed:
                 self.failed = True
                 with suppress(OSError):
-                    print(f"{self.place} cannot be written to ({error.strerror}); training goes on", file=sys.stderr)
+                    print(f"{self.place} cannot be written to ({error.strerror}); training continues", file=sys.stderr)
 
 
 def _print_above_bar(text: str) -> None:

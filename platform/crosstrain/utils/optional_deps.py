@@ -1,4 +1,4 @@
-"""Optional dependencies: packages that only some components need, and the extra that installs each."""
+"""Optional dependencies: packages that only some components need, and the extras that install them."""
 
 import importlib
 import importlib.util
@@ -43,7 +43,7 @@ def missing(what: str, package: str) -> UserError:
 
 
 def require(module: str, what: str) -> Any:
-    """Import a module that belongs to an extra. Raises UserError, with the extra's name, if it is not installed."""
+    """Import a module that belongs to an extra. Raises UserError, with the extra's name, if that module is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -18,10 +18,10 @@ def home() -> Path:
 
 
 def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
-    """Return the existing file or folder `path`, relative to the working directory or, failing that, to `home()`.
+    """Return the existing file or folder `path`, in the working directory or, if it is not there, in `home()`.
 
-    Raises ConfigError if neither exists. The error suggests a file of this name next to `named_in`, the file that
-    names `path`, although paths are never resolved against it.
+    Raises ConfigError if neither folder contains `path`. The error suggests a file of this name next to `named_in`, the
+    file that names `path`, because users may expect paths to be relative to that file.
     """
     wanted = Path(path).expanduser()
     candidates = [wanted] if wanted.is_absolute() else [wanted, home() / wanted]
@@ -29,12 +29,12 @@ def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
         if os.path.exists(candidate):  # also False for an impossible name
             return candidate
     if os.path.exists(beside := Path(named_in).parent / wanted):
-        raise ConfigError(f"{path}: paths count from the working directory; did you mean {show(beside)}?")
+        raise ConfigError(f"{path}: paths are relative to the working directory; did you mean {show(beside)}?")
     raise ConfigError(missing(path, candidates))
 
 
 def missing(path: str | os.PathLike[str], candidates: Sequence[Path]) -> str:
-    """Return the message for a `path` found at none of `candidates`, with a similar name from one of their folders."""
+    """Return an error message for a `path` that is at none of `candidates`; suggest a similar name in their folders."""
     hint = near(*candidates) or "looked in " + " and ".join(str(c.absolute()) for c in candidates)
     return f"{path}: no such file or folder; {hint}"
 
@@ -49,7 +49,7 @@ def near(*candidates: Path) -> str:
 
 
 def show(path: Path) -> str:
-    """Format `path` as a user would type it: relative to the working directory if it lies inside."""
+    """Format `path` as a user would type it: relative to the working directory if it is inside that folder."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 @contextmanager
 def main_hidden() -> Iterator[None]:
-    """Hide the main module from processes that are spawned in the block, because importing it may run it."""
+    """Hide the main module from processes that are spawned in the block, because importing it may run the script."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # without a file
     try:
@@ -21,14 +21,14 @@ def main_hidden() -> Iterator[None]:
 
 
 class Bond:
-    """An object to pickle for a spawned process. A process that unpickles it is killed when this one ends."""
+    """An object for spawned processes. A process that unpickles a Bond is killed when its parent process ends."""
 
     def __reduce__(self) -> tuple:
         return on_parents_death, (signal.SIGKILL, os.getpid())
 
 
 def on_parents_death(number: signal.Signals, parent: int | None = None) -> None:
-    """Have the kernel signal this process when its parent ends (Linux). Exits if `parent` has already ended."""
+    """Ask the kernel to signal this process when its parent ends (Linux). Exits if `parent` has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):

@@ -1,4 +1,4 @@
-"""Command lines of this program, for hints that suggest a command; attribution of errors to plugins."""
+"""Command lines of this program, for hints in messages, and the attribution of errors to plugins."""
 
 import shlex
 import shutil
@@ -13,9 +13,9 @@ from crosstrain.utils.paths import home, show
 
 
 def command(verb: str, *arguments: object) -> str:
-    """Return the command line that runs a verb, or shows `--help`, in the working directory, quoted for a shell.
+    """Return the shell-quoted command line that runs a verb in the working directory, or shows its `--help`.
 
-    It uses `crosstrain` if this environment has that program, and `python -m crosstrain` if not.
+    The command line runs `crosstrain` if this environment has that program, and `python -m crosstrain` otherwise.
     """
     script, source = Path(sys.executable).with_name("crosstrain"), home() / "platform"
     words: list[object] = [_as_typed(script)]
@@ -27,13 +27,13 @@ def command(verb: str, *arguments: object) -> str:
 
 
 def _as_typed(program: Path) -> Path:
-    """Return only the program's name if the shell finds this program under that name."""
+    """Return the program's name if the shell finds this program under that name, or else its path."""
     return Path(program.name) if shutil.which(program.name) == str(program) else program
 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn a plugin's exception in the block into a TrainingError that starts with `what` and ends with the line."""
+    """Turn a plugin's exception in the block into a TrainingError that names `what` and the line that failed."""
     try:
         yield
     except Exception as error:

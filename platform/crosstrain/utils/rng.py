@@ -1,6 +1,6 @@
-"""Random numbers as functions of their purpose, without state.
+"""Stateless random numbers: the seed of every generator is derived from its purpose.
 
-Nothing has to be saved, and a resumed run draws the same numbers as an uninterrupted one.
+A checkpoint stores no RNG state, yet a resumed run draws the same numbers as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:  # imported on use: the corpus pipeline's processes do not need it
+if TYPE_CHECKING:  # torch is imported in functions, because processes that prepare a corpus do not need it
     import torch
 
 T = TypeVar("T", int, np.ndarray)
@@ -34,7 +34,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """Return a generator seeded with `derive_seed(*parts)`. It is on the CPU, so values do not depend on the device."""
+    """Return a generator seeded with `derive_seed(*parts)`, on the CPU, so that values do not depend on the device."""
     import torch
 
     return torch.Generator().manual_seed(derive_seed(*parts))

@@ -1,6 +1,6 @@
 """Access through fsspec to objects in a bucket, at URLs such as s3://bucket/folder/name.
 
-The protocol's library finds the credentials; none are configured here. Transient failures are retried. StorageError
+The protocol's library finds the credentials; there is no option for them. Transient failures are retried. StorageError
 reports permanent failures in one sentence: a missing package, refused credentials, an unreachable host. A missing
 object raises FileNotFoundError.
 """
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-_ATTEMPTS = 8  # with pauses of 25 s in total
-_PATIENCE = 60.0  # seconds after which the second attempt is the last: libraries retry single requests too
-# Parts of the class names of libraries' errors about missing, wrong or expired credentials.
+_ATTEMPTS = 8  # with pauses of about 25 s in total
+_PATIENCE = 60.0  # after this many seconds, two attempts are enough, because libraries retry requests too
+# Words in the class names of errors that libraries raise for missing, wrong or expired credentials.
 _CREDENTIALS = re.compile(r"Credential|Token|Auth|Refresh|Permission")
 
 
@@ -38,13 +38,13 @@ def join(url: str, *names: str) -> str:
 
 
 def local(path: str | Path) -> Path:
-    """Return the local path of a path or URL. For a URL, it is the path of its copy in the user's cache."""
+    """Return a local path unchanged; for a URL, return the path of its copy in the user's cache."""
     if not is_url(path):
         return Path(path)
     protocol, _, rest = str(path).partition("://")
     names = list(filter(None, rest.split("/")))
     if {".", ".."} & {*names}:
-        raise StorageError(f"{path}: not a possible URL of an object")
+        raise StorageError(f"{path}: not a valid URL of an object")
     return _copies().joinpath(protocol, *names)
 
 
@@ -81,7 +81,7 @@ def version(url: str) -> str:
 
 
 def read(url: str, first: int = 0, last: int | None = None) -> bytes:
-    """Read the bytes [first, last) of an object, or all from `first` on. At least one such byte must exist."""
+    """Read the bytes [first, last) of an object; `last=None`: to the end. The range must not be empty."""
     return tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
 
 
@@ -89,16 +89,16 @@ def read_end(url: str, most: int, first: bool = False) -> bytes:
     """Read at most `most` bytes from the end of an object, or from its start with first=True."""
     there = size(url)
     begin = 0 if first else max(0, there - most)
-    return read(url, begin, begin + most) if there else b""  # services refuse any range of an empty object
+    return read(url, begin, begin + most) if there else b""  # services reject every range of an empty object
 
 
 def write(url: str, data: bytes) -> None:
-    """Write an object, and replace an existing one."""
+    """Write an object. An existing object is replaced."""
     tried(url, lambda fs, path: fs.pipe_file(path, data))
 
 
 def create(url: str, data: bytes) -> bool:
-    """Write an object unless it exists. Only one of several writers succeeds; the others get False."""
+    """Write an object unless it exists. If there are several writers, one gets True and the others get False."""
 
     def action(fs: Any, path: str) -> bool:
         try:
@@ -108,14 +108,14 @@ def create(url: str, data: bytes) -> bool:
         except OSError:
             if not fs.exists(path):  # no writer has succeeded yet
                 raise
-            return fs.cat_file(path) == data  # our earlier attempt, if its response was lost
+            return fs.cat_file(path) == data  # True if an earlier attempt of ours succeeded without a response
         return True
 
     return tried(url, action)
 
 
 def upload(path: Path, url: str) -> None:
-    """Upload a local file. Large files are uploaded in parts, of which only some are in memory at a time."""
+    """Upload a local file. Large files are uploaded in parts, and only some parts are in memory at a time."""
     tried(url, lambda fs, target: fs.put_file(str(path), target))
 
 
@@ -131,7 +131,7 @@ def remove(url: str) -> None:
 
 
 def rename(url: str, other: str) -> None:
-    """Copy everything below `url` to a new place, then delete the original."""
+    """Copy everything below `url` to the URL `other`, then delete the original."""
 
     def action(fs: Any, path: str) -> None:
         found = fs.find(path)  # only objects: adlfs cannot copy the folders that it lists
@@ -173,13 +173,13 @@ def tried(url: str, action: Callable[[Any, str], T]) -> T:
                 time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # ranks should not all retry at once
                 continue
             else:
-                reason = f"no success in {attempt} attempt(s)"
+                reason = f"failed after {attempt} attempt(s)"
             raise StorageError(f"{url}: {reason} ({_words(error)})") from error
     raise AssertionError("counting does not end")
 
 
 def _file_system(url: str) -> Any:
-    """Open the file system of a URL, or return this process's open one."""
+    """Return the file system of a URL. Each process opens a file system only once."""
     match = _URL.match(url)
     assert match is not None
     import fsspec  # takes 50 ms, and local runs do not need it
@@ -192,10 +192,12 @@ def _file_system(url: str) -> Any:
             raise StorageError(f"{url}: {_words(error)}") from error
         raise missing(url, package) from error
     except Exception as error:
-        if match[1] in fsspec.available_protocols():  # opening may fail for lack of credentials
+        if match[1] in fsspec.available_protocols():  # credentials may be missing
             raise StorageError(f"{url}: cannot be opened ({_words(error)})") from error
         known = ", ".join(f"{name}://" for name in _PACKAGES)
-        raise StorageError(f"{url}: there is no protocol {match[1]}; known are {known} and others of fsspec") from None
+        raise StorageError(
+            f"{url}: unknown protocol {match[1]}; known: {known} and the other protocols of fsspec"
+        ) from None
 
 
 def _words(error: Exception) -> str:

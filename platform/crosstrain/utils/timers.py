@@ -10,8 +10,8 @@ import torch
 class Timers:
     """Accumulates the seconds spent in named phases since the last `reset`.
 
-    GPU work is asynchronous: a phase's time is right only if `synchronize` is set. The trainer sets it only for steps
-    that it logs, because waiting prevents overlap.
+    GPU work is asynchronous, so the time of a phase is correct only if `synchronize` is set. The trainer sets
+    `synchronize` only for steps that are logged, because waiting for the GPU prevents overlap.
     """
 
     def __init__(self) -> None:

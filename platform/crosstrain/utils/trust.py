@@ -1,12 +1,12 @@
 """Trust in a configuration.
 
-The user writes project files and the command line. The configuration in a checkpoint may be untrusted, and it names
+The user writes project files and the command line. The configuration in a checkpoint may be untrusted, and names
 the sources of data and pretrained weights: a path to read, an address to fetch, a command to run. Without trust, none
-of these may be used. Code that opens a source named by the configuration calls this module first.
+of these sources may be used. Code that opens a source named by a configuration calls this module first.
 
-A run signs its configuration with a key that only this user can read, so the user's own checkpoints need no flag. A
-valid signature shows that this user trained with exactly this configuration. It covers nothing else, in particular not
-the weights, which are only ever read as tensors.
+A run signs its configuration with a key that only this user can read, so the user's own checkpoints need no
+`--trust-data`. A valid signature shows that this user trained with exactly the sources in the configuration. Nothing
+else is signed. The weights, for example, need no signature, because they are only read as tensors.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ _current: ContextVar[Trust] = ContextVar("trust", default=Trust.COMMANDS)
 
 @contextmanager
 def limited_to(trust: Trust) -> Iterator[None]:
-    """Limit trust to `trust` in the block."""
+    """Cap the level of trust at `trust` inside the block."""
     token = _current.set(min(trust, _current.get()))
     try:
         yield
@@ -54,14 +54,14 @@ def check_source(what: str) -> None:
     if _current.get() < Trust.DATA:
         raise ConfigError(
             f"{what} is named by a checkpoint that was not trained under this account, so it is not opened; if you "
-            f"trust the checkpoint's configuration: --trust-data"
+            f"trust the checkpoint's configuration, add --trust-data"
         )
 
 
 def check_command(what: str) -> None:
     """Raise ConfigError unless the configuration may name a command to run. `what` is the command."""
     if _current.get() < Trust.COMMANDS:
-        raise ConfigError(f"{what}: a command is not run on a checkpoint's word; name a project file with --cfg-path")
+        raise ConfigError(f"{what}: commands from a checkpoint are not run; pass a project file with --cfg-path")
 
 
 def names_command(config: Mapping[str, Any]) -> bool:
@@ -72,15 +72,15 @@ def names_command(config: Mapping[str, Any]) -> bool:
 def signature(config: Mapping[str, Any]) -> str | None:
     """Return this user's signature of a run's configuration; None if no key can be stored.
 
-    It covers the keys that determine the sources of a checkpoint's data and weights: `model`, `datasets` and
+    The signature covers the keys that determine the sources of a checkpoint's data and weights: `model`, `datasets` and
     `run.runner`.
     """
     key = _key(create=True)
-    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # normalized, as it will be read back
+    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # in the form that is read back
 
 
 def is_own(config: Mapping[str, Any], signed: Any) -> bool:
-    """Return True if `signed` is this user's signature of `config`. A checkpoint's state holds both."""
+    """Return True if `signed` is this user's signature of `config`; a checkpoint's state contains both."""
     key = _key(create=False)
     try:
         return key is not None and hmac.compare_digest(_signed(key, config).encode(), str(signed).encode())
@@ -96,13 +96,13 @@ def _signed(key: bytes, config: Mapping[str, Any]) -> str:
 
 
 def _key(create: bool) -> bytes | None:
-    """Return the user's secret key, created on first use; None if there is no key, or it cannot be stored."""
+    """Return the user's secret key, created on first use; None if there is no key or it cannot be stored."""
     with suppress(OSError, RuntimeError):
         folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "crosstrain"
         path = folder / "signing.key"
         if create and not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # Only its owner can read it. A link is atomic, and keeps the key of a concurrent run that was faster.
+            # Only this user can read the file. A link is atomic, and keeps the key of a concurrent run that was faster.
             with tempfile.NamedTemporaryFile(dir=folder) as new, suppress(FileExistsError):
                 new.write(secrets.token_bytes(_KEY_BYTES))
                 new.flush()

@@ -14,9 +14,9 @@ Batch = dict[str, torch.Tensor]
 class MicroBatch:
     """The samples of one forward and backward pass."""
 
-    first_sample: int  # sample number of the first sample; seeds dropout
+    first_sample: int  # number of the first sample; seeds dropout
     data: Batch
-    num_targets: int  # number of targets: target tokens, or what the objective counts
+    num_targets: int  # number of target tokens, or of the objective's targets
     numbers: tuple[int, ...] = ()  # sample numbers
 
 

@@ -13,7 +13,7 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None in place of numbers that JSON cannot represent, also inside dictionaries and lists."""
+    """Replace numbers that JSON cannot represent with None, also inside dictionaries and lists."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -24,5 +24,5 @@ def finite(value: Any) -> Any:
 def disjoint(numbers: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Merge two mappings of name -> number. Raises TrainingError for a name that is in both."""
     if twice := numbers.keys() & more.keys():
-        raise TrainingError(f"two numbers are called {min(twice)!r}; rename that of the model, metric or callback")
+        raise TrainingError(f"two values are called {min(twice)!r}; rename the one in the model, metric or callback")
     return numbers | more

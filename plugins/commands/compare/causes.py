@@ -12,20 +12,20 @@ _ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative roun
 
 
 def multiple(gaps: list[Gap]) -> float | None:
-    """Return the common factor if every tensor is the same multiple of the reference's, else None."""
+    """Return the common factor if every tensor is the same multiple of the reference's tensor, else None."""
     ratios = [gap.ratio for gap in gaps if gap.residual <= 0.1 * abs(gap.ratio - 1)]
     alike = len(ratios) == len(gaps) > 0 and max(ratios) - min(ratios) <= 1e-3 * max(abs(ratios[0]), 1e-9)
     return ratios[0] if alike and math.isfinite(ratios[0]) else None
 
 
 def rounding(gaps: Iterable[Gap]) -> str | None:
-    """Return the dtype to which the tensors were rounded, if nearly all differences look like its rounding error."""
+    """Return the dtype to which the tensors were rounded, if nearly all differences look like rounding error."""
     return precision([g.relative if g.dr**2 <= 0.25 * g.dd * g.rr else math.inf for g in gaps])
 
 
 def precision(errors: list[float], fewest: int = 1) -> str | None:
-    """Return the dtype with a rounding error that explains 80% and at least `fewest` of the errors, else None."""
-    # Rounding to p bits has an error of up to 2^-p, and a root mean square error of 0.3 to 0.6 times that.
+    """Return the dtype with rounding errors that explain at least 80% of `errors` and at least `fewest`, else None."""
+    # Rounding to p bits has relative errors of up to 2^-p, with a root mean square of 0.3 to 0.6 times 2^-p.
     for name, epsilon in _ROUNDINGS.items():
         if sum(0.2 * epsilon < error < 0.8 * epsilon for error in errors) >= max(0.8 * len(errors), fewest):
             return name
@@ -36,7 +36,7 @@ def precision(errors: list[float], fewest: int = 1) -> str | None:
 
 
 def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarray) -> str:
-    """Describe the mistake that gives the micro batches these weights; 1 is correct.
+    """Describe the mistake that gives the micro batches these weights; the correct weight is 1.
 
     `micro_batches`: [first sample, number of targets] of each micro batch.
     """
@@ -49,12 +49,15 @@ def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarra
         "it is averaged over ranks, not over targets": total / (dp * own),
         "it is summed over ranks that divide by their own targets": total / own,
     }
-    out |= {f"it has the micro batches of rank {r} alone, as if all": (rank == r) * total / own for r in range(dp)}
+    out |= {
+        f"it has only the micro batches of rank {r}, as if there were no others": (rank == r) * total / own
+        for r in range(dp)
+    }
     parts = {f"the micro batches of rank {r}": rank == r for r in range(dp)}
     parts |= {f"the {name} micro batch of each rank": place == place[i] for name, i in (("first", 0), ("last", -1))}
     parts |= {f"the micro batch that begins with sample {sample}": samples == sample for sample in samples}
     for name, part in parts.items():
-        out |= {f"it lacks {name}": 1.0 - part, f"it has {name} alone": 1.0 * part}
+        out |= {f"it lacks {name}": 1.0 - part, f"it has only {name}": 1.0 * part}
         out[f"it counts {name} twice"] = 1.0 + part
     for cause, candidate in out.items():
         if abs(candidate - 1).max() > 1e-3 and abs(candidate - weights).max() < 1e-2:
@@ -65,8 +68,8 @@ def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarra
 def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: dict[str, float]) -> Any:
     """Fit `gradients` as a weighted sum of `columns`, and return the weights and the relative residual.
 
-    All dicts have parameter names as keys. The values are projections of gradients; in `sizes`, norms of gradients.
-    A fit needs at least two more parameters than columns; otherwise return (None, inf).
+    All dicts have parameter names as keys. The values are projections of gradients; in `sizes`, they are norms
+    of gradients. A fit needs at least two more parameters than columns; with fewer, return (None, inf).
     """
     names = [name for name, size in sizes.items() if size and all(name in column for column in columns)]
     if len(names) < len(columns) + 2:
@@ -79,14 +82,14 @@ def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: d
 
 
 def usual_scale(ratio: float, record: Record) -> str | None:
-    """Return the common mistake that multiplies a loss or gradient by `ratio`; None if there is none."""
+    """Describe the common mistake that multiplies a loss or gradient by `ratio`; None: no common mistake does."""
     dp, sharing, accumulation = record["dp_size"], record["context_size"], record["accumulation"]
     hints = {
-        1 / sharing: f"averaged over the {sharing} context-parallel ranks, of which each has a part of the sum",
+        1 / sharing: f"averaged over the {sharing} context-parallel ranks, each of which has a part of the sum",
         float(sharing): f"counted by each of the {sharing} context-parallel ranks",
         1 / accumulation: f"divided by the {accumulation} accumulated micro batches once more",
         float(accumulation): f"not divided by the {accumulation} accumulated micro batches",
-        1 / dp: f"divided by the {dp} data-parallel ranks once more than summed",
+        1 / dp: f"divided by the {dp} data-parallel ranks once too often",
         float(dp): f"summed over the {dp} data-parallel ranks instead of averaged",
     }
     alike = (hint for factor, hint in hints.items() if factor != 1 and math.isclose(ratio, factor, rel_tol=1e-3))
@@ -94,7 +97,7 @@ def usual_scale(ratio: float, record: Record) -> str | None:
 
 
 def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
-    """Explain why the gradients of the parameters `names` (None: all) are `ratio` times the reference's."""
+    """Explain why the gradients of the parameters `names` (None: all) are `ratio` times as large as expected."""
     usual = usual_scale(ratio, record)
     if abs(ratio) < 1e-3:
         return "left out of the backward, or set to zero"
@@ -103,12 +106,12 @@ def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
         return f"they are {usual}" if usual else other
     also = f", or it is {usual}" if usual else ""
     if {*names} <= {*record["tied"]}:
-        uses = "which is counted once for each of its uses" if ratio > 1 else "of whose uses some are left out"
+        uses = "which is counted once for each of its uses" if ratio > 1 else "with some of its uses left out"
         return f"a tied weight, {uses}{also}"
     for times, said in ((ratio, "added once for each of {:.0f}"), (1 / ratio, "divided once too often by {:.0f}")):
         if times > 1.5 and abs(times - round(times)) < 1e-3:
             return f"it is {said.format(times)} ranks or uses{also}"
-    return "it is scaled by itself"
+    return "it is scaled separately"
 
 
 # ---- norms, learning rates and optimizer state
@@ -117,25 +120,25 @@ def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
 def norm_cause(
     ratio: float, squares: dict[str, float], copies: dict[str, int], record: Record, most: float
 ) -> tuple[str, list[str]]:
-    """Explain a gradient norm that is `ratio` times the reference's; return the cause and the affected parameters.
+    """Explain a gradient norm that is `ratio` times as large as expected; return the cause and affected parameters.
 
     squares: parameter -> squared gradient norm. copies: parameter -> number of ranks that hold it. most: largest
     relative difference that counts as rounding error.
     """
     total = sum(squares.values())
-    other = "gradient_norm counts parts twice or not on all ranks, or gradients change before it, as by clipping"
+    other = "gradient_norm counts parts twice or not on all ranks, or gradients change before it, such as by clipping"
     if not total or not math.isfinite(ratio):
         return other, []
     fewest = min(copies.values(), default=1)
     groups = {
         "the tied weight": [*record["tied"]],
-        "what every rank holds whole": [name for name, number in copies.items() if number > fewest],
+        "parameters that every rank holds in full": [name for name, number in copies.items() if number > fewest],
         "biases": [name for name in squares if name.endswith("bias")],
         **{name: [name] for name in squares},
     }
     for k in sorted({record["dp_size"], record["world_size"], record["world_size"] // record["dp_size"]} - {1}):
         if difference(ratio**2, k) <= 4 * most:
-            return f"its square is summed over {k} ranks that hold the same, so that each part is counted {k} times", []
+            return f"its square is summed over {k} ranks with the same parts, so each part is counted {k} times", []
     for what, names in groups.items():
         share = sum(squares.get(name, 0.0) for name in names) / total
         for times, said in ((2, f"{what} counted twice, on each rank that has a copy"), (0, f"{what} left out")):
@@ -148,9 +151,9 @@ def norm_cause(
 
 
 def rate_cause(rates: list[float], number: int, record: Record, reference: Record) -> str:
-    """Explain the wrong learning rates `rates` of step `number`, counted without skipped steps."""
+    """Explain the wrong learning rates `rates` of step `number`; skipped steps are not counted in `number`."""
     if len(rates) > 1:
-        return "the schedule does not reach all parameter groups, or some have a learning rate of their own"
+        return "the schedule does not reach all parameter groups, or some have their own learning rate"
     schedule, ranks, accumulation = reference["schedule"], record["world_size"], record["accumulation"]
 
     def at(step: int) -> bool:
@@ -159,18 +162,18 @@ def rate_cause(rates: list[float], number: int, record: Record, reference: Recor
     for step, said in (
         (number * accumulation, f"the schedule advances with each micro batch ({accumulation} here), not each step"),
         (number * ranks, f"the schedule advances with each of {ranks} ranks (processes), not each step"),
-        (1, "the schedule starts anew"),
+        (1, "the schedule restarts"),
         *((step, "the schedule must advance once for each applied step") for step in range(1, len(schedule))),
     ):
         if step != number and at(step):
-            return f"it is that of step {step}: {said}"
+            return f"it is the rate of step {step}: {said}"
     return "the schedule must advance once for each applied step, and nothing else may change the rate"
 
 
 def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
     """Explain optimizer state that is wrong although the gradients are equal."""
     if kind == "step":
-        return "the optimizer's count of steps, and with it its bias correction"
+        return "the optimizer's step count, and with it the bias correction"
     clip, norm = reference["clip"], reference["rows"][0]["grad_norm"]
     factor = min(1.0, clip / norm) if clip and norm else 1.0
     if rounded := precision([gap.relative for gap in gaps], 3):
@@ -179,7 +182,7 @@ def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
     if ratio is None:
         own = all(multiple([gap]) for gap in gaps)
         return (
-            "gradients are clipped or scaled by factors of their own, by group or by tensor"
+            "gradients are clipped or scaled by separate factors, per group or per tensor"
             if own
             else ("held.state, held.pieces, or the optimizer's settings")
         )

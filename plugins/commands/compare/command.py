@@ -1,11 +1,10 @@
-"""`crosstrain compare`: train a project for a few steps under each runner, and check that they agree."""
+"""`crosstrain compare`: train a project for a few steps under each runner, and check that the runners agree."""
 
 import argparse
 import json
 
-from crosstrain import Command, UserError, registry
+from crosstrain import Command, UserError, finite, registry
 from crosstrain.cli.flags import add_config, folder, new_file, positive
-from crosstrain.utils.units import finite
 
 
 @registry.register_command("compare")
@@ -22,22 +21,27 @@ class CompareCommand(Command):
             nargs="+",
             required=True,
             metavar="RUNNER[@N]",
-            help="runners or presets and their number of workers (default: as --nproc-per-node, or 1); "
+            help="runners or presets, each with its number of workers (default: --nproc-per-node, or 1); "
             "the first is the reference",
         )
-        parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps under each (default: 5)")
+        parser.add_argument(
+            "--steps", type=positive, default=5, metavar="K", help="training steps per runner (default: 5)"
+        )
         parser.add_argument(
             "--deep",
             action="store_true",
-            help="also evaluate, save and resume under each, with an uneven number of targets",
+            help="also evaluate, save and resume with each runner; micro batches differ in their number of targets",
         )
         parser.add_argument(
-            "--scratch", type=folder, metavar="DIR", help="temporary folder for the reference's gradients"
+            "--scratch",
+            type=folder,
+            metavar="DIR",
+            help="existing folder in which to store the reference's tensors temporarily",
         )
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write all measurements as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Compare the runners; return 0 if all agree with the first. Raises UserError if one does not."""
+        """Compare the runners and return 0. Raises UserError if a runner fails or differs from the first one."""
         a = arguments
         from .compare import compare
 
@@ -54,9 +58,12 @@ class CompareCommand(Command):
             a.output.write_text(json.dumps(finite(results), indent=1) + "\n", encoding="utf-8")
         if failures:
             failed = [label for label in failures if "error" in results[label]]
-            told = {f"do not train as {a.runners[0]}": [f for f in failures if f not in failed], "failed": failed}
+            told = {f"do not train like {a.runners[0]}": [f for f in failures if f not in failed], "failed": failed}
             number = len(a.runners) - 1
             raise UserError("; ".join(f"{len(f)} of {number} {what}: {', '.join(f)}" for what, f in told.items() if f))
         apart = not all(record["exact"] for record in results.values())
-        print(f"all train as {a.runners[0]}" + ", as far as steps that ranks make apart can be compared" * apart)
+        print(
+            f"all train like {a.runners[0]}"
+            + ", as far as runners whose ranks step independently can be compared" * apart
+        )
         return 0

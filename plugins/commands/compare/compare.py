@@ -1,4 +1,4 @@
-"""Train the same steps under several runners, one after the other, and print how they differ from the first."""
+"""Train the same steps under several runners, one after the other, and print differences from the first runner."""
 
 import json
 import multiprocessing
@@ -9,10 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from crosstrain import Config, UserError, load_config
+from crosstrain import Config, ProjectLike, UserError, find_checkpoint, load_config
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.folders import find_checkpoint
-from crosstrain.config.load import ProjectLike
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
@@ -23,13 +21,13 @@ from crosstrain.utils.assets import GENERATION_CONFIG
 from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
-from .diagnosis import Finding, diagnose
+from .diagnosis import diagnose
 from .tolerance import Record, Tolerance, difference, largest, number_difference
 from .worker import Job, Role, compare_worker
 
 Contestant = tuple[str, int, Config]  # label, number of workers, configuration
 RESUMED = 2  # number of steps to train after a resume
-APART = "its ranks make steps apart, so losses and updates are not compared; all else is alike"
+APART = "its ranks step independently, so losses and updates are not compared; all else agrees"
 
 
 class Comparison(NamedTuple):
@@ -49,14 +47,14 @@ def compare(
     deep: bool = False,
     scratch: str | Path | None = None,
 ) -> Comparison:
-    """Train `steps` steps under each of `runners`, such as zero2@4, and print how they differ from the first one.
+    """Train `steps` steps under each of `runners`, such as zero2@4, and print how the others differ from the first.
 
     A runner without a number of workers uses `nproc_per_node` (default: 1). `deep`: each runner also evaluates, saves
-    and resumes. `scratch`: parent folder for the reference's tensors. Raises UserError if the first runner cannot train
-    the project.
+    and resumes. `scratch`: existing folder for temporary files. Raises UserError if the first runner cannot train the
+    project.
     """
     if len(runners) < 2:
-        raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
+        raise UserError("--runners: expected at least two, such as ddp@1 fsdp@2; the first is the reference")
     with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder, main_hidden():
         contestants = make_contestants(project, options, runners, nproc_per_node or 1, Path(folder))
         race = Race(Path(folder), steps, deep)
@@ -67,14 +65,16 @@ def _sized(text: str, nproc: int) -> tuple[str, int]:
     """Split `zero2@4` into the runner and its number of workers; the default is `nproc`."""
     runner, _, size = text.partition("@")
     if not runner or (size and not (size.isdecimal() and int(size) > 0)):
-        raise UserError(f"--runners: {text!r} is not a runner, or a runner and its number of workers such as zero2@2")
+        raise UserError(
+            f"--runners: expected a runner, or a runner and its number of workers such as zero2@2, got {text!r}"
+        )
     return runner, int(size) if size else nproc
 
 
 def make_contestants(
     project: ProjectLike, options: Overrides, runners: Sequence[str], nproc: int, scratch: Path
 ) -> list[Contestant]:
-    """Load a configuration for each runner; all have the same global and micro batch size.
+    """Load a configuration for each runner; all have equal global and micro batch sizes.
 
     If a runner is listed twice, its second label ends with (2). A runner without a number of workers uses `nproc`.
     """
@@ -140,19 +140,28 @@ class Race:
         print(
             f"reference {label}: {len(reference['rows'])} steps, {dtype}; its own noise is "
             f"{max(number_difference(noise, reference, key) for key in ('loss', 'grad_norm')):.1e} in losses and "
-            f"norms,\nand differences up to {tolerance.numbers:.1e} are rounding\n"
+            f"norms,\nand differences up to {tolerance.numbers:.1e} count as rounding\n"
         )
         return reference, tolerance
 
     def run(self, contestants: list[Contestant]) -> list[str]:
-        """Compare all contestants with the first one; return the labels of those that failed or differ."""
+        """Compare all contestants with the first one; return the labels of those that failed or differ.
+
+        With `deep`, contestants that train alike are also resumed.
+        """
         label = contestants[0][0]
         reference, tolerance = self.begin(*contestants[0])
         self._show(label, reference)
         failures = []
         for label, size, config in contestants[1:]:
             try:
-                finding = self._judge(label, size, config, reference, tolerance)
+                record = self.record(label, size, config, "contestant")
+                self._show(label, reference)
+                finding = diagnose(record, reference, tolerance)
+                if self.deep and finding is None:
+                    resumed = self.record(label, size, config, "contestant", resumed=True)
+                    self.results[label] = record | {"resumed": resumed}
+                    finding = diagnose(resumed, reference, tolerance, resumed=True)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: failed: {error}\n")
                 self.results[label] = {"error": str(error)}
@@ -164,19 +173,8 @@ class Race:
             failures += [label] if finding else []
         return failures
 
-    def _judge(self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance) -> Finding | None:
-        """Train a contestant (with `deep`, also resume it if training agrees), and return its first difference."""
-        record = self.record(label, size, config, "contestant")
-        self._show(label, reference)
-        finding = diagnose(record, reference, tolerance)
-        if self.deep and finding is None:
-            resumed = self.record(label, size, config, "contestant", resumed=True)
-            self.results[label] = record | {"resumed": resumed}
-            finding = diagnose(resumed, reference, tolerance, resumed=True)
-        return finding
-
     def record(self, label: str, size: int, config: Config, role: Role, at: str = "", resumed: bool = False) -> Record:
-        """Train a contestant in its folder or in `at`, or resume it there. Raises UserError and WorkerFailure."""
+        """Train a contestant, or resume its training, in its folder or in `at`. Raises UserError or WorkerFailure."""
         if not resumed and (why := refusal(config, size)):
             raise why
         plain = config.plain
@@ -190,7 +188,7 @@ class Race:
         models = [name for name in sys.modules if name.startswith("transformers.models.")]
         multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
         if launch(compare_worker, (plain, job, result), Launch(size, True, False, True, start_method="forkserver")):
-            raise UserError("stopped before everything was compared")
+            raise UserError("stopped before the comparison was complete")
         record = self.results[label] = json.loads(result.read_text())
         if "error" not in record.get("saved", {"error": None}):
             record["strange_files"] = strange_files(config, find_checkpoint(Path(plain["run"]["output_dir"])))
@@ -216,13 +214,13 @@ def _number(value: float | None) -> str:
 
 
 def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
-    """Return a dict from file names to differences, for a checkpoint's non-tensor files, such as config.json."""
+    """Return file name -> difference, for files of a checkpoint, such as config.json, with unexpected contents."""
     reader, model = Reader.open(checkpoint), outline(config, checkpoint)
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)
         model.export.save_config(fresh)
         model.export.save_parts(fresh, reader.names("param"), reader.whole)
-        # Skip the generation configuration: the dataset adds its stop tokens to it.
+        # Skip the generation configuration, because the dataset adds stop tokens to this file.
         paths = [path for path in sorted(fresh.iterdir()) if path.name != GENERATION_CONFIG]
         return {path.name: what for path in paths if (what := _difference(checkpoint / path.name, path))}
 
@@ -237,4 +235,4 @@ def _difference(path: Path, expected: Path) -> str | None:
         for key in sorted(mine.keys() | theirs.keys()):
             if mine.get(key) != theirs.get(key):
                 return f"has {key} {json.dumps(mine.get(key))} instead of {json.dumps(theirs.get(key))}"
-    return "has other contents"
+    return "has different contents"

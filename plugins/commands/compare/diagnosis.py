@@ -1,4 +1,4 @@
-"""Find the first difference between two recorded runs, in the order of events, and its likely cause."""
+"""Find the earliest difference between two recorded runs, and the likely cause of this difference."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -26,12 +26,12 @@ class Finding:
     phase: Phase
     sentence: str
     parameters: list[str] = field(default_factory=list)  # most informative first
-    ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to certain ranks
+    ranks: list[int] = field(default_factory=list)  # ranks with the difference; empty: not limited to some ranks
     cause: str = ""
 
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance, resumed: bool = False) -> Finding | None:
-    """Return the first difference in the order of events, or None if both runs trained alike."""
+    """Return the earliest difference, or None if both runs trained alike."""
     return next(_Judge(record, reference, tolerance, resumed).findings(), None)
 
 
@@ -54,13 +54,13 @@ class _Judge:
         )
         return self._finding(
             "norm",
-            f"the gradient norm of step {row['step']} is {mine} instead of {right} over equal gradients",
+            f"the gradient norm of step {row['step']} is {mine} instead of {right}, with equal gradients",
             cause,
             names,
         )
 
     def findings(self) -> Iterator[Finding]:
-        """Yield all differences in the order of events."""
+        """Yield all differences in the order in which they occur."""
         record, reference = self.record, self.reference
         if self.resumed:
             yield from self._state(record["loaded"], self.first - 1, "resume", exact=True)
@@ -83,7 +83,7 @@ class _Judge:
                 here, there = (", ".join(f"{rate:.6g}" for rate in found["rates"]) for found in (step, expected))
                 yield self._finding(
                     "learning rate",
-                    f"step {number} is made with the learning rate {here} instead of {there}",
+                    f"step {number} uses the learning rate {here} instead of {there}",
                     causes.rate_cause(step["rates"], number - theirs["skipped_steps"], record, reference),
                 )
             yield from self._weights(number, step, expected)
@@ -96,7 +96,7 @@ class _Judge:
             yield self._finding(
                 "evaluation",
                 f"after training the loss in evaluation mode is {later:.7g} instead of {reference['later_loss']:.7g}, "
-                f"over equal weights",
+                f"with equal weights",
                 "`evaluate`, or weights that it does not refresh",
             )
         if (saved := record.get("saved")) and "error" in saved:
@@ -107,7 +107,7 @@ class _Judge:
             yield self._finding(
                 "export",
                 f"the checkpoint's {name}, which an export copies, {what}",
-                "a process that has not trained writes it otherwise: its model's configuration or adapter was changed",
+                "a process that did not train writes it differently: the model's configuration or adapter was changed",
             )
 
     def _differs(self, a: float | None, b: float | None) -> bool:
@@ -116,12 +116,12 @@ class _Judge:
     def _finding(
         self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), off: Any = None
     ) -> Finding:
-        """Make a finding. `off`: the only ranks that differ, or a dict from each parameter to those ranks."""
+        """Make a finding. `off`: ranks with the difference, if not all, or a dict from parameters to such ranks."""
         names, ranks = list(parameters), off or []
         if isinstance(ranks, dict):
             ranks = sorted(set.intersection(*(set(ranks.get(name, ())) for name in names)))
         when = "after a resume, " if self.resumed and phase != "resume" else ""
-        who = f" (on rank {', '.join(map(str, ranks))} alone)" if ranks else ""
+        who = f" (only on rank {', '.join(map(str, ranks))})" if ranks else ""
         return Finding("resume" if self.resumed else phase, f"{when}{sentence}{who}: {cause}", names, ranks, cause)
 
     # ---- before the backward
@@ -134,7 +134,7 @@ class _Judge:
             yield self._finding(
                 "samples",
                 f"the micro batches of step {number} begin with samples {here} instead of {there}",
-                "ranks of `dp` must have numbers of their own, and all others those of their `dp` rank",
+                "ranks of `dp` must have different samples, and all others those of their `dp` rank",
             )
         if row["samples"] != theirs["samples"]:
             yield self._finding(
@@ -146,7 +146,7 @@ class _Judge:
             if other := [key for key in fields if mine[sample].get(key) != fields[key]]:
                 yield self._finding(
                     "samples",
-                    f"in step {number} the micro batch that begins with sample {sample} has other {', '.join(other)}",
+                    f"in step {number} the micro batch that begins at sample {sample} has different {', '.join(other)}",
                     "the data and their order must not depend on the runner, its ranks or its processes",
                 )
 
@@ -160,7 +160,7 @@ class _Judge:
             yield self._finding("forward", said, f"the weights or the forward differ; {place}", names)
         ratio = loss / wanted
         cause = causes.usual_scale(ratio, self.record) or (
-            f"`evaluate` or `evaluating`, or how they sum the losses and count the targets: it is {ratio:.6g} times"
+            f"`evaluate` or `evaluating`, or how they sum the losses and count the targets: {ratio:.6g} times as large"
         )
         if self.record["plain_training"] and not self.reference["plain_training"]:
             cause = "a part of the model is in training mode (dropout)"
@@ -176,14 +176,14 @@ class _Judge:
             limits = [max(self.tolerance.numbers, 16 * difference(a, b)) for a, b in zip(rounding, theirs, strict=True)]
             if difference(mine[0], theirs[0]) > limits[0]:
                 return (
-                    f"the first difference is what {module} is given, behind {before}, such as positions, a mask, "
+                    f"the first difference is the input of {module}, after {before}, such as positions, a mask, "
                     f"attention or dropout",
                     names,
                 )
             if difference(mine[1], theirs[1]) > limits[1]:
-                return f"the first difference is what comes out of {module}: its weights, or how it is cut", names
+                return f"the first difference is the output of {module}: its weights, or how it is sharded", names
             before = module
-        return "no module's output differs, but the loss that is made of them: its targets, its sum or its mean", []
+        return "no module's output differs, only the loss: its targets, its sum or its mean", []
 
     def _loss(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, number = row["loss"], row["step"]
@@ -204,27 +204,27 @@ class _Judge:
             cause = mixed
         elif step["training"] != expected["training"]:
             mode = "training" if step["training"] else "evaluation"
-            cause = f"the model is in {mode} mode, as a validation may leave it"
+            cause = f"the model is in {mode} mode; a validation may have left it so"
         elif number > 1:
-            said += ", over equal weights and samples"
+            said += ", with equal weights and samples"
             place = f"a forward that depends on more than these, such as random numbers, buffers or the mode; {place}"
         elif self.random:
             said += ", although in evaluation mode the losses agree"
-            if names and "behind the batch" not in place:  # dropout cannot change the first module's input
+            if names and "after the batch" not in place:  # dropout cannot change the first module's input
                 shared = any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
                 why = (
-                    "ranks that share samples may draw their own, so compare with the model's dropout set to 0"
+                    "ranks that share samples may draw different ones, so compare with the model's dropout set to 0"
                     if shared
                     else "a runner must not seed them, by rank for example"
                 )
                 place = f"random numbers (dropout) differ; {why}; {place}"
         else:
             said += ", although in evaluation mode the losses agree and nothing is random"
-            place = f"compute_loss and forward_backward, the mask or the targets that training alone sees; {place}"
+            place = f"compute_loss and forward_backward, the mask or the targets that only training uses; {place}"
         yield self._finding("forward", said, cause or place, () if cause else names)
 
     def _routing(self, number: int, step: Record, expected: Record) -> str | None:
-        """Explain a difference by flipped near ties, or by router losses that differ for equal module outputs."""
+        """Explain a difference by near ties that were decided differently, or by a wrong mean in the router losses."""
         mine, theirs = step["routing"], expected["routing"]
         if tie := flipped(mine["near"], theirs["near"]):
             return tie
@@ -233,7 +233,7 @@ class _Judge:
             return None
         return (
             f"the routers' losses are {mine['loss']} instead of {theirs['loss']}, from equal logits: means over "
-            f"other tokens, such as a micro batch's"
+            f"different tokens, such as those of a micro batch"
         )
 
     # ---- gradients
@@ -261,7 +261,7 @@ class _Judge:
         return self._sorted(excess)
 
     def _lacking(self, step: Record, expected: Record) -> list[str]:
-        """Return the parameters that have no gradient, or only a part of one."""
+        """Return the parameters without a gradient, or with only a part of their gradient."""
         lost = expected["gradients"]["products"].keys() - step["gradients"]["products"].keys()
         return sorted(lost) + step["gradients"]["partial"]
 
@@ -285,7 +285,7 @@ class _Judge:
             yield self._finding(
                 "gradients",
                 f"{when}the ranks hold different gradients of {_list(apart)}",
-                "a missing all-reduce, so each rank trains a model of its own",
+                "a missing all-reduce, so each rank trains its own model",
                 apart,
                 off,
             )
@@ -311,16 +311,16 @@ class _Judge:
         by = f" (by {worst.relative:.1e} of its norm)"
         cause = f"the backward of that module ({len(wrong)} of {len(mine)} tensors differ)"
         if most:
-            cause = "all tensors differ: what precedes them, such as the loss, its mask, the last block or the samples"
+            cause = "all tensors differ: look before them, at the loss, its mask, the last block or the samples"
         if rounded:
             cause = f"gradients are summed or exchanged in {rounded}"
         elif ratio is not None:
             by = "" if most else f" ({ratio:.4g} times the reference's)"
             cause = causes.scaled(ratio, None if most else wrong, self.record)
         elif not (place := self._place(number, step, expected)[0]).startswith("no module"):
-            cause = f"a forward with about the same loss, or one that the backward repeats with other dropout; {place}"
+            cause = f"a forward with about the same loss, or a recomputation with different dropout; {place}"
         elif abs(2 * worst.dr + worst.dd) < 1e-3 * worst.dd:
-            cause = "it has the same numbers in other places: a matrix that is cut or put together otherwise"
+            cause = "it has the same numbers in different places: a matrix that is sharded or assembled differently"
         cause = self._routing(number, step, expected) or cause
         yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
@@ -367,13 +367,13 @@ class _Judge:
             return
         wrong = sorted(excess, key=lambda name: -excess[name])
         worst = gaps[wrong[0]]
-        by = f"(off by {worst.relative:.1e} of its way)" if worst.rr else "(the reference's stay where they are)"
-        said = f"step {number} moves {_list(wrong)} otherwise {by}, with equal gradients and rates"
+        by = f"(off by {worst.relative:.1e} of the update)" if worst.rr else "(the reference's do not change)"
+        said = f"step {number} updates {_list(wrong)} differently {by}, with equal gradients and rates"
         if self._unseen(number + 1, sum(weights[n][0] for n in wrong), weights):
             yield self._finding(
                 "state",
                 said,
-                "`shards` reports, and a checkpoint saves, something else than what trains, for the "
+                "`shards` reports, and a checkpoint saves, other tensors than those that train, because the "
                 "gradients of the next step agree",
                 wrong,
                 off,
@@ -385,7 +385,7 @@ class _Judge:
         moments = next(self._state(step, number, "update"), None) if "state" in step else None
         cause = "the optimizer, its settings or its groups"
         if sum(decayed) >= _MOST * len(wrong):
-            cause = "weight decay: other parameters decay, or by another rate"
+            cause = "weight decay: different parameters decay, or at a different rate"
         elif ratio is not None and abs(ratio) < 0.05:
             cause = "they are not updated"
         elif rounded := causes.precision([(p[0] / p[5]) ** 0.5 for p in along if p[5]], 1 if askew else 3):
@@ -393,19 +393,19 @@ class _Judge:
         elif not (place := self._place(number, step, expected)[0]).startswith("no module"):
             yield self._finding("forward", said, f"a forward that differs too little for the loss; {place}", wrong, off)
         elif moments:
-            cause = f"{moments.cause} (so say the optimizer's moments)"
+            cause = f"{moments.cause} (according to the optimizer's moments)"
         elif ratio is not None:
             cause = f"its update is {ratio:.4g} times the reference's: clipping, the loss scale or the rate"
         yield self._finding("update", said, cause, wrong, off)
 
     def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:
-        """True if the weights' error is large enough to change the next step's gradients, but those gradients agree."""
+        """Return True if the weights' error should change the next step's gradients, but these gradients agree."""
         if number not in self.mine or math.sqrt(error / sum(p[5] for p in weights.values())) < self.tolerance.shows:
             return False
         return not self._wrong(number, self.mine[number], self.steps[number])
 
     def _still(self, number: int) -> set[str]:
-        """Return the parameters whose updates are only rounding error, such as the bias of attention keys.
+        """Return the parameters with updates that are only rounding error, such as the bias of attention keys.
 
         These updates may differ between any two runs.
         """
@@ -419,8 +419,8 @@ class _Judge:
         }
 
     def _state(self, step: Record, number: int, phase: Phase, exact: bool = False) -> Iterator[Finding]:
-        """Compare state after a step with the reference's, or the state in a checkpoint with the state in memory."""
-        when = {"checkpoint": "the checkpoint", "resume": "what is loaded from the checkpoint"}.get(
+        """Compare the state after a step with the reference's, or a checkpoint's state with the state in memory."""
+        when = {"checkpoint": "the checkpoint", "resume": "the state loaded from the checkpoint"}.get(
             phase, f"the state after step {number}, and so a checkpoint,"
         )
         for verb, entries in (("lacks", step["missing"]), ("also has", step["surplus"])):
@@ -439,7 +439,7 @@ class _Judge:
                 yield self._finding(
                     phase,
                     f"{when} differs between ranks in the {what} of {_list(apart)}",
-                    "each must read and update all copies that it holds",
+                    "each rank must read and update all copies that it holds",
                     apart,
                     measured["off"],
                 )
@@ -463,7 +463,7 @@ class _Judge:
             cause = (
                 "it is not read back into the memory that trains"
                 if phase == "resume"
-                else ("shards gives something else than what trains")
+                else ("shards returns other tensors than those that train")
             )
             if all(math.isclose(gap.dd, gap.rr, rel_tol=1e-6) for gap in found):
                 cause = "it starts at zero: the state is not loaded"

@@ -1,6 +1,6 @@
-"""Recorders of a forward: mean squares at each module, to locate a wrong one, and near ties in expert routing.
+"""Record a forward: mean squares at each module, to locate a wrong module, and near ties in expert routing.
 
-Near ties distinguish choices that rounding flips from wrong gradients.
+Rounding may change the choice of experts at a near tie. Such a difference does not mean that a gradient is wrong.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,11 @@ from crosstrain import Group, MicroBatch, Model, Runner
 from crosstrain.engine.runner import recorded_means
 from crosstrain.modeling.routers import Choices
 
-Near = dict[str, Any]  # "layer sample token" -> [margin, experts]; sample: the micro batch's first; token: position
+# "layer sample token" -> [margin, experts]; sample: first sample of the micro batch; token: position of the token
+Near = dict[str, Any]
 
 _NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # smaller margins between logits are near ties
-_DEFAULT = 1e-3  # the same for fp32; far above rounding error, because weights differ in later steps
+_DEFAULT = 1e-3  # the same limit for fp32; far above rounding error, because weights differ in later steps
 
 
 class Activations:
@@ -37,7 +38,7 @@ class Activations:
         sums = self._sums.setdefault(place, [[], [], [], []])
         for at, values in ((0, (*args, *kwargs.values())), (2, output if isinstance(output, tuple) else (output,))):
             if (tensor := next((v for v in values if isinstance(v, Tensor)), None)) is not None:
-                # Append instead of adding: selective checkpointing rejects operators that only the recomputation calls.
+                # Sum the values later: selective checkpointing rejects operators that only the recomputation calls.
                 sums[at].append(tensor.detach().double().square().sum())
                 sums[at + 1].append(tensor.numel())
 
@@ -47,7 +48,7 @@ class Activations:
     def means(self) -> dict[str, list[float]]:
         """Return a dict from modules, in order of their first call, to mean squares [input, output]. Collective.
 
-        The means cover the calls since `clear`. Sharding, replication and recomputation do not change them.
+        The means cover the calls since `clear`. Sharding, replication and recomputation do not change the means.
         """
         mine = {place: [float(sum(of)) for of in sums] for place, sums in self._sums.items()}
         total: dict[str, list[float]] = {}
@@ -76,7 +77,7 @@ class Routing:
         self._seen.append(nearly_tied(seen, self._near))
 
     def record(self, step: Iterable[MicroBatch]) -> dict[str, Any]:
-        """Return the near ties of a step and the loss that its routers add. Collective."""
+        """Return the near ties of a step and the loss that the routers add. Collective."""
         numbers = [micro_batch.first_sample for micro_batch in step]
         mine = {
             f"{layer} {number} {token}": found

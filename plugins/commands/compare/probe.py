@@ -1,4 +1,4 @@
-"""Measure a runner's tensors against the reference's, box by box, without gathering them."""
+"""Compare a runner's tensors with the reference's tensors, box by box, without gathering them."""
 
 import hashlib
 import math
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosstrain import Batch, Box, Callback, MatrixOptimizer, MicroBatch, Piece, Shard, Step
+from crosstrain import Batch, Box, Callback, MatrixOptimizer, MicroBatch, Piece, Shard, Step, step_folder
 from crosstrain.checkpoint.checkpointer import Checkpointer
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.folders import step_folder
 from crosstrain.training.trainer import Trainer
 
 from .forward import Activations, Routing
@@ -29,8 +28,8 @@ _EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.
 class Probe(Callback):
     """Measures each step of a run after the backward and after the update.
 
-    With `write`, the run is the reference and saves gradients and state in `folder`, as boxes; other runs compare
-    theirs box by box. `disturb` perturbs the weights in each forward, to measure the reference's noise.
+    With `write`, the run is the reference, and saves its gradients and state as boxes in `folder`. Other runs compare
+    their tensors with these boxes. `disturb` perturbs the weights in each forward, to measure the reference's noise.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, *, write: bool, disturb: bool) -> None:
@@ -95,7 +94,7 @@ class Probe(Callback):
             self.steps[-1] |= self.against(now, shards)
 
     def against(self, there: Reader, shards: list[Shard]) -> Record:
-        """Compare state in memory with a checkpoint's: missing tensors, extra tensors, measurements. Collective."""
+        """Compare the state in memory with a checkpoint: missing tensors, extra tensors, measurements. Collective."""
         here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
         missing = [f"{kind} of {name}" for kind, name in there.tensors.keys() - here]
         by_kind = {}
@@ -122,13 +121,13 @@ class Probe(Callback):
         """Measure tensors against the readers' tensors. Collective.
 
         `vectors` gets a piece's data and the data of the same box from every reader. A reader without a tensor of the
-        piece's kind supplies the gradient, or zeros if it has none. The first vector that `vectors` returns must be
-        the difference.
+        piece's kind supplies the gradient, or zeros if it has no gradient either. The first vector that `vectors`
+        returns must be the difference.
 
         products: parameter -> dot products of the vectors; each element is counted once.
-        off: parameter -> ranks with a difference more than four times that of the best rank.
+        off: parameter -> ranks with more than four times the smallest difference of any rank.
         apart: parameter -> largest distance between copies, relative to their norm.
-        copies: parameter -> number of ranks that hold it.
+        copies: parameter -> number of ranks that hold the parameter.
         partial: parameters with elements that no rank holds.
         idle: ranks that hold no elements.
         """
@@ -156,7 +155,7 @@ class Probe(Callback):
     # ---- for the reference and its noise
 
     def parts(self, step: list[MicroBatch], num_targets: int) -> list[dict[str, float]]:
-        """Project the gradient of each micro batch separately, weighted as in the step. For one rank only."""
+        """Project the gradient of each micro batch separately, weighted as in the step. Needs a single rank."""
         out = []
         for micro_batch in step:
             self.runner.forward_backward([micro_batch], num_targets)
@@ -166,7 +165,7 @@ class Probe(Callback):
         return out
 
     def _round_otherwise(self, epsilon: float) -> None:
-        """Change gradients just enough that rounding to precision `epsilon` changes a few elements of each tensor.
+        """Change gradients just enough that rounding to precision `epsilon` alters a few elements of each tensor.
 
         Changing only the last bits would be enough for large matrices, but would rarely have an effect in small ones.
         """
@@ -192,7 +191,7 @@ class Probe(Callback):
 
 
 def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
-    """Merge the boxes of all ranks into the result of `measure`; `sizes`: each rank's (parameter -> elements)."""
+    """Merge the boxes of all ranks into the result of `measure`; `sizes`: parameter -> elements, for each rank."""
     left = {name: size for own in sizes for name, size in own.items()}
     few = sum(left.values()) < 64 * len(gathered)  # too few elements for every rank to hold some
     idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]

@@ -54,7 +54,7 @@ def number_difference(record: Record, reference: Record, key: str) -> float:
 
 
 def largest(step: Record) -> tuple[float, str]:
-    """Return the largest gradient difference in a step, and the parameter that has it."""
+    """Return the largest gradient difference in a step, and the name of the parameter."""
     gradients = step["gradients"]["products"]
     return max(((Gap(*products).relative, name) for name, products in gradients.items()), default=(0.0, ""))
 
@@ -76,8 +76,8 @@ def relative(products: list[float]) -> float:
 class Tolerance:
     """Largest differences that count as rounding error: multiples of the reference's noise, with a floor per precision.
 
-    The noise is the difference between the reference and a repetition of it, with the micro batches in reverse order
-    and the weights perturbed by up to one rounding error in each forward. docs/compare.md has measurements.
+    The noise is the difference between the reference and a second run with the micro batches in reverse order and
+    the weights perturbed by up to one rounding error in each forward. docs/compare.md contains measurements.
     """
 
     numbers: float  # relative limit for losses and gradient norms
@@ -92,7 +92,7 @@ class Tolerance:
         return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)
 
     def random(self, reference: Record) -> bool:
-        """True if training and evaluation losses differ by more than router losses, for example because of dropout."""
+        """Return True if the training loss minus router losses differs from the evaluation loss, as with dropout."""
         loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
         return difference(None if loss is None else loss - added, reference["plain_loss"]) > self.numbers
 

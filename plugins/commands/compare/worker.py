@@ -5,16 +5,15 @@ import os
 import signal
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from crosstrain import IGNORE_INDEX, CheckpointError, Config, MicroBatch, Runner, Step
+from crosstrain import IGNORE_INDEX, CheckpointError, Config, MicroBatch, Runner, Step, step_folder
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.folders import step_folder
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import as_stored, make_runner
 from crosstrain.training.bad_steps import BadSteps
@@ -27,9 +26,9 @@ from .probe import Probe, digests
 
 Role = Literal["reference", "noise", "contestant"]
 
-# A contestant does not log, validate or save.
+# While a contestant trains, it does not log, validate or save.
 _HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
-_MOST_PARTS = 16  # with at most this many micro batches in a step, the gradient of each is measured separately
+_MOST_PARTS = 16  # maximum number of micro batches in a step for which each gradient is measured separately
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Job:
     steps: int
     evaluate_after: int  # step after which to measure the loss in evaluation mode again; 0: never
     save: bool = False  # save a checkpoint after step `evaluate_after`
-    resumed: bool = False  # resume from that checkpoint
+    resumed: bool = False  # resume from the saved checkpoint
     uneven: bool = False  # ignore some targets, so that micro batches differ in their number of targets
 
 
@@ -68,9 +67,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
         record["parts"] = probe.parts(step, targets)
         record["micro_batches"] = [[micro_batch.first_sample, micro_batch.num_targets] for micro_batch in step]
     rows: list[dict[str, Any]] = []
-    for number, step_ in enumerate(chain([step], batches), 1):
-        if number > job.steps:
-            break
+    for number, step_ in enumerate(islice(chain([step], batches), job.steps), 1):
         batch = Step(reversed(step_)) if job.role == "noise" else step_
         batch.numbers = step_.numbers
         metrics = trainer.train_step(iter([batch]))
@@ -102,9 +99,11 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Describe the model and the parallel layout. Collective."""
     runner = trainer.runner
     names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
+    first = {id(p): name for name, p in runner.model.weights.parameters().items()}
+    seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
     return {
         "names": [*names],
-        "tied": _tied(runner),
+        "tied": [name for key, name in first.items() if seen.count(key) > 1],  # parameters used in more than one place
         "world_size": runner.world.size,
         "dp_size": runner.dp.size,
         "context_size": runner.context.size,
@@ -145,14 +144,7 @@ def _uneven(runner: Runner, step: Step) -> Step:
 
 
 def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, str]]:
-    """Return a dict from the first sample of each micro batch of a step to hashes of its fields. Collective."""
+    """Return a dict from the first sample of each micro batch to hashes of the batch's fields. Collective."""
     mine = {str(micro_batch.first_sample): digests(micro_batch.data) for micro_batch in step}
     found = {sample: fields for rank in runner.world.all_gather(mine) for sample, fields in rank.items()}
     return {sample: found[sample] for sample in sorted(found, key=int)}
-
-
-def _tied(runner: Runner) -> list[str]:
-    """Return the canonical names of parameters that the model uses in more than one place."""
-    first = {id(p): name for name, p in runner.model.weights.parameters().items()}
-    seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
-    return [name for key, name in first.items() if seen.count(key) > 1]

@@ -15,24 +15,30 @@ class ExportCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_checkpoint(parser)
         add_weights(parser)
-        parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
         parser.add_argument(
-            "--dtype", choices=("fp32", "bf16", "fp16"), help="convert to it (default: as it is stored)"
+            "--output", required=True, metavar="DIR", help="folder to write; it must be empty or not exist"
         )
         parser.add_argument(
-            "--part", metavar="NAME", help="write only the adapter, or a part that is a model, such as language_model"
+            "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the exported weights (default: as stored)"
         )
-        parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="begin another file beyond this")
         parser.add_argument(
-            "--cfg-path", metavar="FILE", help="a project file, in place of the checkpoint's configuration"
+            "--part",
+            metavar="NAME",
+            help="part to export: adapter, or a submodel such as language_model (default: the whole model)",
         )
-        add_options(parser, "change the configuration that names the source of frozen parameters")
+        parser.add_argument(
+            "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file of weights (default: 5GB)"
+        )
+        parser.add_argument(
+            "--cfg-path", metavar="FILE", help="project file to use in place of the checkpoint's configuration"
+        )
+        add_options(parser, "options to override in the configuration, such as the source of frozen parameters")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Write the checkpoint to the output folder; return the exit code."""
+        from crosstrain import find_checkpoint
         from crosstrain.checkpoint.checkpointer import load_state
         from crosstrain.checkpoint.files import Reader
-        from crosstrain.checkpoint.folders import find_checkpoint
         from crosstrain.checkpoint.load_weights import PretrainedWeights
         from crosstrain.data.tokenizer import warn_if_rebuilt
         from crosstrain.engine.precision import DTYPES
@@ -48,12 +54,12 @@ class ExportCommand(Command):
         part: Part = (("",), None)
         described = arguments.cfg_path or arguments.part or isinstance(load_state(checkpoint).get("config"), dict)
         if described or Reader.open(checkpoint).frozen:
-            # Build the model without weights, to find the sources of frozen parameters and the merged parameters.
+            # Build the model without weights, to find the sources of frozen parameters and the parameters to merge.
             config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
             model = outline(config, checkpoint)
             if arguments.part == "adapter":
                 export_adapter(checkpoint, output, dtype, model, print, arguments.weights)
-                print(f"{output}: the adapter; peft's PeftModel.from_pretrained(model, {str(output)!r}) adds it")
+                print(f"{output}: the adapter; open it with peft's PeftModel.from_pretrained(model, {str(output)!r})")
                 return 0
             if arguments.part:
                 if arguments.part not in (parts := model.export.parts()):
@@ -79,7 +85,7 @@ class ExportCommand(Command):
             use = f"; open it with transformers' {opens}.from_pretrained({arguments.output!r})"
         elif model is not None and hasattr(model.options, "pretrained"):
             key = f"model.{arguments.part}" if arguments.part else "model"
-            use = f"; {key}.pretrained={arguments.output} begins a run with it"
+            use = f"; {key}.pretrained={arguments.output} starts a run from it"
         print(
             f"{arguments.output}: {exported.parameters:,} parameters of {checkpoint}, {exported.bytes / 1e6:,.1f} MB "
             f"in {exported.files} file(s){use}"

@@ -1,7 +1,7 @@
 """Export a checkpoint, from any runner and number of ranks, as a plain Hugging Face model folder.
 
-Tensors are copied one at a time from the checkpoint's boxes to the new files. Memory holds only the largest tensor,
-not the model.
+Tensors are copied one at a time from the checkpoint's boxes to the new files. Memory use depends on the
+largest tensor, not on the model.
 """
 
 import json
@@ -16,14 +16,24 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from crosstrain import CheckpointError, Group, Merge, Model, Shard, UserError, whole_pieces
+from crosstrain import (
+    CheckpointError,
+    Group,
+    Merge,
+    Model,
+    Shard,
+    UserError,
+    explained,
+    os_errors_as,
+    sentence,
+    whole_pieces,
+    write_json,
+)
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.modeling.weights import Part
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
-from crosstrain.utils.errors import explained, os_errors_as, sentence
-from crosstrain.utils.files import write_json
 from crosstrain.utils.storage import is_url
 
 from ..prepare.prepare import new_folder
@@ -62,8 +72,8 @@ def export(
     """Write the model in a verified `checkpoint` to the folder `output`, which appears only when complete.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` is called with a line for each file.
-    `pretrained` provides the frozen parameters, which the checkpoint does not hold. `merges` lists the parameters to
-    merge into others. With a `part`, one of `Export.parts`, only its tensors are written. `weights` is passed
+    `pretrained` provides the frozen parameters, which the checkpoint does not contain. `merges` lists the parameters to
+    merge into others. With a `part` from `Export.parts`, only the tensors of this part are written. `weights` is passed
     to `Reader.open`. Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a
     malformed checkpoint.
     """
@@ -89,8 +99,8 @@ def export_adapter(
     reader = Reader.open(checkpoint, weights)
     if model.export.merges().keys() & reader.names("param"):
         raise UserError(
-            "--part adapter: the weights that it is added to were trained, too, so that it means nothing without them; "
-            "export what holds both, which merges it"
+            "--part adapter: the base weights were trained too, so the adapter cannot be used without them; "
+            "export the model or part that holds both, which merges the adapter"
         )
     with _folder(output) as folder:
         model.export.save_parts(folder, reader.names("param"), lambda name: reader.whole(name).to(dtype))
@@ -104,10 +114,10 @@ def export_adapter(
 def _folder(place: str | Path) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to `place` at the end of the block."""
     if isinstance(place, str) and is_url(place):
-        raise UserError(f"--output: {place} is a URL; export to a folder, and copy that folder there")
+        raise UserError(f"--output: {place} is a URL; export to a local folder and copy it there")
     output = Path(place)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"--output: {output} exists already and is not an empty folder; name another one")
+        raise UserError(f"--output: {output} already exists and is not an empty folder; choose a different one")
     with os_errors_as(UserError, f"--output: {output} cannot be written"), new_folder(output.absolute()) as made:
         yield made
         for path in (*made.iterdir(), made):
@@ -116,13 +126,13 @@ def _folder(place: str | Path) -> Iterator[Path]:
 
 @dataclass
 class _Parameters:
-    """The parameters to export: those in the checkpoint, and the frozen ones from pretrained weights."""
+    """The parameters to export: the ones in the checkpoint, and frozen parameters from pretrained weights."""
 
     reader: Reader
     pretrained: PretrainedWeights | None
     merges: dict[str, Merge]
     owned: tuple[str, ...]  # prefixes of the names to export
-    prefix: str  # common prefix of these names; it is stripped from the exported names
+    prefix: str  # prefix that is stripped from the exported names
 
     def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return the dtypes and shapes of all exported parameters, as tensors on the meta device."""
@@ -169,7 +179,7 @@ def _write(
 ) -> Exported:
     tensors = source.outlines(dtype)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
-    # One buffer is reused for each tensor.
+    # The same buffer is used for every tensor.
     memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)
     for file, names in split.filename_to_tensors.items():
         outlines = {name: tensors[name] for name in names}
@@ -196,20 +206,25 @@ def _write(
 
 
 def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
-    """Copy a file if its contents match its name; if it is a configuration, return it without redirections."""
+    """Copy a file if its contents match its name; return the content of a configuration, else None.
+
+    A configuration is written without keys that could make transformers load code, other weights or other files.
+    """
     if misnamed(path):
-        progress(f"{path.name}: left out, because it does not hold what its name says")
+        progress(f"{path.name}: left out, because its contents do not match its name")
         return None
     if not path.name.endswith("config.json"):
         shutil.copyfile(path, target)
         return None
-    with explained(f"{path}: not a configuration", CheckpointError):  # it may be nested too deeply
+    with explained(f"{path}: not a configuration", CheckpointError):  # the file may be nested too deeply
         given = read_json(path)
         content = _without_redirections(given)
         if path.name in MODEL_FILES and isinstance(content, dict):
             content = _known(content, path.name == GENERATION_CONFIG)
             if left := sorted(given.keys() - content.keys()):
-                progress(f"{path.name}: left out {sentence(', '.join(left))}, which names code or files, or is unknown")
+                progress(
+                    f"{path.name}: left out keys that are unknown or name code or files: {sentence(', '.join(left))}"
+                )
         write_json(target, content)
     return content
 

@@ -16,11 +16,11 @@ from ..units import show_bytes
 
 _HOST = 8  # GiB of host memory per rank, for libraries, the device's context and samples in flight
 _SHARED = 16  # GiB of shared memory, for NCCL and data loading
-_SAVED = 5e8  # minimum number of bytes that a machine saves per second
+_SAVED = 5e8  # assumed minimum speed of saving a checkpoint, in bytes per second and machine
 _RESTARTS = 20
 _VOLUME = "/crosstrain"  # mount path of the volume in the pods' templates
 _GIB = 2**30
-_FLAGS: dict[str, Any] = {  # flag -> its default; name and grace have others, and only some targets use each
+_FLAGS: dict[str, Any] = {  # flag -> default; name and grace have computed defaults; a target uses only some flags
     "name": None, "image": "crosstrain", "claim": "crosstrain", "gpu": None, "queue": None, "account": None,
     "time": "24:00:00", "grace": None, "spot": False, "env": {}, "secret": None, "node_selector": {},
 }  # fmt: skip
@@ -36,13 +36,13 @@ def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
     template, wanted = _template(arguments.to)
     given = {flag: value for flag in _FLAGS if (value := getattr(arguments, flag)) is not None}
     if unused := [flag for flag in given if flag not in wanted]:
-        raise UserError(f"--{unused[0].replace('_', '-')}: --to {arguments.to} has no use for it; leave it out")
+        raise UserError(f"--{unused[0].replace('_', '-')}: --to {arguments.to} does not use it; leave it out")
     config = load_config(project, options)
     output = config.run.output_dir
     if "claim" in wanted and not is_url(output) and not re.match(rf"({_VOLUME}/)?(output|data)/", f"{output}/"):
         raise UserError(
-            f"run.output_dir: {output} is on no volume of the pods, and would be gone with them; name a folder below "
-            f"output/, which is one, or a bucket"
+            f"run.output_dir: {output} is not on the pods' volume, and would be lost with the pods; use a folder below "
+            f"output/, which is on the volume, or a bucket"
         )
     on_gpu = config.run.device != "cpu"
     nproc = arguments.nproc_per_node or (8 if on_gpu else 1)
@@ -51,7 +51,9 @@ def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
     on_device = needs(made.chosen, made.project.device)
     fitting = [name for name, size in gpus.items() if on_device <= USABLE * size * _GIB]
     if on_gpu and "gpus" in wanted and not ("gpu" in given or fitting):
-        raise UserError(f"a rank needs {show_bytes(on_device)}, more than any device has: see `crosstrain plan`")
+        raise UserError(
+            f"a rank needs {show_bytes(on_device)} of memory, more than any known GPU has; see `crosstrain plan`"
+        )
     host = nproc * (_HOST + made.chosen.memory.on_host / _GIB) + _SHARED
     file = paths.find(project)
     restarts = config.run.max_restarts or _RESTARTS
@@ -73,7 +75,7 @@ def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
 
 
 def _template(to: str) -> tuple[Any, set[str]]:
-    """Return the template of a target, and the names of the values that it uses."""
+    """Return the template of a target, and the names of the values that the template uses."""
     jinja2, meta = (require(module, "crosstrain launch") for module in ("jinja2", "jinja2.meta"))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(paths.home() / "configs" / "launch"),

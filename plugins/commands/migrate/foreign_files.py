@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstrain import ConfigError
+from crosstrain import ConfigError, explained, read_regular
 from crosstrain.config.yaml_text import DEEPEST, LARGEST_TREE, Unreadable, parse
-from crosstrain.utils.errors import explained
-from crosstrain.utils.files import read_regular
 
 from .literals import UNKNOWN, value_of
 from .shell_script import read_script
@@ -21,10 +19,10 @@ _LARGEST_FILE = 2**18  # bytes
 
 
 def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read a configuration in the format of its file suffix; with an unknown suffix, it is read as a shell script.
+    """Read a configuration in the format of its file suffix; a file with an unknown suffix is read as a shell script.
 
-    The settings of a Python script are the arguments of `calls`, or its assignments if `calls` is empty. Raises
-    ConfigError if the file cannot be read.
+    The settings of a Python script are the arguments that it passes to the functions in `calls`, or its assignments if
+    `calls` is empty. Raises ConfigError if the file cannot be read.
     """
     readers: dict[str, Callable[[str], Any]] = {
         ".json": json.loads,
@@ -34,18 +32,23 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     }
     with explained(f"{path}: cannot be read"):
         text = read_regular(path, _LARGEST_FILE).decode("utf-8-sig")
-        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # uses much memory
+        # tomllib needs much memory for deeply nested keys.
+        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):
             raise Unreadable(f"expected at most {DEEPEST} levels")
         tree = readers.get(path.suffix.lower(), read_script)(text)
         _measure(tree)
     if not isinstance(tree, dict) or not tree:
-        of = f"; a script's are the arguments of {', '.join([*calls][:4])}" if calls and path.suffix == ".py" else ""
-        raise ConfigError(f"{path}: there are no settings in it{of}")
+        of = (
+            f"; a script's settings are the arguments of {', '.join([*calls][:4])}"
+            if calls and path.suffix == ".py"
+            else ""
+        )
+        raise ConfigError(f"{path}: no settings found{of}")
     return tree
 
 
 def _measure(value: Any, depth: int = 0) -> int:
-    """Return the number of values, plus one per 100 characters of text. Raises Unreadable for a large tree."""
+    """Return the number of values, plus one per 100 characters of text. Raises Unreadable if the tree is too large."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     size = 1 + (len(value) // 100 if isinstance(value, str) else 0)
     for part in parts:
@@ -65,9 +68,9 @@ def _assignments(text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
-    """Read the arguments of `calls` in a Python script; a computed argument is UNKNOWN.
+    """Read the arguments that a Python script passes to the functions in `calls`; a computed argument is UNKNOWN.
 
-    The setting "calls" has the names of the calls that were found. A subclass of a class in `calls` counts as that
+    The setting "calls" contains the names of the calls that were found. A subclass of a class in `calls` counts as this
     class, and its public methods are settings, too.
     """
     found, known, tree = dict[str, Any](), _assignments(text), ast.parse(text)

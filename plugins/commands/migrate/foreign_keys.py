@@ -9,9 +9,12 @@ import yaml
 
 from crosstrain.utils import paths
 
-# Prefixes of answers for keys without a counterpart (the reason follows the prefix), and templates of hints for them.
+# Prefixes of answers for keys without a counterpart; the reason follows the prefix. _SAID: the hint for each prefix.
 NONE, UNNEEDED = "none: ", "unneeded: "
-_SAID = {NONE: "{} has it, and there is none here: {}", UNNEEDED: "{} has it, and it is not needed here: {}"}
+_SAID = {
+    NONE: "{} has this setting, but there is no counterpart here: {}",
+    UNNEEDED: "{} has this setting, but it is not needed here: {}",
+}
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,8 @@ class Origin:
     name: str
     file: Path
     aliases: tuple[str, ...]
-    answers: ChainMap[str, str]  # key -> answer: its own, then those of the programs that it includes
-    neutral: ChainMap[str, list[object]]  # key -> values without an effect
+    answers: ChainMap[str, str]  # key -> answer: this program's answers, then the answers of included programs
+    neutral: ChainMap[str, list[object]]  # key -> values that have no effect
     calls: dict[str, str]  # Python functions with settings as arguments -> key of the first argument
 
 
@@ -41,15 +44,15 @@ def origins() -> dict[str, Origin]:
 
 
 def foreign_hint(key: str) -> str | None:
-    """Return a clause with the counterpart of a foreign key, or the reason why it has none; None for an unknown key."""
+    """Return a hint with a foreign key's counterpart, or the reason why no counterpart exists; None: unknown key."""
     wanted, programs = key.lstrip("-").replace("-", "_").lower(), dict[str, list[str]]()
     for origin in origins().values():
         if answer := origin.answers.maps[0].get(wanted):
             programs.setdefault(answer, []).append(origin.name)
     clauses = []
     for answer, names in programs.items():
-        said = _SAID.get(answer[: answer.find(" ") + 1], "what {} calls so is {}")
+        said = _SAID.get(answer[: answer.find(" ") + 1], "{} uses this name for {}")
         if len(names) > 1:
-            said = said.replace(" calls so", " call so").replace(" has it", " have it")
+            said = said.replace(" uses this", " use this").replace(" has this", " have this")
         clauses.append(said.format(" and ".join(names), answer.removeprefix(NONE).removeprefix(UNNEEDED)))
     return "; ".join(clauses) or None

@@ -1,4 +1,4 @@
-"""Evaluate expressions of literals, known names and arithmetic, with a limit on their size. Nothing is called."""
+"""Evaluate expressions of literals, known names and arithmetic. The size of values is limited; nothing is called."""
 
 import ast
 import operator
@@ -14,9 +14,9 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.MatMult: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # represents a shell's division
+    ast.MatMult: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # `@` stands for the shell's division
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: lambda a, b: a - a // b * b,  # only for numbers: % on a text could ask for a huge width
+    ast.Mod: lambda a, b: a - a // b * b,  # only for numbers: % on a string could request a huge field width
     ast.Pow: lambda a, b: a**b if abs(b) <= 64 else None,
 }
 

@@ -11,34 +11,33 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from crosstrain import ConfigError, DataError, RunOptions, require
+from crosstrain import ConfigError, DataError, RunOptions, explained, printable, require
 from crosstrain.config import sources
 from crosstrain.config.load import preset_component
 from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE
 from crosstrain.config.schema import Checker, Key, nearest
 from crosstrain.config.yaml_text import parse
 from crosstrain.utils import paths
-from crosstrain.utils.errors import explained, printable
 
 from .foreign_files import UNKNOWN, read_foreign
 from .foreign_keys import NONE, UNNEEDED, Origin, origins
 
 _NO_NEED, _CARRIED, _LOST, _TO_GIVE = _TITLES = "not needed here", "carried over", "not carried over", "to be given"
 _NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")
-_RIVALS = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]  # pairs of keys of `run` that exclude each other
+_RIVALS = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]  # pairs of mutually exclusive keys of `run`
 _MOST = 2000  # maximum number of settings in a file; published files have fewer than 700
 _SECTIONS = {"model", "datasets", "runner"}  # project sections that use option names of other programs
-UNHEARD = "not known, and nothing here is called so"
-# Counterparts of keys that a project also has, in the order of the documentation.
+UNHEARD = "unknown, and no key here has this name"
+# Answers for keys that are also project keys, in the order of the documentation.
 _OWN = {f.name: f"run.{f.name}" for f in fields(RunOptions)} | {
-    "plugins": f"{NONE}a file brings no code; name plugins that you trust in the project"
+    "plugins": f"{NONE}a migrated file cannot load code; name plugins that you trust in the project"
 }
 
 Note = tuple[str, str, str]  # title, names of settings or of project keys, reason
 
 
 class _Tree(dict[str, Any]):
-    """A mapping that records its values and each read of them; `changes` replaces some values."""
+    """A mapping that records its values, and whether each value was read; `changes` replaces some values."""
 
     def __init__(self, tree: dict[Any, Any], changes: dict[Key, Any], at: Key, account: dict[Key, list[Any]]) -> None:
         # The settings of a disabled section are not recorded.
@@ -57,7 +56,7 @@ class _Tree(dict[str, Any]):
 
 
 def _acts(value: Any) -> bool:
-    """True for a value with text that a project would resolve (${...}) or execute (pipe:COMMAND)."""
+    """Return True for a value with text that a project would resolve (${...}) or execute (pipe:COMMAND)."""
     return bool(re.search(r"\$\{|\bpipe:", json.dumps(value, default=str), re.IGNORECASE))
 
 
@@ -84,7 +83,7 @@ def looks_like(path: Path) -> Origin | None:
     for origin in origins().values():
         with suppress(ConfigError):
             tree = read_foreign(path, origin.calls)
-            if "calls" in tree and path.suffix == ".py":  # it calls functions of this program
+            if "calls" in tree and path.suffix == ".py":  # the file calls functions of this program
                 return origin
             _Tree(tree, {}, (), account := dict[Key, list[Any]]())
             names = {part for key in account if _SECTIONS.isdisjoint(key[:-1]) for part in key} - _OWN.keys()
@@ -93,7 +92,7 @@ def looks_like(path: Path) -> Origin | None:
 
 
 def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
-    """Return the configuration at `path` as a project file, notes, and its number of ranks (None: unknown).
+    """Convert the configuration at `path`. Return the project file, notes, and the number of ranks (None: unknown).
 
     Every setting is in the project or in a note. Raises ConfigError if the configuration cannot be read.
     """
@@ -116,13 +115,13 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
 
 
 class _Migration:
-    """Settings of a foreign program, the project that its template renders from them, and notes on the rest."""
+    """Settings of a foreign program, the project that its template makes from them, and notes on other settings."""
 
     def __init__(self, path: Path, origin: Origin) -> None:
         self._path, self._origin = path, origin
         self._tree = read_foreign(path, origin.calls)
         unread = self._tree.pop(UNKNOWN, {})
-        with explained(f"{path}: a value in it cannot be understood"):
+        with explained(f"{path}: a value cannot be interpreted"):
             self._made, self._account = self._rendered({})
             self.notes = [*self._made[1], *((_LOST, name, why) for name, why in unread.items())]
             self._project = _without_gaps(parse(self._made[0])[0], (), self.notes)
@@ -155,7 +154,8 @@ class _Migration:
 
     def _vocabulary(self, *names: Any) -> int | None:
         """Return the vocabulary size of a tokenizer, or of GPT-2's two files; None if they cannot be read."""
-        from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
+        from crosstrain import load_tokenizer
+        from crosstrain.data.tokenizer import load_gpt2
 
         files = [file for name in names if name and (file := self._located(name, Path.exists))]
         with suppress(DataError):
@@ -164,14 +164,17 @@ class _Migration:
         return None
 
     def settled(self) -> Any:
-        """Return the project; every setting is in it or in a note. Raises ConfigError for another program's file."""
+        """Return the project; every setting is in it or in a note.
+
+        Raises ConfigError if the settings belong to a different program, or if there are too many settings.
+        """
         if len(self._account) > _MOST:
             raise ConfigError(f"{self._path}: expected at most {_MOST} settings, got {len(self._account)}")
         settings = {part.lower() for key in self._account for part in key}
-        for each in origins().values():  # settings that only one of the two programs has identify it
+        for each in origins().values():  # recognize a different program by settings that only that program has
             theirs, ours = (settings & program.answers.maps[0].keys() for program in (each, self._origin))
             if len(theirs - ours) > 2 and not ours - theirs:
-                raise ConfigError(f"{self._path}: these are settings of {each.name}: give --from {each.file.stem}")
+                raise ConfigError(f"{self._path}: these are settings of {each.name}; use --from {each.file.stem}")
         for key, (value, read) in self._account.items():
             name, near = key[-1].lower(), range(len(key), 0, -1)
             # Number of leading parts of the key up to the innermost part with an answer: the setting or its section.
@@ -181,7 +184,7 @@ class _Migration:
             quiet = None, "", "auto", "none", [], {}, *self._origin.neutral.get(name, [])
             if _acts(value):
                 self.notes.append(
-                    (_LOST, ".".join(key), "a command, or a reference ${...}, is not carried over; give the value")
+                    (_LOST, ".".join(key), "commands and references ${...} are not carried over; set the value")
                 )
             elif one not in quiet and (value is not False or ": " not in answer):  # other settings have no effect
                 self._settle(key, end, value, read, answer)
@@ -199,7 +202,7 @@ class _Migration:
         if answered or (read and (known or not self._ignores(key, value))):
             return
         title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
-        why = reason if title else f"give {'.'.join(parts)}{f' ({reason})' if reason else ''}"
+        why = reason if title else f"set {'.'.join(parts)}{f' ({reason})' if reason else ''}"
         if not reason and there is not None:
             why = f"the project has {'.'.join(parts)}={here}"
         elif reason == UNHEARD and len(self._account) < 300:
@@ -207,7 +210,7 @@ class _Migration:
             why += f"; did you mean {meant[0]}?" if meant else ""
         rival = next((b for a, b in _RIVALS if kind == f"run.{a}" and b in self._project["run"]), None)
         if rival and not read:
-            self.notes.append((_NO_NEED, ".".join(key), f"run.{rival} says it"))
+            self.notes.append((_NO_NEED, ".".join(key), f"run.{rival} already sets it"))
         elif read or reason or end < len(key) or there not in (None, value):
             partly = any(seen and other[:end] == key[:end] for other, (_, seen) in self._account.items())
             self.notes.append((title or _LOST, ".".join(key if partly else key[:end]), why))
@@ -215,20 +218,20 @@ class _Migration:
             self._carry(key, parts, value)
 
     def _ignores(self, key: Key, value: Any) -> bool:
-        """True if the template gives the same result for a changed value."""
+        """Return True if the template gives the same result for a changed value."""
         with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
             changes = {key: f"?{value}" if isinstance(value, str) else value is not True and value + value}
             return bool(self._rendered(changes)[0] == self._made)
         return False
 
     def _carry(self, key: Key, parts: list[str], value: Any) -> None:
-        """Put a value under a key of the project, or into a note if its runner has no such option."""
+        """Put a value under a key of the project, or into a note if the project's runner has no such option."""
         runner = sources.named(self._project, ("run", "runner")) or DEFAULT_RUNNER
         if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *_options_of(runner)]:
             self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
         else:
             if key[-1].lower() not in self._origin.answers:
-                self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; look at it"))
+                self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; check it"))
             carried = _without_gaps(sources.nested(parts, value), (), self.notes)
             self._project = sources.merge(carried, self._project, names_replace=False)
 
@@ -242,7 +245,7 @@ def _options_of(runner: str) -> list[str]:
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
     """Leave out zero and negative numbers that `run` does not accept; in other programs, they usually mean "off"."""
-    not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number, in JSON
+    not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number that is not positive, in JSON
     for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:
             hint = get_type_hints(RunOptions, include_extras=True)[name]
@@ -274,7 +277,7 @@ def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
         case list():
             return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
         case str() if value.startswith(UNKNOWN):
-            why = value.removeprefix(UNKNOWN).strip() or "the file does not say it"
+            why = value.removeprefix(UNKNOWN).strip() or "the file does not set it"
             notes.append((_TO_GIVE, ".".join(key), why))
             return UNKNOWN
     return value

@@ -12,7 +12,7 @@ from crosstrain.config.yaml_text import Unreadable, parse
 from .literals import UNKNOWN, value_of
 
 _MOST = 2**21  # limit on the total number of characters, with variables expanded
-_GAP, _QUOTED = "\x1e", "\x1f"  # separator of fields and array elements; mark of quoted fields, which may be empty
+_GAP, _QUOTED = "\x1e", "\x1f"  # separator of fields and array elements; mark that keeps empty quoted fields
 _FIRST, _DOUBT = 0xF0000, re.compile("[\U000f0000-\U0010ffff]")
 _OWN = re.compile(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}")
 _WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
@@ -28,7 +28,7 @@ _CERTAIN = {
     "case_item": 1, "negated_command": 1,
     "for_statement": _LOOP, "while_statement": _LOOP, "c_style_for_statement": _LOOP,
 }  # fmt: skip
-_SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables in ways not followed here
+_SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables in unsupported ways
 _JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
 _SHELLS = {f"{folder}{name}" for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh")}
 _LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
@@ -39,8 +39,8 @@ def read_script(text: str) -> dict[str, Any]:
     """Return a dict of the options of a script's training command.
 
     Names have `_` in place of `-`, and options without a value are true. A value known only at run time is UNKNOWN. The
-    key UNKNOWN holds the reasons for such values, by option, and notes on other text that was not read. Raises
-    Unreadable if the text is not a script, or is too long with its variables expanded.
+    key UNKNOWN contains the reason for each UNKNOWN value, and notes on other text that was not read. Raises Unreadable
+    if the text is not a script, or is too long after variables are expanded.
     """
     shell = _Shell()
     shell.follow(_OWN.sub("\ufffd", text), sure=True)
@@ -48,12 +48,12 @@ def read_script(text: str) -> dict[str, Any]:
 
 
 class _Shell:
-    """Follows a script without executing it, to find the fields that its commands would receive.
+    """Interprets a script without executing it, to find the arguments that its commands would receive.
 
-    A doubt is one character of a private-use plane. It stands for a part of a text that is known only at run time, such
-    as the environment, the script's arguments or the output of commands. A doubt has a reason and the options that may
-    be in its place. After a branch or a loop assigns a variable, its value is the leading words that all cases share,
-    followed by a doubt.
+    A placeholder (a "doubt" in the code) is one Unicode private-use character for text that is known only at run
+    time, such as the environment, the script's arguments or the output of commands. `_doubts` contains the reason
+    for each placeholder, and the options that it may stand for. After a branch or a loop assigns a variable, the
+    variable's value is the leading words that all cases share, followed by a placeholder.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class _Shell:
         self._parser = library.Parser(library.Language(language.language()))
         self._variables = ChainMap[str, str | None]()  # scopes: called functions first, then the script
         self._functions, self._sure = dict[str, Any](), True
-        # For each doubt: reason, options that it may hold, whether it may begin with a word that is not an option.
+        # For each placeholder: reason, options that it may stand for, whether its first word may be a plain argument.
         self._doubts, self._length = list[tuple[str, set[str], bool]](), 0
         # For each command: priority, program, line, option -> words, reasons why other words belong to no option.
         self._runs = list[tuple[tuple[bool, int], str, int, dict[str, list[str]], list[str]]]()
 
     def follow(self, text: str, sure: bool) -> None:
-        """Follow a script to its end; unless it is `sure` to execute, variables may keep their values."""
+        """Interpret a whole script. If the script might not run (`sure` is False), its assignments are uncertain."""
         self._run(self._parser.parse(f"{text}\n".encode()).root_node, sure)
 
     def _run(self, node: Any, sure: bool) -> None:
@@ -75,7 +75,7 @@ class _Shell:
         match kind:
             case "ERROR":
                 raise Unreadable(
-                    f"line {node.start_point.row + 1}: {node.text.decode()[:40]!r} is no statement of bash"
+                    f"line {node.start_point.row + 1}: {node.text.decode()[:40]!r} is not a bash statement"
                 )
             case "variable_assignment":
                 self._assign(node, sure)
@@ -140,7 +140,10 @@ class _Shell:
             self._set(name, f"{old}{_GAP}{text}" if old and text else f"{old}{text}", node, sure)
 
     def _set(self, name: str, text: str, node: Any, sure: bool) -> None:
-        """Assign to a variable. Unless `sure`, assign only the leading words that both values share, and a doubt."""
+        """Assign to a variable.
+
+        If not `sure`, the value is the leading words that the old and the new value share, and a placeholder.
+        """
         old = self._variables.get(name)
         if not sure and text != old:
             both = zip(_WORD.findall(old or ""), _WORD.findall(text), strict=False)
@@ -154,13 +157,13 @@ class _Shell:
             self._set(name, self._doubt(node, *texts), node, sure=False)
 
     def _doubt(self, node: Any, *texts: str) -> str:
-        """Return a new doubt that stands for one of the texts, or for any text if there are none."""
+        """Return a new placeholder for one of the texts; without texts, for any text."""
         source = node.text.decode().strip()
         words = [re.split(rf"[\s{_GAP}]+", text.lstrip(f" {_GAP}")) for text in texts]
         options = {_named(found[1]) for each in words for word in each if (found := _OPTION.fullmatch(word))}
         options.update(*(names for _, names, _ in self._within(" ".join(texts))))
         begins = {first for first, *_ in words if first} or {source.strip("${}")}
-        why = f"line {node.start_point.row + 1}: only a run of the script knows {source.splitlines()[0][:40]!r}"
+        why = f"line {node.start_point.row + 1}: {source.splitlines()[0][:40]!r} is known only at run time"
         bare = any(not re.match("--?[A-Za-z]|[@*]", first) for first in begins)
         self._doubts.append((why, options, bare))
         return chr(_FIRST + len(self._doubts) - 1)
@@ -169,7 +172,10 @@ class _Shell:
         return [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(text)]
 
     def _unread(self, node: Any) -> str:
-        """Return a doubt for an unsupported expansion; it may stand for variables, or for words of echo or cat."""
+        """Return a placeholder for an expansion that is not evaluated.
+
+        The value may come from variables in the expansion, or from the arguments of echo or cat.
+        """
         source = node.text.decode()
         names = self._variables if "${!" in source else re.findall(r"\w+", source)
         bodies = [self._functions[name].text.decode() for name in names if name in self._functions]
@@ -188,7 +194,7 @@ class _Shell:
         kind, source = node.type, node.text.decode()
         self._length += 16 + len(source)  # each word also has a fixed cost
         if self._length + 32 * len(self._doubts) > _MOST:
-            raise Unreadable(f"more than {_MOST:,} characters, with the values of variables")
+            raise Unreadable(f"more than {_MOST:,} characters with variables expanded")
         match kind:
             case "comment":
                 return ""
@@ -257,7 +263,7 @@ class _Shell:
         return value.replace(_GAP, " ")
 
     def _options(self, fields: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-        """Return the words of each option in `fields`, and the reasons why other words belong to none."""
+        """Return the words of each option in `fields`, and the reasons why other words belong to no option."""
         options, lost = dict[str, list[str]](), list[str]()
         current, doubt = list[str](), ""  # options that the next word may belong to
         for field in fields:
@@ -272,14 +278,14 @@ class _Shell:
                 for name in current:
                     options[name].append(field + doubt)
             elif not held or any(bare for _, _, bare in doubts):
-                lost += [why for why, _, _ in doubts] or [f"{field!r} belongs to no option"]
+                lost += [why for why, _, _ in doubts] or [f"{field!r} does not belong to an option"]
             doubt = field if only else doubt
             options |= {name: [field] for name in held}
             current += held
         return options, lost
 
     def _record(self, fields: list[str], line: int) -> None:
-        """Record a command that has options. Of its launcher's options, keep only those in _COUNTS."""
+        """Record a command that has options. From the launcher's options, keep only those in _COUNTS."""
         programs = [
             i
             for i, word in enumerate(fields)
@@ -301,12 +307,12 @@ class _Shell:
         reasons = {name: within[0][0] for name, within in doubts.items() if within}
         for _, name, line, others, _ in self._runs:
             if name == program:
-                why = f"{program} is started with different ones in lines {first} and {line}"
+                why = f"{program} is started with different values in lines {first} and {line}"
                 different = (option for option in options | others if options.get(option) != others.get(option))
                 reasons = dict.fromkeys(different, why) | reasons
                 options = others | options
             else:
-                reasons[f"line {line}"] = f"of several commands the one with most options is read, in line {first}"
+                reasons[f"line {line}"] = f"only the command with the most options is read, in line {first}"
         values = {name: UNKNOWN if name in reasons else _parsed(words) for name, words in options.items()}
         reasons |= {"words without an option": "; ".join(lost)} if lost else {}
         return values | ({UNKNOWN: reasons} if reasons else {})

@@ -17,11 +17,13 @@ _NEXT = {
 
 @registry.register_command("new")
 class NewCommand(Command):
-    """Create a runner, model, dataset, callback, project or package from a template."""
+    """Create a component, project or package from a template."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("kind", choices=_NEXT, metavar="KIND", help=", ".join(_NEXT))
-        parser.add_argument("new_name", metavar="NAME", help="of the component, project or package, and of its files")
+        parser.add_argument(
+            "new_name", metavar="NAME", help="name of the component, project or package, and of its files"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Write the files into the working directory; return the exit code. Existing files are never overwritten."""
@@ -29,7 +31,7 @@ class NewCommand(Command):
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise UserError(f"new: {name!r} cannot name a Python module: use lower-case letters, digits and _")
         if name in registry.names(kind):
-            raise UserError(f"new: there is a {kind} called {name} already: choose another name")
+            raise UserError(f"new: a {kind} named {name} already exists: choose a different name")
         template = paths.home() / "configs" / "new" / kind
         stem = name.removesuffix(f"_{kind}").title().replace("_", "")  # MyModel, not MyModelModel, for my_model
         files = {}
@@ -37,7 +39,7 @@ class NewCommand(Command):
             text = source.read_text(encoding="utf-8").replace("Example", stem)
             files[Path(str(source.relative_to(template)).replace("example", name))] = text.replace("example", name)
         if there := [file for file in files if file.exists()]:
-            raise UserError(f"new: {there[0]} exists, so nothing was written")
+            raise UserError(f"new: {there[0]} already exists, so nothing was written")
         if kind == "project" and not Path(_SCHEMA).exists():
             files[Path(_SCHEMA)] = (paths.home() / "projects" / _SCHEMA).read_text(encoding="utf-8")
         for file, text in files.items():

@@ -1,7 +1,7 @@
 """Plan a project: estimate its costs under each runner before anything starts."""
 
-from crosstrain import Config, UserError, load_config, registry
-from crosstrain.config.load import ProjectLike, preset_files
+from crosstrain import Config, ProjectLike, UserError, load_config, registry
+from crosstrain.config.load import preset_files
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.checks import check_layout
@@ -26,8 +26,8 @@ def plan(
 ) -> Plan:
     """Estimate memory, FLOPs and traffic of a project on `world_size` ranks, without starting any rank.
 
-    The ranks do not have to exist. The last four arguments are as on the command line, such as "24GiB". `print` shows
-    the plan, and `as_json` returns it as JSON values. Raises UserError.
+    The ranks do not have to exist. The last four arguments are strings as on the command line, such as "24GiB".
+    `print` shows the plan, and `Plan.as_json` returns it as JSON values. Raises UserError if no plan is possible.
     """
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None
     flops = read_number(throughput, "--throughput") if throughput else None
@@ -44,7 +44,7 @@ def plan(
 def alternatives(
     project: ProjectLike, options: Overrides, planned: Project, size: int, presets: bool = True
 ) -> Alternatives:
-    """Return the project under every runner in configs/, and a function that rebuilds it with more settings."""
+    """Return a configuration with each runner in configs/, and a function to rebuild the project with more settings."""
 
     def rebuild(settings: list[str]) -> Project:
         config = load_config(project, [*pairs(options), *settings])

@@ -1,4 +1,4 @@
-"""Collective calls, as torch's dispatcher shows them."""
+"""Recognize collective calls in torch's dispatcher, and count the bytes that they send."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from crosstrain.engine.footprint import all_reduced, scattered
+from crosstrain import all_reduced, scattered
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "gather", "scatter",
           "reduce", "send", "recv")  # fmt: skip
@@ -21,7 +21,7 @@ def kind_of(func: Any) -> str | None:
 
 
 def sent_by(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that this rank sends in a dispatched operation, with ring algorithms; 0 if it sends none."""
+    """Return the bytes that this rank sends in a dispatched operation, assuming ring algorithms."""
     kind = kind_of(func)
     if kind is None or kind == "recv":
         return 0

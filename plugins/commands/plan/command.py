@@ -1,4 +1,4 @@
-"""`crosstrain plan`: estimate the costs of a project, and check whether it fits, before it starts."""
+"""`crosstrain plan`: estimate the costs of a project, and check whether it fits into memory, before it starts."""
 
 import argparse
 import json
@@ -15,12 +15,27 @@ class PlanCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument("--world-size", type=positive, metavar="N", help="ranks, there or not (default: as train)")
-        parser.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 24GiB: what fits?")
-        parser.add_argument("--throughput", metavar="FLOPS", help="a device's FLOP/s, such as 150T: how many days?")
-        parser.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks")
-        parser.add_argument("--tokens", metavar="N", help="of the training, such as 2.5B (default: run.max_iters)")
-        parser.add_argument("--no-presets", action="store_true", help="leave other runners out")
+        parser.add_argument(
+            "--world-size",
+            type=positive,
+            metavar="N",
+            help="number of ranks; they do not have to exist (default: as for train)",
+        )
+        parser.add_argument(
+            "--device-memory",
+            metavar="SIZE",
+            help="device memory per rank, such as 24GiB; shows whether the project fits",
+        )
+        parser.add_argument(
+            "--throughput", metavar="FLOPS", help="FLOP/s per device, such as 150T; shows the duration in days"
+        )
+        parser.add_argument(
+            "--tokens-per-second", metavar="N", help="measured speed of all ranks together; shows the duration in days"
+        )
+        parser.add_argument(
+            "--tokens", metavar="N", help="number of training tokens, such as 2.5B (default: from run.max_iters)"
+        )
+        parser.add_argument("--no-presets", action="store_true", help="plan only the project's own runner")
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -21,6 +21,8 @@ from crosstrain import (
     Sizes,
     UserError,
     create_state,
+    explained,
+    first_line,
     log,
     registry,
 )
@@ -32,12 +34,11 @@ from crosstrain.engine.precision import DTYPES
 from crosstrain.engine.runner import context_size
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
-from crosstrain.utils.errors import explained, first_line
 
 from .fake_world import fake_world
 from .memory_trace import Trace, trace
 
-UNKNOWN_SHAPE = "the shape of a sample is not known before the data is there"
+UNKNOWN_SHAPE = "the shape of a sample is unknown until the data is prepared"
 MODES: tuple[Mode, ...] = get_args(Mode)
 HOST_COPY = "checkpoint on its way"  # host memory for saving in the background
 _FP32 = 4
@@ -49,7 +50,8 @@ class Memory:
 
     kind: str  # kind of rank, such as a pipeline stage
     parameters_held: int  # elements of parameters that this rank keeps between steps
-    parameters: int | None  # elements of all ranks' parameters, including this layout's padding; None: as on one rank
+    # elements of all ranks' parameters, including this layout's padding; None: the same number as on a single rank
+    parameters: int | None
     device: dict[str, int]
     host: dict[str, int]
 
@@ -71,7 +73,7 @@ class Estimate:
     batch: BatchPlan
     mode: Mode
     memory: Memory  # memory of the rank that needs the most
-    others: list[Memory]  # memory of other kinds of ranks
+    others: list[Memory]  # memory of the other kinds of ranks
     sent: int  # maximum number of bytes that a rank sends
     bubble: float  # fraction of the step that pipeline ranks spend waiting
 
@@ -79,8 +81,8 @@ class Estimate:
 class Project:
     """A configuration and its model, for estimates under any number of runners; traces are cached.
 
-    model: the model on the meta device. inputs: one sample as a batch on the meta device; None: its shape is unknown,
-    and estimates exclude activations. absent: weight folders that are missing on this machine.
+    model: the model on the meta device. inputs: one sample as a batch on the meta device; None: the shape of a
+    sample is unknown, and estimates exclude activations. absent: weight folders that are missing on this machine.
     """
 
     def __init__(self, config: Config, model: Model, inputs: Batch | None, absent: list[str] | None = None) -> None:
@@ -94,7 +96,7 @@ class Project:
         self._state_bytes: dict[tuple[bool, int], float] = {}
 
     def estimate(self, config: Config, world_size: int) -> Estimate:
-        """Estimate one step of `config`, a variant of the project. Raises ConfigError if its runner cannot train it."""
+        """Estimate a step of `config`, a variant of the project. Raises ConfigError if the runner rejects the model."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = registry.get("runner", config.run.runner.name)
         check_held(self.model, runner, config)
@@ -110,7 +112,7 @@ class Project:
 
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
         """Raise ConfigError if the whole model's forward works, but the sharded model's forward fails."""
-        with explained("the model cannot be spread over ranks by this runner"), fake_world(world_size):
+        with explained("this runner cannot split the model across ranks"), fake_world(world_size):
             for layout in self.layouts(self.config, world_size, batch):
                 if layout.model is not None:
                     self.trace_of(layout, batch.micro_batch, "none")
@@ -118,7 +120,7 @@ class Project:
             log.warning("%s cannot be checked before it runs: %s", self.config.model.name, self.problem)
 
     def layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
-        """Return the runner's layout of each kind of rank. Call it within `fake_world`."""
+        """Return the runner's layout of each kind of rank. Call this method within `fake_world`."""
         runner, options = registry.get("runner", config.run.runner.name), config.run.runner.options
         model, sharing = self.model, context_size(options)
         if sharing > 1:
@@ -136,11 +138,11 @@ class Project:
         return {k: v.repeat(rows, *[1] * (v.ndim - 1)) for k, v in (self.inputs or {}).items()}
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
-        """Return the trace of a micro batch; if the forward cannot be traced, it is empty, and `problem` says why.
+        """Return the trace of a micro batch. If the forward cannot be traced, return an empty trace and set `problem`.
 
         Raises ConfigError if the forward of the layout's model fails although the whole model's forward works.
         """
-        key = layout.computes, rows, "full" if mode == "offload" else mode  # offload only moves the inputs
+        key = layout.computes, rows, "full" if mode == "offload" else mode  # offload is traced like full
         if self.inputs is None:
             self.problem = self.problem or UNKNOWN_SHAPE
         if self.problem is None and key not in self._traces:
@@ -155,10 +157,10 @@ class Project:
                     self.trace_of(Layout(0, 0, 0), rows, mode)
                     if self.problem is None:
                         raise ConfigError(
-                            f"run.runner: the model cannot compute as it is spread over ranks ({reason}); is something "
-                            f"missing in run.runner.plan?"
+                            f"run.runner: the forward fails when the model is split across ranks ({reason}); is "
+                            f"something missing in run.runner.plan?"
                         ) from error
-                self.problem = f"the model's forward cannot be followed without values ({reason})"
+                self.problem = f"the model's forward cannot be traced without tensor values ({reason})"
         return self._traces.get(key, Trace())
 
     def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:
@@ -193,7 +195,7 @@ class Project:
     # ---- independent of the runner
 
     def state_bytes(self, model: Model) -> float:
-        """Return the mean bytes of optimizer state per trained element of `model`, measured on trial parameters."""
+        """Return the mean bytes of optimizer state per trained element of `model`, measured on small parameters."""
         make, hidden, total = optimizer_factory(self.config, model), model.weights.matrices(), 0.0
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, p in trained:
@@ -210,9 +212,8 @@ class Project:
         return total / max(1, sum(p.numel() for _, p in trained))
 
     def flops(self, batch: BatchPlan, mode: Mode) -> int:
-        """Return the FLOPs of a step on all ranks, including recomputation: matmuls and attention, as torch counts."""
-        layout = Layout(0, 0, 0)
-        return self.trace_of(layout, batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
+        """Return the FLOPs of a step on all ranks, with recomputation; like torch, count only matmuls and attention."""
+        return self.trace_of(Layout(0, 0, 0), batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -230,7 +231,7 @@ class Project:
 def with_options(
     config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
 ) -> Config:
-    """Return the configuration with new batch sizes or checkpointing mode; accumulation follows from the sizes."""
+    """Return the configuration with new batch sizes or a new checkpointing mode; the sizes set the accumulation."""
     run = config.run
     if micro_batch is not None:
         total = global_batch or run.global_batch_size
@@ -243,7 +244,7 @@ def with_options(
 def with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
     """Return the configuration with the global batch size of `batch`, or unchanged if ranks cannot share it equally.
 
-    The micro batch size is the largest possible one, up to that of `batch`.
+    The micro batch size is the largest one possible, at most `batch.micro_batch`.
     """
     runner = registry.get("runner", config.run.runner.name)
     try:

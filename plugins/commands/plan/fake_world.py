@@ -20,13 +20,13 @@ def fake_world(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # cached meshes would compare equal to those of the next world
+        _clear_sharding_prop_cache()  # cached meshes would compare equal to meshes of the next world
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
     """Replace torch's grouped_mm, which accepts only bf16 fake tensors: multiply all rows by `weights[0]`.
 
-    Shapes, memory and FLOPs equal those of the real operation, which multiplies each group of rows [n, in] by its own
+    Shapes, memory and FLOPs are as in the real operation, which multiplies each group of rows [n, in] by its own
     weight [in, out].
     """
     with torch.autocast(rows.device.type, enabled=False):

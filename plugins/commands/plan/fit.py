@@ -16,7 +16,7 @@ from ..units import show_bytes
 from .estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
 
 _MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # fastest first
-USABLE = 0.9  # fraction of a device's memory; fragmentation, the context and workspaces take some of the rest
+USABLE = 0.9  # usable fraction of a device's memory; fragmentation, the context and workspaces may need the rest
 _Change = tuple[list[str], Config]  # settings in the syntax of --options, and the resulting configuration
 _BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", "gradient_checkpointing")
 
@@ -25,12 +25,12 @@ _BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", 
 class Alternatives:
     """Other ways to train a project."""
 
-    runners: Mapping[str, Config | str]  # runner -> the project under it, or why it is impossible
+    runners: Mapping[str, Config | str]  # runner -> configuration with this runner, or error message
     rebuild: Callable[[list[str]], Project]  # rebuilds the project with --options settings; raises UserError
 
 
 def gpu_memory(config: Config) -> int | None:
-    """Return the bytes of memory of this machine's GPU; None on a CPU, where other programs use memory, too."""
+    """Return the bytes of memory of this machine's GPU; None on a CPU, whose memory other programs share."""
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
@@ -42,8 +42,9 @@ def check_memory(project: Project, world_size: int, limit: int, others: Callable
     if needed > limit:
         advice = nearest(project, others(), world_size, limit)
         raise UserError(
-            f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
-            f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts it"
+            f"a rank needs {show_bytes(needed)} of memory, but its device has {show_bytes(limit)}"
+            f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts "
+            f"the run anyway"
         )
 
 
@@ -54,26 +55,26 @@ def needs(estimate: Estimate, device: str) -> int:
 
 @dataclass
 class Advice:
-    """The change that fits at the least cost, or the one that comes closest."""
+    """The change that fits at the least cost in speed, or else the change that comes closest to fitting."""
 
     settings: list[str]  # key=value, in the syntax of --options
     needs: int  # bytes
-    fits: bool  # it fits and leaves a tenth of the memory free
+    fits: bool  # True: the run fits and leaves a tenth of the memory free
 
     def __str__(self) -> str:
         change = f"{' '.join(self.settings)} ({show_bytes(self.needs)})"
         if self.fits:
-            return f"nearest that fits and leaves a tenth free: {change}"
-        return f"nothing tried fits and leaves a tenth free; closest: {change}; use more ranks or larger devices"
+            return f"cheapest change that fits and leaves a tenth free: {change}"
+        return f"no tried change fits and leaves a tenth free; closest: {change}; use more ranks or larger devices"
 
 
 def nearest(project: Project, others: Alternatives, world_size: int, limit: int) -> Advice | None:
-    """Find the changes that fit into nine tenths of `limit` bytes at the least cost in speed.
+    """Find the changes that make a rank fit into nine tenths of `limit` bytes at the least cost in speed.
 
-    Frozen weights in half precision cost no speed, so every candidate has them. The candidates in order are smaller
-    micro batches, selective checkpointing, the other runner that sends the least, and full checkpointing. Changes that
-    use host memory come after these. Adapters for pretrained models come last, because they change which parameters are
-    trained.
+    Frozen weights in half precision cost no speed, so every candidate uses them. The other changes are tried in this
+    order: smaller micro batches, selective checkpointing, a different runner (the one that sends the fewest bytes),
+    full checkpointing, and changes that use host memory. Adapters for pretrained models come last, because they change
+    the set of trained parameters.
 
     If nothing fits, return the change that comes closest; None if no change is possible.
     """
@@ -99,13 +100,13 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
 
 def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:
-    """Yield the project with the model's lighter options, if it has any, and then with each supported adapter."""
+    """Yield the project with those options of the model that save memory, and then also with each adapter."""
     lighter = project.model.structure.lighter(project.config.run.amp.dtype)
     settings = [f"model.{key}={value}" for key, value in lighter.items()]
     yield settings, others.rebuild(settings) if settings else project
     tuned = project.config.adapter is None and (project.absent or project.model.weights.sources())
     for name in registry.names("adapter") if tuned else ():
-        with suppress(UserError):  # the model does not support it, or a package is missing
+        with suppress(UserError):  # the model does not support the adapter, or a package is missing
             yield (adapted := [*settings, f"model.adapter={name}"]), others.rebuild(adapted)
 
 

@@ -15,12 +15,17 @@ class MemoryCheck(PreflightCheck):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--no-fit-check", dest="fit_check", action="store_false", help="start although the memory is too small"
+            "--no-fit-check",
+            dest="fit_check",
+            action="store_false",
+            help="start even if the device memory is too small",
         )
-        parser.add_argument("--device-memory", metavar="SIZE", help="of each rank's device (default: of this GPU)")
+        parser.add_argument(
+            "--device-memory", metavar="SIZE", help="device memory per rank (default: the memory of this machine's GPU)"
+        )
 
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
-        """Raise UserError if the model cannot be sharded this way, or (on the first launcher) memory is too small."""
+        """Raise UserError if the runner cannot shard the model, or (on the first launcher) if memory is too small."""
         from .api import alternatives
         from .estimate import Project
         from .fit import check_memory, gpu_memory

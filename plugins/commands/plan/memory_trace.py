@@ -1,11 +1,11 @@
 """Trace the memory of a forward and a backward with fake tensors, which have shapes but no values.
 
-Every tensor is counted from its allocation to its release by torch's autograd, autocast and checkpointing, so the
-trace works for any model. Operations are those of torch's CPU backend. For a GPU, the trace assumes the fused attention
-kernel that runs there, and one softmax of the loss per chunk.
+A tensor counts from its allocation until torch releases it, whether the model, autograd, autocast or checkpointing
+holds the tensor, so the trace works for any model. The traced operations are those of torch's CPU backend. For a GPU,
+the trace assumes a fused attention kernel, and a loss that computes one softmax per chunk.
 
-Equal blocks of a chain are not computed one by one. The trace runs once with the first and the last of n blocks, and
-once with only one block. The difference is the cost of each further block.
+At most two of the equal blocks in a chain are traced. The first trace contains the first and the last block, and the
+second trace contains only the first block. The difference between the traces is the cost of each further block.
 """
 
 import copy
@@ -53,18 +53,18 @@ class Trace:
     """Bytes and FLOPs of one micro batch; memory excludes parameters and their gradients."""
 
     forward_peak: int = 0
-    kept: int = 0  # held between forward and backward
-    # (gradient bytes so far of parameters in blocks, of all parameters) -> peak memory
+    kept: int = 0  # bytes held between forward and backward
+    # (gradient bytes so far in blocks, gradient bytes so far in the whole model) -> peak memory
     backward: dict[tuple[int, int], int] = field(default_factory=dict)
-    inputs: int = 0  # inputs of checkpointed blocks; `offload` moves them to host memory
+    inputs: int = 0  # bytes of inputs of checkpointed blocks, which `offload` moves to host memory
     flops: int = 0
     exchanged: int = 0  # bytes that this rank sends in collectives of the forward and the backward
 
     def peak(self, retained: float, outside: float, exchanged: int) -> tuple[int, int, int]:
         """Return the peak memory, and its parts for retained gradients and for communication buffers.
 
-        retained: fraction of the gradients in blocks that stays in memory. outside: the same for all other gradients.
-        exchanged: bytes of communication buffers, counted from the first gradient on.
+        retained: fraction of the blocks' gradients that stays in memory. outside: the same fraction for all other
+        gradients. exchanged: bytes of communication buffers, which exist once the backward has produced a gradient.
         """
         moments = [(self.forward_peak, 0, 0)]
         for (inside, made), most in self.backward.items():
@@ -85,7 +85,7 @@ def trace(
     """Trace a forward and a backward of `model`, which is on the meta device, with autocast to `dtype`.
 
     batch: tensors of a micro batch; only their shapes and dtypes matter. head: this rank's head; None: the plain head.
-    objective: the loss; None: the model's own. If the forward reads tensor values, the model's error is raised.
+    objective: the loss; None: the model's own loss. Raises the model's error if the forward reads tensor values.
     """
     groups = {n: alike for n, chain in enumerate(model.structure.chains()) if len(alike := _alike(chain)) > 2}
     middles = {n: alike[1:-1] for n, alike in groups.items()}
@@ -94,13 +94,12 @@ def trace(
     out = ends.trace
     # Walk the backward from its end, so that insertions do not shift the boundaries still to come.
     for n in sorted(groups, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
-        one = measure(middles | {n: groups[n][1:]})
-        out = _extended(out, ends, one, n, len(middles[n]))
+        out = _extended(out, ends, measure(middles | {n: groups[n][1:]}), n, len(middles[n]))
     return out
 
 
 def _alike(chain: list[nn.Module]) -> list[nn.Module]:
-    """Return the largest set of equal blocks. A block without parameters equals no other."""
+    """Return the largest set of equal blocks. A block without parameters equals no other block."""
 
     kinds = defaultdict[Hashable, list[nn.Module]](list)
     for block in chain:
@@ -110,7 +109,7 @@ def _alike(chain: list[nn.Module]) -> list[nn.Module]:
 
 
 def _extended(out: Trace, ends: "_Tracker", one: "_Tracker", chain: int, more: int) -> Trace:
-    """Return `out` with `more` blocks in the middle of a chain; each costs the difference between `ends` and `one`."""
+    """Return `out` with `more` blocks in the middle of a chain; a block costs the difference of `ends` and `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
     gradients = max(a.backward)[1] - max(b.backward)[1]
@@ -151,7 +150,7 @@ def _measure(
         here = [block for block in blocks if id(block) not in skipped]
         activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:
-            # A block without parameters is a placeholder for a block on another pipeline stage.
+            # A block without parameters is a placeholder for a block on a different pipeline stage.
             if how in ("full", "offload") and next(block.parameters(), None) is not None:
                 block.register_forward_pre_hook(tracker.sees_input)
     with ExitStack() as stack:
@@ -187,7 +186,7 @@ def _measure(
 
 
 def _pass_on(tracker: "_Tracker", chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """Replace the forward of a left-out block; a hook records when the backward reaches it."""
+    """Replace the forward of a left-out block; a hook records when the backward reaches the block."""
     if hidden.requires_grad:
         hidden.register_hook(lambda _: tracker.comes_by(chain))
     return hidden
@@ -212,7 +211,7 @@ def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
 
 
 class _Tracker(TorchDispatchMode):
-    """Counts the bytes of live tensors."""
+    """Counts the bytes of live tensors, FLOPs, and bytes sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +220,7 @@ class _Tracker(TorchDispatchMode):
         self.forward_end = 0  # live bytes at the end of the forward, including autocast's copies of weights
         # chain -> value of `_made` when the backward reaches the chain's left-out blocks
         self.boundaries: dict[int, tuple[int, int]] = {}
-        self._made = (0, 0)  # gradient bytes so far: of parameters in blocks, of all parameters
+        self._made = (0, 0)  # gradient bytes so far: in blocks, in the whole model
         self._known: set[int] = set()  # IDs of the counted storages
         self._ignored: list[Any] = []
         self._backward = False
@@ -242,7 +241,7 @@ class _Tracker(TorchDispatchMode):
             self.trace.flops += formula(*args, **kwargs, out_val=out)
         self.trace.exchanged += sent_by(func, args, out)
         if self._backward:
-            # Real gradients accumulate in place, fake ones do not: skip the sum, and measure at the next operation.
+            # Real gradients accumulate in place, unlike fake gradients: skip the sum and measure at the next operation.
             if func is not torch.ops.aten.add.Tensor:
                 self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
         else:

@@ -1,4 +1,4 @@
-"""A plan: costs of a project under its runner, other runners and checkpointing modes, as text and JSON."""
+"""A plan: costs of a project with its own runner, other runners and checkpointing modes, as text and JSON."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ class Budget:
     device_memory: int | None = None  # bytes
     throughput: float | None = None  # FLOP/s of one device, including recomputation
     tokens_per_second: float | None = None  # all ranks together
-    tokens: float | None = None  # length of the run; None: run.max_iters sets it
+    tokens: float | None = None  # training tokens of the run; None: run.max_iters sets the length
 
 
 @dataclass(repr=False)
@@ -32,14 +32,14 @@ class Plan:
 
     project: Project
     budget: Budget
-    steps: int | None  # run.max_iters, or enough for the budget's tokens
+    steps: int | None  # run.max_iters, or the number of steps for the budget's tokens
     chosen: Estimate
-    modes: dict[str, Estimate | str]  # checkpointing mode -> estimate, or why it is impossible
-    presets: dict[str, Estimate | str]  # other runner -> estimate, or why it is impossible
+    modes: dict[str, Estimate | str]  # checkpointing mode -> estimate or error message
+    presets: dict[str, Estimate | str]  # other runner -> estimate or error message
     advice: Advice | None = None
 
     def fits(self, estimate: Estimate) -> bool | None:
-        """Return whether a tenth of the device's memory stays free; None if the budget has no limit."""
+        """Return whether a tenth of the device's memory stays free; None if the budget has no memory limit."""
         limit = self.budget.device_memory
         return None if limit is None else needs(estimate, self.project.device) <= USABLE * limit
 
@@ -132,7 +132,7 @@ class Plan:
             out.append(f"pipeline bubble   {chosen.bubble:.1%} of a step, if all stages take the same time")
         if self.steps is not None:
             days = self.days()
-            time = f", {days:,.2f} days" if days is not None else "; --throughput or --tokens-per-second gives days"
+            time = f", {days:,.2f} days" if days is not None else "; give --throughput or --tokens-per-second for days"
             seen = f", {show_number(self.steps * tokens)} tokens" if tokens else ""
             out.append(f"length            {self.steps:,} steps{seen}{time}")
         out += ["", f"memory of the fullest rank{f', {memory.kind}' if memory.kind else ''}"]
@@ -148,16 +148,16 @@ class Plan:
             possible = {name: other for name, other in self.presets.items() if isinstance(other, Estimate)}
             ranked = sorted(possible.items(), key=lambda preset: self._rank(preset[1]))
             out += [f"  {name:<35} {self._runner_row(estimate)}" for name, estimate in ranked]
-            out.append("  what fits first, then what offloads nothing, then by traffic; without pipelines' bubbles")
+            out.append("  sorted by fit, offloading and traffic; pipeline bubbles are not included")
             if refused := {name.split()[0]: None for name in self.presets if name not in possible}:
                 why = f"impossible here (--options run.runner=NAME says why): {', '.join(refused)}"
                 out += wrap(why, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         if project.problem:
-            out += ["", f"without activations and arithmetic, because {project.problem}"]
+            out += ["", f"activations and arithmetic are not included, because {project.problem}"]
         if project.absent:
             names = ", ".join(dict.fromkeys(project.absent))
             hint = f"; {found}" if (found := near(*map(Path, project.absent))) else ""
-            sizes_from = "sizes are those that the configuration gives, and training needs a folder or the hub's model"
+            sizes_from = "sizes come from the configuration, and training needs a local folder or the hub's model"
             out += ["", f"{names} is not on this machine: {sizes_from}{hint}"]
         if self.advice is not None:
             out += ["", str(self.advice)]
@@ -184,7 +184,10 @@ class Plan:
 
 
 def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
-    """Estimate the project under its own runner and others. Raises UserError if its own runner cannot train it."""
+    """Estimate the project under its own runner and others.
+
+    Raises UserError if the project's own runner cannot train the project.
+    """
 
     def attempt(config: Config) -> Estimate | str:
         try:

@@ -16,11 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from crosstrain import DataError
+from crosstrain import DataError, LimitedProcess, cache_folder, first_line, write_json
 from crosstrain.utils import storage
-from crosstrain.utils.errors import first_line
-from crosstrain.utils.files import cache_folder, write_json
-from crosstrain.utils.limited_process import LimitedProcess
 
 from ...datasets.indexed_dataset import TokenWriter
 from ...datasets.row_audit import RowAudit
@@ -49,14 +46,14 @@ class ChatSource:
     preferences: bool = False  # rows have good and bad answers; the two answers of a pair are adjacent
 
 
-# (conversations of a row, or the reason why the row is unusable; unread keys of the row). A conversation is its tokens,
-# targets as ~id, and whether its answer is good.
+# (conversations of a row, or the reason why the row is unusable; unread keys of the row). A conversation is
+# (token IDs, with ~id for targets; whether the answer is good).
 _Result = tuple[list[tuple[list[int], bool]] | str, set[str]]
 
 
 @dataclass
 class _Encode:
-    """Render and tokenize rows; return the place of each row with its result."""
+    """Render and tokenize rows; return (place, result) for each row."""
 
     source: ChatSource
 
@@ -80,7 +77,7 @@ class _Encode:
             return [(self._tokens(conversation, unread), conversation.is_good) for conversation in found], unread
         except ChatError as error:
             return str(error), set()
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # JSON may be anything
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # a row may have any content
             return f"it is malformed ({first_line(error)})", set()
 
     def _tokens(self, conversation: Conversation, unread: set[str]) -> list[int]:
@@ -90,9 +87,9 @@ class _Encode:
         encoded = self.template.encode(messages, conversation.tools or None, self.source.train_on)
         unread |= encoded.unwritten
         length = len(encoded.ids) - 1
-        refuse_if(length < 1, "it has no token to be learned")
+        refuse_if(length < 1, "it has no tokens to train on")
         refuse_if(
-            length > self.source.max_tokens, f"it has {length} tokens, and seq_length is {self.source.max_tokens}"
+            length > self.source.max_tokens, f"it has {length} tokens, but seq_length is {self.source.max_tokens}"
         )
         return [~token if is_target else token for token, is_target in zip(encoded.ids, encoded.is_target, strict=True)]
 
@@ -105,7 +102,7 @@ def check_inputs(paths: Iterable[str]) -> None:
 
 
 def prepare_chat(source: ChatSource) -> Path:
-    """Return the prepared folder of a source; create it if it is not in the cache.
+    """Return the prepared folder of a source; create the folder if it is not in the cache.
 
     Raises DataError if no conversation can be used.
     """
@@ -139,7 +136,7 @@ def _write(folder: Path, source: ChatSource) -> None:
     shutil.rmtree(copies, ignore_errors=True)
     audit.check(" and ".join(source.paths), 1.0)
     if not places:
-        raise DataError(f"{' and '.join(source.paths)}: no conversation is there")
+        raise DataError(f"{' and '.join(source.paths)}: no conversations found")
     (folder / "places.txt").write_text("".join(f"{place}\n" for place in places), encoding="utf-8")
     (folder / "answers.bin").write_bytes(answers)
     write_json(folder / "report.json", {"conversations": len(places), **audit.plain})

@@ -12,19 +12,17 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from crosstrain import DataError, SampleError, check_source
-from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_cached, stored_tokenizer
+from crosstrain import DataError, SampleError, TextTokenizer, check_source, first_line, os_errors_as, read_regular
+from crosstrain.data.tokenizer import cached_folder, load_cached, stored_tokenizer
 from crosstrain.utils import paths
-from crosstrain.utils.errors import first_line, os_errors_as
-from crosstrain.utils.files import read_regular
 
 Message = Mapping[str, Any]  # role, content (text, or null with tool_calls), and other keys for the template
 TrainOn = Literal["assistant", "last", "all"]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Text before a reply without reasoning. The prompt may already contain its beginning.
+# Texts that templates write before a reply without reasoning. The prompt may already contain the beginning of the text.
 _NO_THOUGHT = ("", "<think></think>", "</think>")
-_OPENING = 64  # maximum number of an answer's first characters that may already be in the prompt
+_OPENING = 64  # maximum number of characters at the start of an answer that the prompt may already contain
 _MAX_TEMPLATE = 1 << 27  # maximum size of a template file in bytes
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn's reasoning; a template reads one of them
 
@@ -41,7 +39,7 @@ def refuse_if(is_wrong: object, reason: str) -> None:
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A rendered conversation: its tokens, a target flag for each, and the parts that the template leaves out."""
+    """A rendered conversation: token IDs, a target flag for each token, and the parts that the template leaves out."""
 
     ids: list[int]
     is_target: list[bool]
@@ -51,19 +49,19 @@ class EncodedChat:
 class ChatTemplate:
     """A tokenizer with its chat template.
 
-    The targets are the assistant's text in its turns, including the token that ends the turn. Templates mark this text
-    with `{% generation %}`. Without marks, the targets are the text after the template's generation prompt, so this
-    prompt must be a prefix of the rendered conversation.
+    The targets are the assistant's text in its turns, including the token that ends the turn. A template can mark this
+    text with `{% generation %}`. In a template without marks, the targets are the text after the generation prompt, so
+    this prompt must be a prefix of the rendered conversation.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: the tokenizer's folder. Raises DataError if it has no template."""
+        """folder: the tokenizer's folder. Raises DataError if the tokenizer has no chat template."""
         from transformers import PreTrainedTokenizerFast
 
         arguments = stored_tokenizer(folder)
         self.tokenizer = PreTrainedTokenizerFast(**arguments)
         if not self.tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template: give one, as chat_template")
+            raise DataError("the tokenizer has no chat template: set chat_template")
         self.backend: Tokenizer = Tokenizer.from_str(arguments["tokenizer_object"].to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -75,7 +73,7 @@ class ChatTemplate:
     # ---- rendering
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, answering: bool = False) -> str:
-        """Render a conversation. With `answering`, it ends where the assistant's next text begins. Raises ChatError."""
+        """Render a conversation; `answering`: append the generation prompt. Raises ChatError if the template fails."""
         return self._render(messages, tools, answering, False)[0]
 
     def _render(
@@ -101,8 +99,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # templates may raise anything
             if not objects:
-                raise ChatError(f"the chat template refuses it ({first_line(error)})") from None
-        # The template expects arguments as JSON text: it fails on an object, or writes it in Python syntax.
+                raise ChatError(f"the chat template rejects the conversation ({first_line(error)})") from None
+        # The template expects arguments as JSON text: given an object, it fails or writes Python syntax.
         return self._render(_with_json(messages), tools, answering, marked)
 
     # ---- targets
@@ -112,27 +110,28 @@ class ChatTemplate:
     ) -> EncodedChat:
         """Return the tokens, and the targets selected by `train_on`.
 
-        Targets are the assistant's turns, only the last of them, or all tokens except the first. Turns with weight 0
-        are not targets. Raises ChatError for a conversation without a target, and if targets cannot be separated from
-        other text.
+        The targets are the assistant's turns ("assistant"), only its last turn ("last"), or all tokens except the first
+        ("all"). Turns with weight 0 are not targets. Raises ChatError if a conversation has no target, or if the
+        template does not separate targets from other text.
         """
         self._check(messages, tools)
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        weight = int(train_on != "all")  # find turns of this weight: 1 for targets; with "all", 0 for excluded ones
+        # weight of the turns to look for: 1 (targets), or 0 (excluded turns) if train_on is "all"
+        weight = int(train_on != "all")
         others = [n + 1 for n, m in enumerate(messages) if n not in own and m.get("weight") == weight]
         refuse_if(
-            others, f"turns {others} have weight {weight}, which train_on: {train_on} takes of the assistant only"
+            others, f"turns {others} have weight {weight}, which train_on: {train_on} allows only for the assistant"
         )
         wanted = [n for n in (own[-1:] if train_on == "last" else own) if messages[n].get("weight", 1) == weight]
         refuse_if(
             weight and not wanted,
-            f"no turn is the assistant's{' and has a weight above 0' if own else ''}, so nothing is to be learned",
+            f"it has no assistant turn{' with a weight above 0' if own else ''}, so there is nothing to train on",
         )
         marked = bool(wanted and _MARKED.search(self.tokenizer.get_chat_template(None, tools)))
         text, marks = self._render(messages, tools, False, marked)
         refuse_if(
             marked and len(marks) != len(own),
-            f"the template marks {len(marks)} spans by generation, and {len(own)} turns are own",
+            f"the template marks {len(marks)} spans as generation, but there are {len(own)} assistant turns",
         )
         spans = []
         for number in wanted:
@@ -151,25 +150,26 @@ class ChatTemplate:
         parts = {"the tools": tools} | {f"turn {number}": message for number, message in enumerate(messages, 1)}
         for name, part in parts.items():
             if found := self._special_token.search(str(part)):
-                raise ChatError(f"the words of {name} contain the special token {found.group()}")
+                raise ChatError(f"the text of {name} contains the special token {found.group()}")
 
     def _after_prompt(
         self, text: str, messages: Sequence[Message], number: int, tools: list[Any] | None
     ) -> tuple[int, int]:
-        """Return the span of a turn in `text`: from the end of its prompt to the end of the conversation up to it.
+        """Return the span of a turn in `text`: from the end of its prompt to the end of the turn.
 
-        Raises ChatError unless this prompt is a prefix of that conversation, and that conversation a prefix of `text`.
+        Raises ChatError unless the prompt is a prefix of the conversation up to this turn, and this part of the
+        conversation is a prefix of `text`.
         """
         prompt = self.render(messages[:number], tools, answering=True)
         turn = self.render(messages[: number + 1], tools)
         refuse_if(
             not turn.startswith(prompt),
-            f"the prompt for turn {number + 1} is no prefix of the conversation up to it, so the template does not "
-            f"show what the assistant writes; {self._advice}",
+            f"the prompt for turn {number + 1} is not a prefix of the conversation up to that turn, so the "
+            f"assistant's text cannot be located; {self._advice}",
         )
         refuse_if(
             not text.startswith(turn),
-            f"the template renders turn {number + 1} in another way when other turns follow; use train_on: last, or "
+            f"the template renders turn {number + 1} differently when other turns follow; use train_on: last, or "
             f"{self._advice}",
         )
         return len(prompt), len(turn)
@@ -177,7 +177,10 @@ class ChatTemplate:
     def _with_end(
         self, text: str, span: tuple[int, int], message: Message, number: int, strict: bool
     ) -> tuple[int, int]:
-        """Extend a span to the token that ends the turn. Raises ChatError if there is none or the text was changed."""
+        """Extend a span to the token that ends the turn.
+
+        Raises ChatError if there is no such token, or if the template changes the text of the turn.
+        """
         start, stop = span
         turn = text[start:stop]
         found = list(self._special_token.finditer(turn))
@@ -187,31 +190,36 @@ class ChatTemplate:
         elif following := self._special_token.match(text, stop):
             stop, words = following.end(), turn
         else:
-            raise ChatError(f"the template ends turn {number + 1} by no special token, so no model would learn to stop")
+            raise ChatError(
+                f"the template does not end turn {number + 1} with a special token, so a model would not learn to stop"
+            )
         content, written = _dense(message.get("content")), _dense(words)
-        if content not in written:  # the prompt may contain its beginning, such as <think>
+        if content not in written:  # the prompt may contain the beginning, such as <think>
             prompt = _dense(text[max(0, start - _OPENING) : start])
             lengths = (n for n in range(min(len(content), _OPENING), 0, -1) if prompt.endswith(content[:n]))
             content = content[next(lengths, 0) :]
-        refuse_if(content not in written, f"the template changes the words of turn {number + 1}; {self._advice}")
+        refuse_if(content not in written, f"the template changes the text of turn {number + 1}; {self._advice}")
         names = [name for name, _ in _calls([message])]
         refuse_if(
             not all(_dense(part) in written for part in (*names, *map(message.get, _THOUGHTS))),
-            f"the template leaves out thoughts or calls of turn {number + 1}; {self._advice}",
+            f"the template leaves out thoughts or tool calls of turn {number + 1}; {self._advice}",
         )
         before = written[: len(written) - len(content)] if written.endswith(content) else None
         beside = before is None or (before not in _NO_THOUGHT and not any(map(message.get, _THOUGHTS)))
         refuse_if(
             strict and beside and not names,
-            f"the template writes more than the words of turn {number + 1} ({written[:40]!r}), which the prompt for an "
-            f"answer does not have; {self._advice}",
+            f"the template adds text to turn {number + 1} ({written[:40]!r}) that its generation prompt does not "
+            f"contain; {self._advice}",
         )
         return start, stop
 
     # ---- tokens
 
     def _tokens(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Return the tokens, and whether each is in a span. As after a prompt, no token crosses a span's border."""
+        """Return the token IDs, and whether each token is in a span.
+
+        No token crosses the border of a span, because at inference no token crosses the end of the prompt.
+        """
         bounds = [0, *itertools.chain(*spans), len(text)]
         texts = [text[start:stop] for start, stop in itertools.pairwise(bounds)]
         parts = [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
@@ -223,7 +231,7 @@ class ChatTemplate:
         starts, stops = {a for a, _ in whole.offsets}, {b for _, b in whole.offsets}
         refuse_if(
             not all(start in starts and stop in stops for start, stop in spans),
-            "a token crosses the beginning of the assistant's words",
+            "a token crosses a border of the assistant's text",
         )
         learned = [any(start <= a and b <= stop for start, stop in spans) for a, b in whole.offsets]
         return whole.ids, learned
@@ -236,7 +244,7 @@ def _calls(messages: Sequence[Message]) -> list[tuple[str, Any]]:
 
 
 def _with_json(messages: Sequence[Message]) -> list[Message]:
-    """Return a copy of the messages in which the arguments of tool calls are JSON text."""
+    """Return a copy of the messages with the arguments of tool calls as JSON text."""
     copied: list[Any] = copy.deepcopy(list(messages))
     for message in copied:
         for call in message.get("tool_calls") or ():
@@ -262,7 +270,7 @@ def _shows(text: str, written: str, words: str) -> bool:
 
 
 def _dense(text: Any) -> str:
-    """Return a text without white space, because templates strip and add it."""
+    """Remove white space from a text, because templates add and remove white space."""
     return "".join(text.split()) if isinstance(text, str) else ""
 
 
@@ -273,7 +281,7 @@ def _dense(text: Any) -> str:
 def template_library() -> dict[str, str]:
     """Return name -> Jinja text of the templates in configs/chat_templates, which mark the assistant's text.
 
-    The first line of each lists the tokens that a tokenizer needs for it.
+    The first line of each template lists the tokens that the tokenizer must have.
     """
     files = sorted((paths.home() / "configs" / "chat_templates").glob("*.jinja"))
     return {file.stem: file.read_text(encoding="utf-8") for file in files}
@@ -289,7 +297,8 @@ def lacking(tokenizer: Tokenizer, template: str) -> list[str]:
 def load_with_template(spec: str, chat_template: str | None) -> tuple[TextTokenizer, Path]:
     """Load a tokenizer and return it with its `cached_folder`.
 
-    chat_template: replaces the tokenizer's own: a name in configs/chat_templates, a Jinja text, or a Jinja file.
+    chat_template: a name in configs/chat_templates, a Jinja text, or the path of a Jinja file; None: use the
+    tokenizer's own template.
     """
     tokenizer, folder = load_cached(spec)
     if chat_template is None:

@@ -1,15 +1,14 @@
-"""`crosstrain prepare`: turn text into tokens, or inspect such tokens."""
+"""`crosstrain prepare`: turn text into tokens, or inspect prepared tokens."""
 
 import argparse
 from dataclasses import dataclass
 from functools import partial, reduce
 
-from crosstrain import Command, FilePath, UserError, registry
+from crosstrain import Command, FilePath, UserError, printable, registry
 from crosstrain.cli.flags import add_options
 from crosstrain.config.schema import Checker
 from crosstrain.config.sources import merge, plain_layer, read_options, read_yaml, resolve, where
 from crosstrain.utils import paths
-from crosstrain.utils.errors import printable
 from crosstrain.utils.program import command
 
 from .options import PrepareOptions
@@ -21,42 +20,57 @@ _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separa
 
 @dataclass(kw_only=True)
 class Recipe(PrepareOptions):
-    """Options of a recipe: those of `PrepareOptions`, and the output folder."""
+    """Options of a recipe: the options of `PrepareOptions` and the output folder."""
 
-    output: FilePath  # the folder to make
+    output: FilePath  # folder to write
 
 
 @registry.register_command("prepare")
 class PrepareCommand(Command):
-    """Turn text into tokens, or inspect such tokens."""
+    """Turn text into tokens, or inspect prepared tokens."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("what", nargs="?", choices=["inspect"], help="inspect prepared folders")
         parser.add_argument(
-            "paths", nargs="*", metavar="DIR", help="of inspect: folders, or prefixes of Megatron's files"
+            "what", nargs="?", choices=["inspect"], help="show prepared folders instead of preparing one"
         )
-        parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
+        parser.add_argument(
+            "paths", nargs="*", metavar="DIR", help="with inspect: prepared folders, or prefixes of Megatron files"
+        )
+        parser.add_argument("--cfg-path", metavar="FILE", help="recipe file; the other flags override it")
         parser.add_argument(
             "--input",
             nargs="+",
             metavar="PATH",
-            help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`",
+            help="text, JSON, CSV, Parquet, HTML or WARC files, folders of such files, or `stdlib`",
         )
         parser.add_argument("--output", metavar="DIR")
         parser.add_argument(
-            "--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder"
+            "--tokenizer",
+            metavar="NAME_OR_PATH",
+            help="Hugging Face name of a tokenizer, or a folder with tokenizer.json or vocab.json",
         )
-        parser.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
-        parser.add_argument("--text-key", metavar="KEY", help="key of the text in JSONL and parquet")
         parser.add_argument(
-            "--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)"
+            "--train-tokenizer",
+            type=int,
+            metavar="N",
+            help="train a byte-level BPE with a vocabulary of N tokens, in place of --tokenizer",
         )
-        parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
         parser.add_argument(
-            "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"
+            "--text-key", metavar="KEY", help="key of the text in a JSON line, or column of the text in a table"
         )
-        add_options(parser, "of the recipe")
-        parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+        parser.add_argument(
+            "--separator", metavar="TEXT", help="text between documents of a .txt file (default: one document per file)"
+        )
+        parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+        parser.add_argument(
+            "--document",
+            type=int,
+            default=0,
+            metavar="N",
+            help="with inspect: number of the document to show (default: 0)",
+        )
+        add_options(parser, "options of the recipe to override")
+        parser.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Prepare or inspect; return the exit code."""
@@ -68,8 +82,8 @@ class PrepareCommand(Command):
             f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), "
             f"vocabulary {summary.vocab_size:,}{f', {summary.dropped:,} documents dropped' if summary.dropped else ''}"
         )
-        print(f"what became of every document: {recipe.output}/report.json")
-        print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
+        print(f"report on kept and dropped documents: {recipe.output}/report.json")
+        print(f"train on this data with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
         return 0
 
 
@@ -86,8 +100,8 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     if not arguments.paths:
-        hint = f"`{command('samples')}` shows what a project trains"
-        raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
+        hint = f"`{command('samples')}` shows the samples of a project"
+        raise UserError(f"prepare inspect: give a prepared folder or a Megatron prefix; {hint}")
     for path in arguments.paths:
         print(printable(inspect(path, arguments.document, arguments.tokenizer)))
     return 0

@@ -1,4 +1,4 @@
-"""Rows of conversations from JSON files, Parquet files and folders written by `datasets.save_to_disk`."""
+"""Read rows of conversations from JSON files, Parquet files and folders written by `datasets.save_to_disk`."""
 
 import ast
 import re
@@ -18,12 +18,12 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # sta
 
 
 def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
-    """Yield (row, place) for the rows of files, folders and `docstrings` (with a rejected answer if `ranked`).
+    """Yield (row, place) for the rows of files and folders, and for the built-in rows named `docstrings`.
 
-    For a line that is not a JSON object, a reason is yielded instead of a row. Objects in the same place of different
-    rows have their keys in the same order, by first appearance. Tables have a fixed order, so this makes a file of
-    lines and a table with the same rows agree. Raises DataError if a file is missing, damaged as a whole, or of an
-    unknown kind.
+    ranked: built-in rows also have a rejected answer. For a line that is not a JSON object, yield a reason instead of a
+    row. Objects at the same place in different rows get the same order of keys, by first appearance. The columns of a
+    table have a fixed order, so a file of JSON lines and a table with the same content then yield equal rows. Raises
+    DataError if a file is missing, damaged as a whole, or of an unknown kind.
     """
     order: dict[str, Any] = {}
     for row, place in chain.from_iterable(rows_as_given(path, ranked) for path in paths):
@@ -42,14 +42,14 @@ def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, 
     files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
     splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
     if (path / "dataset_dict.json").is_file() or len(splits) > 1:
-        raise DataError(f"{path} holds several splits: name the files or the folder of one")
+        raise DataError(f"{path} holds several splits: give the files or the folder of one split")
     if not files:
         raise io.nothing_in(path, " or ".join(_SUFFIXES))
     return chain.from_iterable(_table(file) if io.has_suffix(file, _TABLES) else _json(file) for file in files)
 
 
 def _in_order(value: Any, order: dict[str, Any]) -> Any:
-    """Return a JSON value with keys sorted by first appearance; `order`: key -> (position, order of the keys below)."""
+    """Return a JSON value with keys sorted by first appearance; order: key -> (position, order of nested keys)."""
     if isinstance(value, list):
         return [_in_order(inner, order) for inner in value]
     if not isinstance(value, dict):
@@ -62,7 +62,7 @@ def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
     whole = io.entries(file, lambda row: not isinstance(row.get("data"), list))
     if whole is not None:
         for number, entry in enumerate(whole):
-            yield entry if isinstance(entry, dict) else "it is no JSON object", f"{file}, entry {number}"
+            yield entry if isinstance(entry, dict) else "it is not a JSON object", f"{file}, entry {number}"
         return
     with io.opened(file) as stream:
         for number, line in enumerate(io.pieces(stream, b"\n"), 1):
@@ -75,7 +75,7 @@ def _row(line: bytes) -> Row | str:
         row = io.parsed(line)
     except ValueError as error:
         return f"it is not JSON ({error})"
-    return row if isinstance(row, dict) else "it is no JSON object"
+    return row if isinstance(row, dict) else "it is not a JSON object"
 
 
 def _table(file: Path) -> Iterator[tuple[Row, str]]:

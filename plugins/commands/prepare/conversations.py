@@ -20,9 +20,10 @@ _ROLES = ", ".join(sorted(set(KEYS["roles"].values())))
 
 
 class Turn(BaseModel):
-    """A turn in OpenAI's format. `content` may be null only beside tool calls; training ignores a turn of weight 0.
+    """A turn in OpenAI's format.
 
-    Keys that belong to no known layout stay unchanged, for templates that read them.
+    `content` may be null only in a turn with tool calls. A turn of weight 0 is not trained on. Keys that belong to no
+    known layout are kept, because a template may read them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -40,7 +41,7 @@ _OF_OTHERS = _OF_TOOLS - {"name", "tool_call_id"}
 
 
 class Conversation(BaseModel):
-    """Turns, the tools that they may call, and whether the last answer is good."""
+    """A conversation: its turns, the tools that the assistant may call, and whether the last answer is good."""
 
     messages: list[Turn]
     tools: list[dict[str, Any]]
@@ -53,8 +54,8 @@ def conversations(
     """Convert a row to the canonical form, and return its conversations and the paths of its unread keys.
 
     ranked: the row has a chosen and a rejected last answer, or a last answer with a label. images: the image parts of
-    turns are appended to this list, and the text has a placeholder for each; a row without a conversation is then
-    allowed. Raises ChatError if the layout of the row is unknown or contradictory, or if it has other media.
+    turns are appended to this list; the text has a placeholder for each image, and rows without a conversation are
+    allowed. Raises ChatError if the layout of the row is unknown or contradictory, or if the row has other media.
     """
     reader = _RowReader(row, images)
     if images is not None and not reader.has_turns:
@@ -75,7 +76,7 @@ def conversations(
 
 
 class _RowReader:
-    """Takes a row apart. `rest` holds the columns not yet read, and `unread` the paths of other unread keys."""
+    """Reads a row column by column. rest: columns not read so far. unread: paths of other keys that are not read."""
 
     def __init__(self, row: Row, images: list[Row] | None) -> None:
         self.unread, self.images = set[str](), images
@@ -84,15 +85,15 @@ class _RowReader:
             columns |= columns.pop("input", {})
         self.rest = _renamed(columns, KEYS["columns"])
         self._refuse_media(self.rest)
-        self.tools = [self.rest.pop("tools", [])]  # tools of the row's column, then those of each turn
+        self.tools = [self.rest.pop("tools", [])]  # tools in the row's column, then the tools of each turn
 
     @property
     def has_turns(self) -> bool:
-        """True if the row contains a conversation, and not only text for other purposes."""
+        """Whether the row has the columns of a conversation."""
         return "messages" in self.rest or any(self.rest.keys() >= set(pair) for pair in KEYS["pairs"])
 
     def answers(self) -> dict[bool, Any]:
-        """Remove and return the answers: True (good) or False (bad) -> answer; None: it is the last of the turns."""
+        """Remove and return the answers: True (good) or False (bad) -> answer; None: the last turn is the answer."""
         for _, column in KEYS["pairs"]:
             match self.rest.get(column):
                 case [str(good), str(bad)]:
@@ -103,21 +104,21 @@ class _RowReader:
         label = str(self.rest.pop("label", None)).lower()
         refuse_if(
             label not in KEYS["labels"],
-            "it has neither chosen and rejected, nor prompt, completion and label, which is true or false, or 1 or 0",
+            "it has neither chosen and rejected, nor prompt, completion and a label of true, false, 1 or 0",
         )
         return {KEYS["labels"][label]: None}
 
     def turns(self, before_answers: bool) -> list[Row]:
-        """Remove and return the turns; with `before_answers`, those before a separate answer, possibly none."""
+        """Remove and return the turns; before_answers: only the turns before a separate answer, possibly none."""
         asked = [pair for pair in KEYS["pairs"] if self.rest.get(pair[0])]
         pairs = asked if before_answers else [pair for pair in KEYS["pairs"] if self.rest.keys() >= set(pair)]
         if "messages" in self.rest and not (before_answers and pairs):
             messages = self.rest.pop("messages")
-            refuse_if(not isinstance(messages, list) or not messages, "messages is no list of turns")
+            refuse_if(not isinstance(messages, list) or not messages, "messages is not a list of turns")
             return self.side(messages, "")
         refuse_if(
             not pairs and not before_answers,
-            f"it has {', '.join(map(str, self.rest)) or 'no keys'}, and none of messages, conversations, prompt and "
+            f"it has {', '.join(map(str, self.rest)) or 'no keys'}; expected messages, conversations, prompt and "
             f"completion, question and answer, or instruction and output",
         )
         if not pairs:
@@ -137,17 +138,17 @@ class _RowReader:
         return turns if before_answers else turns + self.side(self.rest.pop(answer), "assistant")
 
     def answered(self, asked: list[Row], answer: list[Row]) -> list[Row]:
-        """Append an answer to the turns before it; an answer that is a whole conversation already has them."""
+        """Append an answer to the preceding turns, unless the answer is a whole conversation with these turns."""
         refuse_if(
             not answer or answer[-1]["role"] != "assistant",
-            "the last turn of chosen or rejected is not the assistant's",
+            "the last turn of chosen or rejected is not an assistant turn",
         )
         if answer[0]["role"] == "assistant":
             refuse_if(not asked, "it has no prompt")
             return asked + answer
         before, own = ([turn for turn in turns if turn["role"] not in _SYSTEM] for turns in (asked, answer))
         if before != own[: len(before)]:
-            self.unread.add("the prompt beside whole conversations")
+            self.unread.add("the prompt next to complete conversations")
         return _with_system(answer, [turn for turn in asked if turn["role"] in _SYSTEM])
 
     def side(self, given: Any, role: str) -> list[Row]:
@@ -178,7 +179,7 @@ class _RowReader:
             turn["content"] = "".join(map(self._text, turn["content"]))
         refuse_if(
             not isinstance(turn["content"], str) and (turn["content"] is not None or not calls),
-            f"a turn of {turn['role']} has no text",
+            f"a {turn['role']} turn has no text",
         )
         if calls:
             turn["tool_calls"] = [self._call(call) for call in calls]
@@ -189,11 +190,11 @@ class _RowReader:
         return turn
 
     def _refuse_media(self, given: Row) -> None:
-        reads = "this dataset reads text only; others read images"
+        reads = "this dataset reads only text; other datasets read images"
         if self.images is not None:
-            reads = "only images and texts are read, images of the row and of parts"
+            reads = "only text and images are read, and images only from the row and from parts"
         for key in filter(given.get, KEYS["media"]):
-            raise ChatError(f"it has {key}, and {reads}")
+            raise ChatError(f"it has {key}, but {reads}")
 
     def _text(self, part: Any) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
@@ -211,7 +212,7 @@ class _RowReader:
         name, arguments = function.get("name"), function.get("arguments", {})
         refuse_if(
             not isinstance(name, str) or not isinstance(arguments, Mapping),
-            f"a call of {name!r} has no name, or arguments that are no JSON object",
+            f"a call of {name!r} has no name, or its arguments are not a JSON object",
         )
         keys = (call.keys() | function.keys()) - {"type", "id", "function", "name", "arguments", "parameters"}
         self.unread |= {f"messages.tool_calls.{key}" for key in keys}
@@ -221,13 +222,13 @@ class _RowReader:
     def one_list_of_tools(self) -> list[Any]:
         """Return the row's tools in OpenAI's format. Raises ChatError if the row has two different lists of tools."""
         lists = [[_tool(tool) for tool in _listed(tools)] for tools in self.tools if tools]
-        refuse_if(any(tools != lists[0] for tools in lists), "it names its tools twice, in different ways")
+        refuse_if(any(tools != lists[0] for tools in lists), "it has two different lists of tools")
         return lists[0] if lists else []
 
     def _decoded(self, value: Any, key: str, is_json: bool = False, inside: bool = False) -> Any:
-        """Decode JSON strings, and leave out keys with null values: in a table, these are keys of other rows.
+        """Decode JSON strings, and remove null values: a table has nulls for keys that only other rows have.
 
-        is_json: a string is JSON. inside: the keys are data, as in the arguments of a call, and not part of a layout.
+        is_json: strings are JSON. inside: the keys are data, such as the arguments of a call, not part of a layout.
         """
         if is_json and isinstance(value, str):
             try:
@@ -247,28 +248,28 @@ class _RowReader:
 
 
 def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
-    """Prepend the system turn of a separate column. Raises ChatError if it contradicts a system turn in `turns`."""
+    """Prepend the system turn of a separate column. Raises ChatError if a system turn in `turns` differs."""
     said = [turn["content"] for turn in turns if turn["role"] in _SYSTEM]
     refuse_if(
         said and any(turn["content"] not in said for turn in system),
-        "its system column says other than its system turn; keep one of them",
+        "its system column differs from its system turn; keep only one of them",
     )
     return turns if said else system + turns
 
 
 def _weight(turn: Row) -> Row:
-    """Pop the keys that say whether to train on a turn, and return its weight. Raises ChatError if they disagree."""
+    """Remove the keys that select a turn for training, and return its weight. Raises ChatError if keys disagree."""
     said = {key: turn.pop(key) for key in KEYS["learned"] if key in turn}
     if not said:
         return {}
-    refuse_if(not all(value in (0, 1) for value in said.values()), f"a turn has {said}; 0, 1, false and true are known")
+    refuse_if(not all(value in (0, 1) for value in said.values()), f"a turn has {said}; expected 0, 1, false or true")
     weights = {int(value == KEYS["learned"][key]) for key, value in said.items()}
-    refuse_if(len(weights) > 1, f"a turn has {said}, and so both that it is learned and that it is not")
+    refuse_if(len(weights) > 1, f"a turn has {said}, which contradict each other")
     return {"weight": min(weights)}
 
 
 def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
-    """Rename keys to those of the canonical form, unless the row already has the new key."""
+    """Rename keys to the canonical form, unless the row already has the new key. names: old key -> new key."""
     made = dict(given)
     for old, new in names.items():
         if old in made and new not in made:
@@ -277,7 +278,7 @@ def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
 
 
 def _tool(tool: Row) -> Row:
-    """Return a tool in OpenAI's format, which wraps a function as one type of tool."""
+    """Return a tool in OpenAI's format; a bare function becomes a tool of type "function"."""
     if "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

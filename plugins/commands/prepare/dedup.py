@@ -18,10 +18,10 @@ from .stats import EXAMPLES, Counts
 
 _SEED = 42
 _FOUND = 0.99  # probability of finding a pair at the threshold; it is higher for more similar pairs
-_MOST_PAIRS = 256  # a document is compared with at most this many that share a band, the earliest ones
+_MOST_PAIRS = 256  # compare a document with at most this many documents that share a band, the earliest first
 _CACHED = 4096  # sets of shingles kept for later comparisons
 
-Place = tuple[int, int]  # of a document: number of its shard, place in the shard
+Place = tuple[int, int]  # a document's shard number, and its place in the shard
 
 
 def find_duplicates(
@@ -30,7 +30,7 @@ def find_duplicates(
     """Compare all documents of all shards; the first of equal or similar documents stays.
 
     Return the places of the documents to drop in each shard, and a report with counts and examples per kind.
-    Memory holds about 250 bytes per document for equal ones, and 2 KB more for similar ones.
+    Memory use: about 250 bytes per document, and 2 KB more to find near-duplicates.
     """
     search = _Search(options.near or NearOptions(), shards)
     signatures = repeat([]) if options.near is None else run_stage(partial(_signatures, options.near), shards, workers)
@@ -46,7 +46,7 @@ def find_duplicates(
 class _Search:
     def __init__(self, near: NearOptions, shards: list[CorpusShard]) -> None:
         self.near, self.shards = near, shards
-        self.first: dict[str, Place] = {}  # hash -> the first document with it
+        self.first: dict[str, Place] = {}  # hash -> first document with this hash
         self.kept: list[Place] = []  # documents in the index
         self.dropped: list[list[int]] = [[] for _ in shards]  # places in each shard
         self.counts = Counts()
@@ -60,14 +60,17 @@ class _Search:
         return lsh(threshold=self.near.threshold, num_perm=bands * rows, num_bands=bands)
 
     def is_equal(self, document: Place, digest: str) -> bool:
-        """Drop a document whose 128-bit hash an earlier one has; no collision of these hashes is known."""
+        """Drop a document if an earlier one has the same 128-bit hash; return whether it was dropped.
+
+        No collision of these hashes is known.
+        """
         first = self.first.setdefault(digest, document)
         if first != document:
             self._drop("exact", document, first, "equal to")
         return first != document
 
     def compare(self, document: Place, signature: Any) -> None:
-        """Drop a document if an earlier one that stays is similar; otherwise add it to the index."""
+        """Drop a document that is similar to a document in the index; otherwise add it to the index."""
         for key in sorted(self.index.query(signature))[:_MOST_PAIRS]:
             similarity = jaccard(self.shingles(self.kept[key]), self.shingles(document))
             if similarity >= self.near.threshold:
@@ -78,7 +81,8 @@ class _Search:
 
     def _drop(self, kind: str, document: Place, like: Place, how: str) -> None:
         text, source = self._read(document)
-        if self.counts.plain["dropped"].get(kind, {"documents": 0})["documents"] < EXAMPLES:  # few reads out of order
+        # Only a few examples are kept, so that few documents are read out of order.
+        if self.counts.plain["dropped"].get(kind, {"documents": 0})["documents"] < EXAMPLES:
             kept, other = self._read(like)
             how = f"{how} {other}: {' '.join(kept[:80].split())}"
         self.counts.drop(kind, len(text.encode()), source, how, text)
@@ -115,7 +119,7 @@ def banding(options: NearOptions) -> tuple[int, int]:
 
 
 def shingles(text: str, options: NearOptions) -> set[str]:
-    """Return the shingles of a text: `shingle` consecutive units in lower case; of a shorter text, all its units.
+    """Return the shingles of a text: `shingle` consecutive units in lower case, or all units of a shorter text.
 
     A unit is a run of characters other than whitespace ("words"), or one such character ("characters").
     """

@@ -8,29 +8,29 @@ from urllib.parse import unquote, urlsplit
 from huggingface_hub.file_download import get_hf_file_metadata, http_get
 from tqdm import tqdm
 
-from crosstrain import DataError, __version__
+from crosstrain import DataError, __version__, explained, replacing
 from crosstrain.utils import storage
-from crosstrain.utils.errors import explained
-from crosstrain.utils.files import replacing
 
 AGENT = f"crosstrain/{__version__}"
 
 
 def download(url: str, folder: Path, progress: bool) -> Path:
-    """Download a file into `folder`, unless it exists, and return its path.
+    """Download a file into `folder`, unless the file exists there, and return its path.
 
     The file is named after the last part of the URL's path; an object in a bucket keeps its folders. Raises DataError
-    if the server refuses, or if several tries receive nothing more.
+    if the server refuses the request, or if several tries receive no more data.
     """
     is_web = url.startswith(("http://", "https://"))
     name = Path(unquote(urlsplit(url).path)).name if is_web else url.partition("://")[2]
     target = folder / name
     if not name or ".." in target.parts:
-        raise DataError(f"{url} names no file")
+        raise DataError(f"{url} does not name a file")
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with explained(f"{url} cannot be fetched; what arrived is kept, and the same command goes on", DataError):
+    with explained(
+        f"{url} cannot be fetched; the received part is kept, and the same command continues from there", DataError
+    ):
         if is_web:
             _transfer(url, target, progress)
         else:
@@ -40,13 +40,13 @@ def download(url: str, folder: Path, progress: bool) -> Path:
 
 
 def _transfer(url: str, target: Path, progress: bool) -> None:
-    """Download a file from the web. Of an interrupted download, request only the rest if the file is unchanged."""
+    """Download a file from the web; resume an interrupted download if the file on the server is unchanged."""
     there = get_hf_file_metadata(url, token=False, user_agent=AGENT)
     version = hashlib.blake2b(f"{there.etag} {there.size}".encode(), digest_size=4).hexdigest()
     part = target.with_name(f"{target.name}.{version}.part")
     headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
     if there.etag:
-        headers["If-Range"] = f'"{there.etag}"'  # a server whose file has changed sends the whole file
+        headers["If-Range"] = f'"{there.etag}"'  # if the file has changed, the server sends the whole file
     with open(part, "ab") as file:
         start = file.tell() if there.etag else file.truncate(0)
         http_get(

@@ -9,16 +9,16 @@ from crosstrain.config.schema import Checker
 
 @dataclass(frozen=True)
 class Dropped:
-    """A filter's result for a document that it drops, with a short reason, such as `14 tokens`."""
+    """The result of a filter that drops a document, with a short reason, such as `14 tokens`."""
 
     reason: str
 
 
 class Filter:
-    """A filter of documents, one at a time. Override `text`, `tokens` or both.
+    """A filter that processes one document at a time. Override `text`, `tokens` or both.
 
-    Filters are registered as processors. They run in worker processes, in the order of the recipe. A result must depend
-    only on the options and the document, so that neither a restart nor the number of workers can change it.
+    Filters are registered as processors, and run in worker processes in the order of the recipe. A result must depend
+    only on the options and the document, so that neither a restart nor the number of workers changes the result.
     """
 
     def __init__(self, options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Open files (compressed or not), tables and JSON documents, with a clear error if one cannot be read."""
+"""Open files (compressed or not), tables and JSON documents, with a clear error if a file cannot be read."""
 
 import bz2
 import gzip
@@ -17,15 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
-from crosstrain import DataError, require
-from crosstrain.utils.errors import first_line, os_errors_as
-from crosstrain.utils.files import open_regular, unique_keys
+from crosstrain import DataError, first_line, open_regular, os_errors_as, require
+from crosstrain.utils.files import unique_keys
 from crosstrain.utils.paths import near
 
 from .resource_limits import bounded
 
-_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: per byte of the file, and its minimum
-MOST = 1 << 28  # limit in bytes on a line, a separated document, and a compressed file that is read as a whole
+_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: per byte of the file, and at least this many
+MOST = 1 << 28  # limit in bytes on a line, a document before a separator, and a compressed file read as a whole
 _HELD = 128  # rows of a table held in memory at once
 _VALUE = 16  # bytes of overhead counted for each value of a table
 _WINDOW = 31  # log2 of zstd's window in bytes: the format's maximum, as in `zstd --long=31`
@@ -35,10 +34,11 @@ _PACKED = {
     ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     ".utf-16": rb"\xff\xfe|\xfe\xff", ".utf-16-le": rb"[\[{]\0[^\0]\0", ".utf-16-be": rb"\0[\[{]\0[^\0]",
 }  # fmt: skip
-# Suffixes of compressed files and parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
+# Suffixes of compressed files and of parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
 _PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
 Row = dict[str, Any]
-# A list of objects, an object over several lines, or perhaps an object that contains a list of objects.
+# The beginning of a list of objects, or of an object over several lines. perhaps: the beginning of an object that
+# contains a list of objects, or of a JSON line.
 _DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*((?P<list>\[\s*[{\]])|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
 _EXPANSION = 4  # bytes of memory allowed per byte of a document
 _UNPACK = "unpack it, and name the files inside"
@@ -47,7 +47,7 @@ _CONVERT = "extract its text into .txt, .jsonl or .parquet files first"
 _KINDS = {
     "Git LFS pointer": (rb"version https://git-lfs", "fetch the content with `git lfs pull`"),
     "PDF": (rb"%PDF-", _CONVERT),
-    "zip archive": (rb"PK(\x03\x04|\x05\x06)", f"{_UNPACK}; of a document, {_CONVERT}"),
+    "zip archive": (rb"PK(\x03\x04|\x05\x06)", f"{_UNPACK}; if it is a document, {_CONVERT}"),
     "tar archive": (rb".{257}ustar", _UNPACK),
     "7z archive": (rb"7z\xbc\xaf\x27\x1c", _UNPACK),
     "RAR archive": (rb"Rar!\x1a\x07", _UNPACK),
@@ -55,11 +55,11 @@ _KINDS = {
         rb"\x1f[\x8b\x9d]|BZh[1-9]1AY|\xfd7zXZ|\x28\xb5\x2f\xfd|\x04\x22\x4d\x18",
         "decompress it once",
     ),
-    "picture": (
+    "image": (
         rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM.{12}[\x0c\x28\x6c\x7c]\0\0\0|II\*\0|MM\0\*",
         _CONVERT,
     ),
-    "sound or film": (rb"ID3|OggS|fLaC|RIFF....(WAVE|AVI )|.{4}ftyp|\x1a\x45\xdf\xa3", _CONVERT),
+    "audio or video": (rb"ID3|OggS|fLaC|RIFF....(WAVE|AVI )|.{4}ftyp|\x1a\x45\xdf\xa3", _CONVERT),
     "program": (rb"\x7fELF|MZ.{62}|\xca\xfe\xba\xbe|\xcf\xfa\xed\xfe|\0asm", _CONVERT),
     "SQLite database": (rb"SQLite format 3\0", _CONVERT),
     "HDF5 file": (rb"\x89HDF\r\n", _CONVERT),
@@ -109,7 +109,7 @@ _OPENERS: dict[str, Any] = {
 
 
 def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file's name ends with one of `suffixes`, ignoring suffixes of compression and parts."""
+    """Return whether a file's name ends with one of `suffixes`, ignoring suffixes for compression and for parts."""
     return _PART.sub("", path.name.lower()).endswith(suffixes)
 
 
@@ -117,7 +117,7 @@ def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed, and converted from UTF-16 or UTF-32 to UTF-8.
 
-    Raises DataError if it is missing, truncated or damaged.
+    Raises DataError if the file is missing, truncated or damaged.
     """
     damage: tuple[type[Exception], ...] = (OSError, zlib.error, lzma.LZMAError, ValueError)
     try:
@@ -135,7 +135,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     except damage as error:
         if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 set no errno for damaged data
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
-        raise DataError(f"{path} is damaged, or not what its ending says: {error}") from None
+        raise DataError(f"{path} is damaged, or its content does not match its suffix: {error}") from None
 
 
 class _Decompressed:
@@ -150,17 +150,19 @@ class _Decompressed:
         data = self._stream.read(min(size if size >= 0 else MOST + 1, rest))
         self._read += len(data)
         if self._read > self._limit:
-            raise ValueError(f"it becomes more than {_MAX_RATIO} times as large, as no text does; decompress it first")
+            raise ValueError(
+                f"it expands to more than {_MAX_RATIO} times its size, which is unusual for text; decompress it first"
+            )
         if size < 0 and len(data) > MOST:
-            raise ValueError(f"it holds more than {MOST >> 20} MiB in one document; decompress and separate it")
+            raise ValueError(f"it has a document of more than {MOST >> 20} MiB; decompress and split it")
         return data
 
 
 def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[bytes]:
     """Yield the content in pieces that end with a separator and have at least `least` bytes, except perhaps the last.
 
-    Separators are found from the beginning, as by `bytes.split`. Only a little is read ahead. Raises ValueError if
-    there is no separator for more than `MOST` bytes.
+    Separators are searched from the beginning, as in `bytes.split`. The stream is read in blocks of `least` bytes, or
+    of 1 MiB if `least` is smaller. Raises ValueError if there is no separator for more than `MOST` bytes.
     """
     held, start = bytearray(), 0  # start: where the next separator may begin
     while block := stream.read(max(least, 1 << 20)):
@@ -173,7 +175,7 @@ def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[byte
                 start = 0
         start = max(start, len(held) - len(separator) + 1)
         if len(held) > MOST:
-            raise ValueError(f"it has no {separator!r} for more than {MOST >> 20} MiB; separate its documents")
+            raise ValueError(f"it has more than {MOST >> 20} MiB without {separator!r}; separate its documents")
     if held:
         yield bytes(held)
 
@@ -184,7 +186,7 @@ def _allowed(size: int) -> int:
 
 
 def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
-    """Yield the rows of batches. Raises DataError if they have more than `left` bytes in total."""
+    """Yield the rows of batches. Raises DataError if the rows have more than `left` bytes in total."""
     while left >= 0:
         with bounded(path):
             batch = next(batches, None)
@@ -192,15 +194,15 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
         if batch is None:
             return
         yield from batch if left >= 0 else ()
-    raise DataError(f"{path} becomes more than {_MAX_RATIO} times as large as it is, as no text does")
+    raise DataError(f"{path} expands to more than {_MAX_RATIO} times its size, which is unusual for text")
 
 
 @contextmanager
 def table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file, or an Arrow stream as `datasets.save_to_disk` writes, with pyarrow.
+    """Open a Parquet file, or an Arrow stream written by `datasets.save_to_disk`, with pyarrow.
 
-    Yield `names` of the columns, `groups`, the number of rows of each row group (an Arrow stream is one group), and
-    `rows`, a function of `row_groups` and `columns`.
+    Yield an object with `names` (column names), `groups` (number of rows of each row group; an Arrow stream counts as
+    one group of 0 rows) and `rows` (a function of `row_groups` and `columns` that yields rows).
 
     A few bytes of the file can expand to gigabytes. Raises DataError if the file, or a row read from it in the block,
     is damaged or too large.
@@ -215,7 +217,7 @@ def table(file: Path) -> Iterator[SimpleNamespace]:
 
 def _parquet(file: Path, source: Any) -> SimpleNamespace:
     with bounded(file):
-        # With a buffer, a row group is not held in memory as a whole.
+        # With a buffer, pyarrow does not hold a whole row group in memory.
         opened = require("pyarrow.parquet", f"reading {file}").ParquetFile(source, buffer_size=1 << 20)
     groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
     parts = [group.column(number) for group in groups for number in range(opened.metadata.num_columns)]
@@ -245,10 +247,10 @@ def _arrow(file: Path, source: Any) -> SimpleNamespace:
 
 
 def existing(item: str) -> Path:
-    """Return the path of an input file or folder. Raises DataError if it does not exist."""
+    """Return the path of an input file or folder. Raises DataError if the input does not exist."""
     path = Path(item).expanduser()
     if not path.exists():
-        hint = near(path) or ("" if path.suffix or item[:1] in "/.~" else "data of a hub are downloaded first")
+        hint = near(path) or ("" if path.suffix or item[:1] in "/.~" else "download data from a hub first")
         raise DataError(f"the input {item} does not exist{f'; {hint}' if hint else ''}")
     if not (path.is_file() or path.is_dir()):
         raise DataError(f"the input {item} is neither a file nor a folder")
@@ -256,7 +258,7 @@ def existing(item: str) -> Path:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """List the files at any depth below a folder, sorted by path, excluding hidden ones.
+    """List the files at any depth below a folder, sorted by path, excluding hidden files.
 
     Raises DataError for an entry that may hold text but cannot be read: a folder without permission, a broken link, a
     link to a folder, a pipe, a socket or a device.
@@ -267,19 +269,19 @@ def files_below(folder: Path) -> list[Path]:
 
     found = []
     for root, folders, names in os.walk(folder, onerror=fail):
-        if {"dataset_dict.json", "dataset_info.json"} & set(names):  # of save_to_disk: its tables, no descriptions
+        if {"dataset_dict.json", "dataset_info.json"} & set(names):  # from save_to_disk: list only the tables
             names = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
         for path in (Path(root, name) for name in folders + names if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
             elif path.is_symlink() or not path.is_dir():
-                kind = "a link to a folder" if path.is_dir() else "a link to nothing, or no regular file"
-                raise DataError(f"{path} is {kind}: name its target as an input of its own, or remove it")
+                kind = "a link to a folder" if path.is_dir() else "a broken link, or not a regular file"
+                raise DataError(f"{path} is {kind}: give its target as a separate input, or remove it")
     return sorted(found)
 
 
 def nothing_in(folder: Path, wanted: str) -> DataError:
-    """Return the error for a folder without a readable file; it lists the kinds of files found instead."""
+    """Return the error for a folder without a readable file, with the kinds of files that are there instead."""
     kinds = Counter(file.suffix or "no suffix" for file in files_below(folder)).most_common(3)
     found = ", ".join(f"{count} with {kind}" for kind, count in kinds) or "nothing"
     return DataError(f"{folder} holds no {wanted} file (found: {found})")
@@ -298,7 +300,7 @@ def kind_of(file: Path) -> tuple[str, str]:
 
 
 def parsed(text: bytes) -> Any:
-    """Return a JSON value. Raises ValueError for any other text, and for an object with a repeated key."""
+    """Parse a JSON value. Raises ValueError for invalid JSON, and for an object with a repeated key."""
     try:
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except RecursionError as error:
@@ -306,10 +308,10 @@ def parsed(text: bytes) -> Any:
 
 
 def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
-    """Return the entries of a file that is one JSON value; None for a file of lines.
+    """Return the entries of a file that is one JSON value; None for a file of JSON lines.
 
     The value is a row, a list of rows, or an object with a list of rows (under `data`, or its only list). The object's
-    other columns are added to each row. Raises DataError for a damaged list, or if the value or rows need too much
+    other keys are added to each row. Raises DataError for a damaged list, or if the value or the rows need too much
     memory.
     """
     with opened(file) as stream:
@@ -323,7 +325,9 @@ def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
             content = parsed(data)
     except ValueError as error:
         if found["list"]:
-            raise DataError(f"{file}: it is not JSON ({error}), or more than {MOST >> 20} MiB compressed") from None
+            raise DataError(
+                f"{file}: it is not JSON ({error}), or it is compressed and has more than {MOST >> 20} MiB of JSON"
+            ) from None
         return None
     if isinstance(content, list):
         return content
@@ -334,5 +338,5 @@ def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
         return [content]
     rows = content.pop("data" if "data" in lists else lists[0])
     if len(json.dumps(content)) * len(rows) > MOST:
-        raise DataError(f"{file}: the keys beside its list are too large to be repeated in each row: remove them")
+        raise DataError(f"{file}: the keys next to its list are too large to repeat in every row: remove them")
     return [content | row if isinstance(row, dict) else row for row in rows]

@@ -5,8 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval
 
-from crosstrain import Component, FilePath, Fraction, OptionError, Text
-from crosstrain.config.schema import to_plain
+from crosstrain import Component, FilePath, Fraction, OptionError, Text, to_plain
 
 
 @dataclass
@@ -26,7 +25,7 @@ class DedupOptions:
     """Options for dropping documents that repeat an earlier document of any input."""
 
     exact: bool = True  # drop documents that are byte-identical after filtering
-    near: NearOptions | None = None  # drop near-duplicates, too; None: keep them
+    near: NearOptions | None = None  # also drop near-duplicates; None: keep them
 
 
 @dataclass
@@ -38,18 +37,18 @@ class PrepareOptions:
 
     # "stdlib", files and folders, or readers with their options
     input: Text | list[Text | Annotated[Component, "reader"]]
-    text_key: Text = "text"  # key of the text in a JSON line, or its column in a table
-    separator: Text | None = None  # splits a .txt file into documents; None: a file is one document
+    text_key: Text = "text"  # key of the text in a JSON line, or column of the text in a table
+    separator: Text | None = None  # text between documents of a .txt file; None: one document per file
     # records without usable text: drop (or skip) leaves them out and counts them, error stops at the first one
     unusable: Literal["error", "drop", "skip"] = "error"
     max_dropped: Fraction = 0.1  # largest fraction of an input's records that may be dropped as unusable
-    ignore_columns: list[Text] = field(default_factory=list)  # columns that may stay unread without a warning
+    ignore_columns: list[Text] = field(default_factory=list)  # columns that are not reported as unused
     clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # filters, applied in this order
     dedup: DedupOptions | None = None  # drop repeated documents; None: keep them
-    tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json; None: train_tokenizer
+    tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json; None: use train_tokenizer
     # vocabulary size of a byte-level BPE to train on the input; None: use `tokenizer`
     train_tokenizer: Annotated[int, Interval(ge=257, le=2**20)] | None = None
-    downloads: FilePath | None = None  # a folder that keeps downloads; None: remove them at the end
+    downloads: FilePath | None = None  # folder in which to keep downloads; None: remove them at the end
     # number of processes; None: one per core, or only the main process for a small input
     workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
 

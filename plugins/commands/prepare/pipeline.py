@@ -17,11 +17,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from crosstrain import DataError
-from crosstrain.config.schema import to_plain
-from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, warn_if_rebuilt
-from crosstrain.utils.errors import printable
-from crosstrain.utils.files import write_json
+from crosstrain import DataError, TextTokenizer, load_tokenizer, printable, to_plain, write_json
+from crosstrain.data.tokenizer import warn_if_rebuilt
 
 from ...datasets.indexed_dataset import TokenWriter, best_dtype
 from ...datasets.prepared import FORMAT_VERSION, Summary, hash_of
@@ -56,7 +53,7 @@ class _Pipeline:
         for reader in self.readers:
             reader.fetch(Path(options.downloads or folder / "fetched").expanduser(), progress)
         sizes = [reader.size() for reader in self.readers]
-        self.total = None if None in sizes else sum(size or 0 for size in sizes)  # bytes of input, if they are known
+        self.total = None if None in sizes else sum(size or 0 for size in sizes)  # bytes of input; None: unknown
         self.workers = options.workers or (1 if self.total is not None and self.total <= _SMALL else cores())
         self.shards: list[CorpusShard] = []  # filtered documents, in input order
 
@@ -81,7 +78,7 @@ class _Pipeline:
                 lengths["tokens"].update((length - 1).bit_length() for length in report["lengths"])
                 counts.add(report["counts"])
         if not counts.kept:
-            raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")
+            raise DataError(f"no documents are left of {self.options.input}: {counts.all_dropped()}")
         shutil.copytree(folder, out / "tokenizer")
         documents = sum(each["documents"] for each in inputs.values())
         summary = Summary(
@@ -110,7 +107,7 @@ class _Pipeline:
         """Fill `shards`, and return a dict from the label of each input to its counts."""
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
-        # The workers do not need the lists of files, and these may be long.
+        # The lists of files may be long, and workers do not need them.
         stage = FilterStage(
             folder,
             self.filters,

@@ -27,14 +27,14 @@ def cores() -> int:
 def run_stage(stage: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
     """Yield results in the order of the items; at most three items per worker are in memory.
 
-    workers: number of processes; 1: everything runs in this process. They receive the stage pickled; what cannot be
-    pickled is a `cached_property` of the stage. An exception of the stage is raised here after the running items
-    finish. Raises DataError if a worker dies.
+    workers: number of processes; 1: run everything in this process. Each worker receives a pickled copy of the stage,
+    so attributes that cannot be pickled must be cached properties. If the stage raises an exception, it is raised
+    here after the running items finish. Raises DataError if a worker dies.
     """
     if workers <= 1:
         yield from map(stage, items)
         return
-    context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads
+    context = multiprocessing.get_context("spawn")  # fork would copy locks that other threads hold
     executor = ProcessPoolExecutor(workers, context, _begin, (registry.folders(), Bond(), stage))
     running = deque[Future[Result]]()
     try:
@@ -47,8 +47,8 @@ def run_stage(stage: Callable[[Item], Result], items: Iterable[Item], workers: i
             yield running.popleft().result()
     except BrokenProcessPool:
         raise DataError(
-            "a worker process died, perhaps for want of memory: run the same command again to go on where it"
-            " stopped, with fewer workers if it dies again"
+            "a worker process died, perhaps because it ran out of memory: run the same command again to continue where"
+            " it stopped, with fewer workers if it dies again"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)

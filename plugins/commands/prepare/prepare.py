@@ -1,4 +1,4 @@
-"""Turn documents into tokens: a folder that datasets of type `text` open without further work.
+"""Turn documents into a folder of tokens that datasets of type `text` can open.
 
 tokens.bin, tokens.idx   Megatron's format; every document ends with the tokenizer's end-of-text token
 tokenizer/               a Hugging Face tokenizer folder
@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from crosstrain import DataError
+from crosstrain import DataError, cache_folder
 from crosstrain.utils import storage
-from crosstrain.utils.files import cache_folder
 
 from ...datasets.prepared import Summary, locate, locate_remote
 from .options import PrepareOptions
@@ -26,14 +25,14 @@ from .shards import key_of
 def prepare(
     options: PrepareOptions, output: str | Path, progress: bool = True, *, overwrite: bool = False, wait: bool = False
 ) -> Summary:
-    """Create folder `output` completely or not at all, and return its summary. For a URL, create it locally and upload.
+    """Create folder `output` atomically, and return its summary. For a URL, create the folder locally and upload it.
 
-    If the process is killed or fails, finished shards stay in `<output>.partial`. The next call continues from there,
-    with the same result as an uninterrupted call.
+    If the process is killed or fails, finished shards stay in `<output>.partial`. The next call reuses these shards,
+    and the interruption does not change the result.
 
-    Raises DataError if `output` exists (`overwrite` replaces a dataset, but nothing else), if another process is
-    making it (with `wait`: wait, and return the summary of that dataset), if an input is missing, damaged or has no
-    document, or if a disk is full.
+    overwrite: replace an existing dataset, but no other folder. wait: wait for a process that is making `output`; if
+    the dataset exists, return its summary. Raises DataError if `output` exists or a process is making it, if an input
+    is missing, damaged or has no document, or if a disk is full.
     """
     from .pipeline import build
 
@@ -51,12 +50,12 @@ def prepare(
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise DataError(
-                f"there is no room to write {error.filename or partial} ({error.strerror}): what is finished stays in"
-                f" {partial}; make room and run the same command again to go on"
+                f"there is no space to write {error.filename or partial} ({error.strerror}): finished parts stay in"
+                f" {partial}; free some space and run the same command again to continue"
             ) from None
         finally:
             if partial.exists() and not (partial / "out").exists() and not any(partial.rglob("*.json")):
-                shutil.rmtree(partial, ignore_errors=True)  # it has no finished shard
+                shutil.rmtree(partial, ignore_errors=True)  # no shard is finished
         _replace(partial / "out", output)
         shutil.rmtree(partial, ignore_errors=True)
         return summary
@@ -68,7 +67,7 @@ def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite
         if wait and "dataset.json" in storage.listing(url) and (folder := locate(url)[1]):
             return Summary.read(folder)
         if storage.listing(url) and not overwrite:
-            raise DataError(f"{url} is not empty: overwrite it explicitly or choose another output")
+            raise DataError(f"{url} is not empty: overwrite it explicitly or choose a different output")
         made = place / "made"
         summary = prepare(options, made, progress, overwrite=True)
         files = [path for path in made.rglob("*") if path.is_file()]
@@ -82,23 +81,26 @@ def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite
 
 @contextmanager
 def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes from making folder `output`. Raises DataError if one is making it, or it cannot be made."""
+    """Lock folder `output` for its creation. Raises DataError if the folder is already locked, or cannot be created."""
     if output.name in ("", ".."):
-        raise DataError(f"{output} cannot be replaced as a whole: choose another output")
+        raise DataError(f"{output} cannot be replaced: choose a different output")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with _locked(output.with_name(f".{output.name}.lock"), wait):
             yield
     except BlockingIOError:
-        raise DataError(f"another process is preparing {output}: wait for it, or choose another output") from None
+        raise DataError(f"another process is preparing {output}: wait for it, or choose a different output") from None
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        raise DataError(f"{output} cannot be made ({error.strerror}{where})") from None
+        raise DataError(f"{output} cannot be created ({error.strerror}{where})") from None
 
 
 @contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, then remove it, as filelock does not. Raises BlockingIOError if a process holds it."""
+    """Hold the lock file `path`, and remove the file at the end; the package filelock leaves the file.
+
+    Raises BlockingIOError if a different process holds the lock.
+    """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -114,13 +116,13 @@ def _locked(path: Path, wait: bool) -> Iterator[None]:
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    """Raise DataError unless `output` is free, or is a prepared dataset and `overwrite` is true."""
+    """Raise DataError unless `output` is absent or empty, or is a prepared dataset and `overwrite` is true."""
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "dataset.json").exists():
-        raise DataError(f"{output} exists and is not a prepared dataset: choose another output")
+        raise DataError(f"{output} exists and is not a prepared dataset: choose a different output")
     if not overwrite:
-        raise DataError(f"{output} is prepared already: overwrite it explicitly or choose another output")
+        raise DataError(f"{output} is already prepared: overwrite it explicitly or choose a different output")
 
 
 @contextmanager

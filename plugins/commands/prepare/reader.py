@@ -55,7 +55,7 @@ class Chunk:
             return stream.read(self.stop - self.start)
 
     def text(self) -> str:
-        """Decode the bytes from UTF-8, without a file's byte order mark. `FileReader.read` finds invalid bytes."""
+        """Decode the bytes as UTF-8, without the byte order mark. `FileReader.read` handles invalid bytes."""
         return self.read().decode(errors="surrogateescape").lstrip("" if self.start else "\ufeff")
 
 
@@ -68,19 +68,19 @@ def check_column(table: object, names: list[str], column: str) -> None:
 
 
 def row_document(value: Any, source: str, names: Iterable[str], key: str) -> Document:
-    """Return the document of a row with its text under `key`, one of `names`; null becomes an empty text."""
+    """Return the document of a row. value: the row's text, or None for an empty text. key: the column of the text."""
     return Document("" if value is None else value, source, tuple(name for name in names if name != key))
 
 
 def flaw(text: object) -> str:
-    """Return the reason why a tokenizer cannot encode a value; an empty string if it can."""
+    """Return the reason why a tokenizer cannot encode a value, or an empty string."""
     if not isinstance(text, str):
         return f"holds {type(text).__name__}, not text"
     if (place := text.find("\0")) >= 0:
-        return f"holds a NUL character, as no text does, behind {text[max(0, place - 20) : place]!r}"
+        return f"holds a NUL character, which text does not contain, after {text[max(0, place - 20) : place]!r}"
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # a byte of invalid UTF-8, or half of a surrogate pair
+    except UnicodeEncodeError as error:  # an invalid byte, or a lone surrogate
         valid = len(text[: error.start].encode())
         return f"is not UTF-8 text: invalid at byte {valid}, as {text[error.start]!r}"
     return ""
@@ -89,7 +89,7 @@ def flaw(text: object) -> str:
 class FileReader(ABC):
     """A reader of one kind of file. Every process that reads creates its own instance from the options.
 
-    `tasks` runs once, in the main process. Its tasks may carry raw records if workers cannot seek to them, as in a
+    `tasks` runs once, in the main process. A task contains raw records if workers cannot seek to the records, as in a
     compressed file. `read` runs in the workers and does the slow part.
     """
 
@@ -100,11 +100,11 @@ class FileReader(ABC):
         path: Text | list[Text]  # files, URLs of files, and folders to search for files
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
-    contents: ClassVar[tuple[str, ...] | None] = None  # kinds from `io.kind_of` that it reads; None: any kind
+    contents: ClassVar[tuple[str, ...] | None] = None  # accepted kinds, as from `io.kind_of`; None: any kind
 
     known_files: Sequence[Path] | None = None  # the files, if a search has already found them
-    drops: RowAudit | None = None  # counts unusable records; None: the first one is an error
-    chosen_by_ending = False  # True: chosen by file suffix, so files are checked for `contents`
+    drops: RowAudit | None = None  # counts unusable records; None: an unusable record is an error
+    chosen_by_ending = False  # True: chosen by file suffix, so the content of files is checked
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -116,11 +116,11 @@ class FileReader(ABC):
         return [self.options.path] if isinstance(self.options.path, str) else self.options.path
 
     def fetch(self, folder: Path, progress: bool) -> None:
-        """Download missing input into `folder` before `tasks` is called; the folder outlives the process."""
+        """Download missing input into `folder`, which outlives the process. Called before `tasks`."""
         self.fetched = {item: download(item, folder, progress) for item in self._paths if is_url(item)}
 
     def files(self) -> Sequence[Path]:
-        """List the files that the options name; those of a folder are sorted by path."""
+        """List the files that the options name; the files of a folder are sorted by path."""
         if self.known_files is not None:
             return self.known_files
         found: list[Path] = []
@@ -150,9 +150,9 @@ class FileReader(ABC):
         return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
     def tasks(self) -> Iterator[list[Chunk]]:
-        """Yield tasks for a worker, each chunks of about `TASK_BYTES`, in the same order; small files share a task.
+        """Yield tasks in the order of the files: lists of chunks with a total of about `TASK_BYTES`.
 
-        An interrupted task starts again from its beginning.
+        Small files share a task. An interrupted task starts again from its beginning.
         """
         batch: list[Chunk] = []
         size = 0
@@ -173,12 +173,12 @@ class FileReader(ABC):
         if kind and kind not in contents:
             wanted = "/".join(self.suffixes)
             raise DataError(
-                f"the content of {file} ({kind}) is not what its ending ({wanted}) says: {advice}; or name its reader,"
+                f"the content of {file} ({kind}) does not match its suffix ({wanted}): {advice}; or name its reader,"
                 f" as {{name: ..., path: {file}}}"
             )
 
     def read(self, task: list[Chunk]) -> Iterator[Document]:
-        """Yield the documents of a task that are text, in order, and pass the others to `unusable`."""
+        """Yield the documents of a task in order, and pass documents without valid text to `unusable`."""
         for chunk in task:
             for document in self.read_chunk(chunk):
                 if reason := flaw(document.text):
@@ -196,7 +196,7 @@ class FileReader(ABC):
 
 
 class ColumnReader(FileReader):
-    """A reader of files of rows, each with its text under a key."""
+    """A reader of files with rows; each row has its text under a key."""
 
     @dataclass
     class Options(FileReader.Options):
@@ -211,7 +211,7 @@ def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterato
     """Yield chunks that end with a separator and have at least `size` bytes (default: `TASK_BYTES`), except the last.
 
     A chunk of a compressed file has its bytes in `data`, because such a file can only be read from the beginning. Only
-    one chunk is held at a time.
+    one chunk is held in memory at a time.
     """
     sought, start = not io.is_compressed(file), 0
     with io.opened(file) as stream:

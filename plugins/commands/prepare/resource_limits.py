@@ -1,4 +1,4 @@
-"""Limits on memory and time, for code that handles sizes from untrusted input."""
+"""Limits on memory and time for reading untrusted files."""
 
 import resource
 import signal
@@ -15,12 +15,12 @@ _MEMORY, _SECONDS = 3 << 28, 15  # limits on one step of reading: some rows of a
 
 
 class _OutOfTime(BaseException):
-    """A time limit was exceeded. This is not an Exception, because libraries could catch that."""
+    """Raised if the time limit is exceeded; a BaseException, because libraries may catch any Exception."""
 
 
 @contextmanager
 def bounded(path: Path, more: int = 0) -> Iterator[None]:
-    """Limit one step of reading to 768 MiB more of address space and 15 s of this process's CPU time.
+    """Limit one step of reading to 768 MiB of additional address space and 15 s of this process's CPU time.
 
     When the memory limit is exceeded, allocations fail as if memory were full. Memory is not limited if the system does
     not report a process's size. Time is limited only in the main thread, because only that thread receives signals.
@@ -42,7 +42,7 @@ def bounded(path: Path, more: int = 0) -> Iterator[None]:
         yield
     except (MemoryError, _OutOfTime):
         raise DataError(
-            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for some rows, as no text does"
+            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for some rows, which is unusual for text"
         ) from None
     finally:
         if timed:

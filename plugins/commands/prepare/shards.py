@@ -1,8 +1,9 @@
-"""Shards of documents on disk, one per task; each is complete or absent, even if several workers write the same one.
+"""Shards of documents on disk, one per task; each is complete or absent, even if several workers write the same shard.
 
 NAME       the documents, concatenated: texts in UTF-8, or tokens
-NAME.json  counts of documents read, kept and dropped, and of each document its length (of texts in bytes, with a hash
-           and the source; of tokens with the end-of-text token); written last, so a shard with this file is finished
+NAME.json  counts of documents read, kept and dropped, and the length of each document: bytes of a text (with its hash
+           and source), or number of tokens, including the end-of-text token. This file is written last, so a shard
+           with this file is finished.
 """
 
 import hashlib
@@ -15,9 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
-from crosstrain.utils.files import replacing, write_json
+from crosstrain import replacing, write_json
 
-_MAX_INDEXES = 64  # maximum number of shards whose places are held in memory
+_MAX_INDEXES = 64  # maximum number of shards with document offsets held in memory
 
 
 def key_of(*parts: Any) -> str:
@@ -33,7 +34,7 @@ def file_state(file: Path) -> list[Any]:
 
 @dataclass(frozen=True)
 class CorpusShard:
-    """A shard with a given name; its files may not exist yet."""
+    """A shard with a given name; its files might not exist yet."""
 
     folder: Path
     key: str
@@ -56,14 +57,14 @@ class CorpusShard:
 
     @contextmanager
     def writing(self, report: dict[str, Any]) -> Iterator[IO[bytes]]:
-        """Yield a file for the documents, then write the report, which the block may fill."""
+        """Yield a file for the documents, then write the report; the block may add to the report."""
         with replacing(self.path) as file:
             yield file
         report["size"] = self.path.stat().st_size
         write_json(self.path.with_suffix(".json"), report, indent=None)
 
     def documents(self, dropped: Collection[int] = ()) -> Iterator[tuple[str, str]]:
-        """Yield (text, source) of each document, except those at the places `dropped`."""
+        """Yield (text, source) of each document, except the documents at the places `dropped`."""
         report = self.report()
         with open(self.path, "rb") as file:
             for place, (length, source) in enumerate(zip(report["lengths"], report["sources"], strict=True)):

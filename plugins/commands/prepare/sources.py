@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from crosstrain import Component, ConfigError, DataError, UserError, registry
-from crosstrain.config.schema import Checker, options_class, to_plain
+from crosstrain import Component, ConfigError, DataError, UserError, printable, registry, to_plain
+from crosstrain.config.schema import Checker, options_class
 from crosstrain.utils import storage
-from crosstrain.utils.errors import printable
 
 from . import io
 from .reader import FileReader
@@ -22,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InputSource:
-    """A reader's name, its options as plain data, and its label in the report. It can be pickled."""
+    """A picklable description of a reader: its name, its options as plain data, and its label in the report."""
 
     reader: str
     options: dict[str, Any]
@@ -48,7 +47,7 @@ def sources(given: Input, settings: dict[str, Any]) -> list[InputSource]:
     """
     items = given if isinstance(given, list) else [given]
     if not items:
-        raise DataError("no input is named: give files, folders, or readers with their options")
+        raise DataError("no input is given: name files, folders, or readers with their options")
     return [source for item in items for source in _resolve(item, settings)]
 
 
@@ -69,7 +68,7 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         names = sorted(storage.files(item))
         inside = [name for name in names if _claiming(Path(name))]
         if not inside:
-            raise DataError(f"{item} holds no file that a reader reads")
+            raise DataError(f"{item} holds no file that a reader supports")
         _name_others(item, [name for name in names if name not in inside])
         for name in inside:
             yield from _resolve(storage.join(item, name), settings)
@@ -83,8 +82,10 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
             yield source(reader)
             return
         kind, advice = ("", "") if is_url else io.kind_of(path)
-        about = f"is of the kind {kind}: {advice}" if kind else "is of no known kind: rename it"
-        raise DataError(f"{item} {about}; or name its reader, as {{name: text, path: {item}}}; known endings: {wanted}")
+        about = f"is of the kind {kind}: {advice}" if kind else "is of an unknown kind: rename it"
+        raise DataError(
+            f"{item} {about}; or name its reader, as {{name: text, path: {item}}}; known suffixes: {wanted}"
+        )
     owners = {file: _claiming(file) for file in io.files_below(path)}
     found = [(file, owner) for file, owner in owners.items() if owner]
     if not found:
@@ -99,18 +100,18 @@ def _option_names(reader: str) -> set[str]:
 
 
 def _name_others(folder: str, names: list[str]) -> None:
-    """Log the files in a folder with suffixes that no reader reads."""
+    """Warn about the files in a folder that no reader accepts."""
     if names:
-        first = printable(names[0])  # a name need not be UTF-8
-        _log.warning("%s: %d files are not read, such as %s: no reader has that ending", folder, len(names), first)
+        first = printable(names[0])  # a file name need not be UTF-8
+        _log.warning("%s: %d files are not read, such as %s: no reader supports that suffix", folder, len(names), first)
 
 
 def _claiming(path: Path) -> str | None:
-    """Return the default reader of a file, or None. Raises ConfigError if there are several."""
+    """Return the default reader of a file, or None. Raises ConfigError if several readers accept the file."""
     names = [name for name, cls in _readers().items() if io.has_suffix(path, cls.suffixes)]
     if len(names) > 1:
         raise ConfigError(
-            f"input: {path} can be read as {' and as '.join(names)}: say which, as {{name: ..., path: ...}}"
+            f"input: {path} can be read as {' and as '.join(names)}: name its reader, as {{name: ..., path: ...}}"
         )
     return names[0] if names else None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer
+from crosstrain import TextTokenizer, load_tokenizer
 
 from .filter import Dropped, Filter, make_filters
 from .reader import Chunk, FileReader
@@ -31,7 +31,7 @@ class _Stage:
 
 @dataclass
 class FilterStage(_Stage):
-    """Read tasks of the sources, filter their documents, and write those that stay to a shard for each task."""
+    """Read tasks of the sources, filter their documents, and write the remaining documents to one shard per task."""
 
     sources: list[InputSource]
     drop_unusable: bool
@@ -42,7 +42,7 @@ class FilterStage(_Stage):
         return [source.open() for source in self.sources]
 
     def __call__(self, item: tuple[int, list[Chunk]]) -> tuple[int, int, CorpusShard, dict[str, Any]]:
-        """Return the number of the source, and of one of its tasks the bytes, the shard and the shard's counts."""
+        """Process a task; return the number of the source, the size in bytes, the shard, and the shard's counts."""
         number, task = item
         source, reader = self.sources[number], self.readers[number]
         size = sum(chunk.stop - chunk.start for chunk in task)
@@ -84,14 +84,14 @@ class FilterStage(_Stage):
 
 @dataclass
 class TokenizeStage(_Stage):
-    """Tokenize the documents of a shard, except those at the given places, and filter them by their token counts."""
+    """Tokenize the documents of a shard, except the dropped ones, and filter them by their token counts."""
 
     tokenizer: Path
     dtype: np.dtype
 
     @cached_property
     def encoder(self) -> TextTokenizer:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the other cores has its own process
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other workers use the other cores
         return load_tokenizer(self.tokenizer)
 
     def __call__(self, item: tuple[CorpusShard, list[int]]) -> tuple[CorpusShard, dict[str, Any]]:

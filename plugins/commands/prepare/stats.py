@@ -6,14 +6,15 @@ from typing import Any
 
 from ...datasets.row_audit import RowAudit
 
-EXAMPLES = 3  # number of examples kept of each kind: the first ones in input order
+EXAMPLES = 3  # number of examples to keep per kind, the first ones in input order
 SNIPPET = 200  # maximum number of characters of an example
 
 
 class Counts:
-    """Counts of one shard, or sums over several shards. `plain` is the JSON form; "documents" excludes blank ones.
+    """Counts of one shard, or sums over several shards.
 
-    `rows` counts records that a reader cannot use, and parts of records that it does not read.
+    `plain` is the JSON form; its "documents" does not include blank documents. `rows` counts records that a reader
+    cannot use, and parts of records that it does not read.
     """
 
     def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
@@ -33,7 +34,7 @@ class Counts:
         self._add(step, {"documents": 1, "bytes": size, "examples": [example]})
 
     def add(self, other: dict[str, Any]) -> None:
-        """Merge `plain` from another instance. Call this in input order."""
+        """Merge `plain` from another instance. Call this method in input order."""
         self.rows.add(other["rows"])
         for name in ("blank", "documents", "bytes"):
             self.plain[name] += other[name]
@@ -52,15 +53,15 @@ class Counts:
         return self.plain["documents"] - sum(found["documents"] for found in self.plain["dropped"].values())
 
     def all_dropped(self) -> str:
-        """Return a clause that explains why no document is left."""
+        """Return the reason why no document is left."""
         if not self.plain["documents"]:
-            return "everything in it is empty or white space" if self.plain["blank"] else "there is nothing in it"
+            return "all its documents are empty or white space" if self.plain["blank"] else "it is empty"
         steps = (f"{found['documents']:,} by {step}" for step, found in self.plain["dropped"].items())
         return f"all {self.plain['documents']:,} documents were dropped: {', '.join(steps)}"
 
 
 def bins(lengths: Counter[int]) -> list[dict[str, int]]:
-    """Return {from, to, documents} for each number of binary digits, given the number of documents for each."""
+    """Return {from, to, documents} per bin; lengths: number of binary digits of a length -> number of documents."""
     return [
         {"from": (1 << digits) >> 1, "to": (1 << digits) - 1, "documents": lengths[digits]}
         for digits in range(min(lengths), max(lengths) + 1)

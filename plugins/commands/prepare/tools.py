@@ -3,19 +3,18 @@
 import json
 from pathlib import Path
 
-from crosstrain import DataError
-from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain import DataError, load_tokenizer
 
 from ...datasets.indexed_dataset import TokenFile
 from ...datasets.prepared import Summary, locate
 
-_SHOWN = 200  # number of tokens shown of a document
+_SHOWN = 200  # maximum number of tokens of a document to show
 
 
 def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
     """Describe a prepared folder, or a pair of Megatron files, and show the beginning of one document as text.
 
-    Every entry of the index is checked. Raises DataError if one is wrong, or if the document does not exist.
+    All entries of the index are checked. Raises DataError if an entry is wrong, or if the document does not exist.
     """
     prefix, folder = locate(path)
     file = TokenFile(prefix)
@@ -35,9 +34,9 @@ def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
             f"{summary.text_bytes:,} bytes were read, {summary.dropped:,} documents dropped",
         ]
     if not 0 <= document < max(file.num_documents, 1):
-        raise DataError(f"{path} has documents 0 to {file.num_documents - 1}, no document {document}")
+        raise DataError(f"{path} has no document {document}; expected 0 to {file.num_documents - 1}")
     if spec is None:
-        lines.append("nothing says which tokenizer made it; --tokenizer shows a document as text")
+        lines.append("its tokenizer is unknown; give --tokenizer to show documents as text")
     if file.num_documents:
         tokens = file.document(document)
         ids = tokens[:_SHOWN].tolist()

@@ -1,10 +1,11 @@
-"""Train a byte-level BPE."""
+"""Train a byte-level BPE tokenizer."""
 
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from crosstrain.data.tokenizer import TextTokenizer, byte_level
+from crosstrain import TextTokenizer
+from crosstrain.data.tokenizer import byte_level
 
 _LONG = 1000  # bytes; longer words are split for training, because merging takes time quadratic in their length
 
@@ -12,8 +13,8 @@ _LONG = 1000  # bytes; longer words are split for training, because merging take
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> TextTokenizer:
     """Train a byte-level BPE like GPT-2's (Radford et al. 2019), with `<|endoftext|>` as its last ID.
 
-    vocab_size includes the 256 bytes, the merges and `<|endoftext|>`, and is from 257 to 1,048,576. The result has
-    fewer tokens if too few pairs occur at least twice in the texts.
+    vocab_size: 257 to 1,048,576; includes the 256 bytes, the merges and `<|endoftext|>`. The vocabulary is smaller if
+    too few pairs of tokens occur at least twice in the texts.
     """
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)

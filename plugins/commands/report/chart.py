@@ -8,8 +8,7 @@ from html import escape
 from itertools import accumulate, groupby
 from typing import Any
 
-from crosstrain.utils.errors import printable
-from crosstrain.utils.units import finite
+from crosstrain import finite, printable
 
 from .read_run import ReadRun
 
@@ -21,9 +20,9 @@ Chart = dict[str, Any]  # title, remarks on the unit and the axis, and the figur
 
 
 def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothed: bool = False) -> Chart:
-    """Draw the curves named `key` of all runs that have one; at least one run must.
+    """Draw the curve `key` of every run that has it; at least one run must have it.
 
-    `smoothed`: draw a moving average over the faint values.
+    `smoothed`: draw the values faintly, with a moving average over them.
     """
     traces: list[dict[str, Any]] = []
     heights: list[float] = []
@@ -54,7 +53,7 @@ def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
 
 
 def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
-    """Return an axis and a remark on it: logarithmic for values that span decades."""
+    """Return an axis and a remark on it; the axis is logarithmic for values that span decades."""
     low, high = min(values), max(values)
     axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
     if low > 0 and high / low > 100:
@@ -63,9 +62,9 @@ def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
 
 
 def downsample(steps: Sequence[int], values: Sequence[float], buckets: int = _BUCKETS) -> list[tuple[int, float]]:
-    """Return (step, value) of the lowest and the highest value in each of `buckets` ranges of steps, and of both ends.
+    """Return (step, value) pairs: the first, the last, and the lowest and highest in each of `buckets` ranges of steps.
 
-    This keeps even the shortest spikes. `steps` must ascend, but need not be training steps.
+    Even the shortest spikes stay visible. `steps` must ascend, but do not have to be training steps.
     """
     if len(steps) <= 2 * buckets:
         return list(zip(steps, values, strict=True))

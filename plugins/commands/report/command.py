@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from crosstrain import Command, UserError, registry
-from crosstrain.utils.errors import printable
+from crosstrain import Command, UserError, printable, registry
 
 
 @registry.register_command("report")
@@ -17,7 +16,9 @@ class ReportCommand(Command):
         parser.add_argument(
             "runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a folder of runs"
         )
-        parser.add_argument("--output", default="report.html", metavar="FILE", help="the page (default: report.html)")
+        parser.add_argument(
+            "--output", default="report.html", metavar="FILE", help="page to write (default: report.html)"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Write the page; return the exit code. Raises UserError if there is no run, or the page cannot be written."""
@@ -25,7 +26,7 @@ class ReportCommand(Command):
 
         path = Path(arguments.output)
         if path.is_dir():
-            raise UserError(f"--output: {path} is a folder; name the page's file")
+            raise UserError(f"--output: {path} is a folder; give the name of a file")
         runs = report(arguments.runs, path)
         for found in runs:
             for problem in found.problems:

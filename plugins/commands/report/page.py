@@ -7,16 +7,14 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
-from crosstrain import UserError, __version__, require
-from crosstrain.utils.errors import os_errors_as, printable
-from crosstrain.utils.files import write_atomically
+from crosstrain import UserError, __version__, os_errors_as, printable, require, write_atomically
 from crosstrain.utils.storage import is_url
 
 from ..status.status import find_runs
 from .chart import COLOURS, Chart, chart
 from .read_run import ReadRun, read_runs
 
-_NATS = "nats per target token"  # for language models
+_NATS = "nats per target token"  # unit of the loss of language models
 # Key of metrics.jsonl -> title, unit, and whether to draw a moving average over the values.
 _CURVES = {
     "loss": ("Training loss", _NATS, True),
@@ -38,7 +36,7 @@ _CURVES = {
 }
 _NO_CURVE = {"samples"}
 _ONLY_IF_THEY_CHANGE = {"loss_scale", "skipped_steps"}
-_EVALUATIONS = 12  # evaluations with generated texts on the page
+_EVALUATIONS = 12  # maximum number of evaluations with generated texts on the page
 _EVENTS = 200
 _NONE = "–"  # noqa: RUF001 - a dash where there is no value
 
@@ -50,7 +48,7 @@ _Texts = tuple[int, list[tuple[str, str]]]  # step, (prompt, generated text) pai
 def report(runs: Sequence[str | Path], output: str | Path = "report.html") -> list[ReadRun]:
     """Write one HTML page about runs, given by their folders or URLs, or by folders that hold runs.
 
-    Returns the runs as read, with the `problems` found in their files. Raises UserError if there is no run, or if
+    Returns the runs, with the `problems` found in their files. Raises UserError if there is no run, or if
     `output` cannot be written.
     """
     places: list[str] = []
@@ -63,7 +61,7 @@ def report(runs: Sequence[str | Path], output: str | Path = "report.html") -> li
 
 
 def page(runs: Sequence[ReadRun]) -> str:
-    """Render one HTML page that needs no other file. Raises UserError without plotly or jinja2."""
+    """Render one HTML page that needs no other file. Raises UserError if plotly or jinja2 is missing."""
     jinja2 = require("jinja2", "crosstrain report")
     library = require("plotly.offline", "crosstrain report").get_plotlyjs()
     here = Path(__file__).parent
@@ -123,7 +121,7 @@ def _best_validation(run: ReadRun) -> str:
 
 
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
-    """Chart the known metrics in the order of `_CURVES`, then all others in the order of the rows."""
+    """Chart the known metrics in the order of `_CURVES`, then all others in order of appearance."""
     hidden = _NO_CURVE | {
         key
         for key in _ONLY_IF_THEY_CHANGE
@@ -171,6 +169,6 @@ def _differences(runs: Sequence[ReadRun]) -> _Table:
 
 
 def _spread(generated: list[_Texts]) -> list[_Texts]:
-    """Choose a few evaluations at even distances, including the last one."""
+    """Choose a few evenly spaced evaluations, including the last one."""
     every = -(-len(generated) // _EVALUATIONS) or 1
     return generated[::-every][::-1]

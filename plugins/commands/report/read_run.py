@@ -9,19 +9,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from crosstrain import UserError
+from crosstrain import UserError, first_line, is_number, open_regular, os_errors_as, read_end
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
 from crosstrain.utils import storage
-from crosstrain.utils.errors import first_line, os_errors_as
-from crosstrain.utils.files import open_regular, read_end
-from crosstrain.utils.units import is_number
 
 from ..status.status import read_row
 
 _MOST_BYTES = 1 << 27  # maximum number of bytes read from metrics.jsonl
-_LONGEST_LINE = 1 << 20  # bytes of a row; longer rows are skipped
+_LONGEST_LINE = 1 << 20  # maximum number of bytes in a row; longer rows are skipped
 _MOST_CURVES = 200
 _MOST_EVENTS = 500
 _MOST_SAMPLES = 200  # maximum number of evaluations with generated text
@@ -36,8 +33,8 @@ class ReadRun:
 
     folder: Path
     name: str = ""
-    curves: dict[str, Curve] = field(default_factory=dict)  # keys of timers are timers/<phase>, in ms
-    events: list[tuple[int, str]] = field(default_factory=list)  # (step, what happened)
+    curves: dict[str, Curve] = field(default_factory=dict)  # timers: key timers/<phase>, in ms
+    events: list[tuple[int, str]] = field(default_factory=list)  # (step, sentence)
     generated: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)  # (step, [(prompt, text)])
     config: dict[str, str] = field(default_factory=dict)  # such as {"run.seed": "1234"}
     config_text: str = ""
@@ -82,25 +79,25 @@ def _read_anywhere(folder: str) -> ReadRun:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Return the shortest ends of the paths that are all distinct."""
+    """Name each folder by the end of its path, with the smallest number of parts that makes all names distinct."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]) for p in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{p[-1]} ({number})" for number, p in enumerate(parts, 1)]  # the same folder was named twice
+    return [f"{p[-1]} ({number})" for number, p in enumerate(parts, 1)]  # the same folder was given twice
 
 
 def _read(folder: Path) -> ReadRun:
     paths = RunFolder(folder)
     if not paths.metrics.exists():
-        raise UserError(f"{folder}: there is no metrics.jsonl; name a run's folder in which a step was logged")
+        raise UserError(f"{folder}: no metrics.jsonl found; give the folder of a run that has logged a step")
     run = ReadRun(folder)
     unreadable = os_errors_as(UserError, f"{paths.metrics}: cannot be read")
     with unreadable, open_regular(paths.metrics, follow=False) as file:
         _read_rows(run, BytesIO(file.read(_MOST_BYTES)))
         if file.read(1):
-            run.problems.append(f"metrics.jsonl is read up to {_MOST_BYTES} bytes; the rest is not shown")
+            run.problems.append(f"only the first {_MOST_BYTES} bytes of metrics.jsonl are shown")
     run.curves = {key: dict(sorted(curve.items())) for key, curve in run.curves.items()}
     run.events = sorted(run.events[:_MOST_EVENTS])
     _read_config(run, paths)
@@ -137,13 +134,13 @@ def _read_rows(run: ReadRun, lines: Iterable[bytes]) -> None:
         if isinstance(notes := row.get("notes"), list):
             run.events += [(step, str(note)) for note in notes]
     if len(kinds) > _MOST_CURVES:
-        run.problems.append(f"metrics.jsonl has more than {_MOST_CURVES} kinds of numbers; the first ones are shown")
+        run.problems.append(f"metrics.jsonl has more than {_MOST_CURVES} metrics; only the first ones are shown")
     if twice:
-        run.problems.append("metrics.jsonl tells some steps twice or out of order; the later row counts")
+        run.problems.append("metrics.jsonl contains some steps twice or out of order; the later row is used")
     if damaged:
-        where = "the last line" if damaged == [number] else f"{len(damaged)} lines, the first of them {damaged[0]},"
+        where = "the last line" if damaged == [number] else f"{len(damaged)} lines, the first being line {damaged[0]},"
         run.problems.append(
-            f"metrics.jsonl: {where} could not be read, as when a run was killed or is being written; the rest is shown"
+            f"metrics.jsonl: {where} could not be read (the run was killed or is still writing); the rest is shown"
         )
 
 

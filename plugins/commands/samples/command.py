@@ -3,14 +3,13 @@
 import argparse
 import sys
 
-from crosstrain import Command, registry
+from crosstrain import Command, printable, registry
 from crosstrain.cli.flags import add_config
-from crosstrain.utils.errors import printable
 
 
 @registry.register_command("samples")
 class SamplesCommand(Command):
-    """Show the samples of a project, with the trained tokens marked."""
+    """Show the samples of a project, with the target tokens marked."""
 
     function = "samples:samples"
 
@@ -22,16 +21,15 @@ class SamplesCommand(Command):
             type=int,
             nargs="+",
             metavar="N",
-            help="in the order of training, of val and test in file order (default: 0)",
+            help="sample numbers: positions in training order, or in file order for val and test (default: 0)",
         )
-        parser.add_argument("--ids", action="store_true", help="show tokens as ids, not as text")
+        parser.add_argument("--ids", action="store_true", help="show tokens as IDs, not as text")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the samples; return the exit code."""
         from .samples import samples
 
         a = arguments
-        found = samples(a.cfg_path, a.split, a.number or [0], a.options)
-        for view in found:
+        for view in samples(a.cfg_path, a.split, a.number or [0], a.options):
             print(f"{printable(view.title)}\n{view.text(ids=a.ids, colour=sys.stdout.isatty())}\n")
         return 0

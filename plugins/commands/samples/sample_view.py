@@ -1,4 +1,4 @@
-"""A sample in readable form: its origin, and its text with the trained tokens marked."""
+"""A sample in readable form: its origin, and its text with the target tokens marked."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,28 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain import IGNORE_INDEX, IMAGE, IMAGE_ID, SHARED, Sample
-from crosstrain.data.tokenizer import TextTokenizer
-from crosstrain.utils.errors import printable
+from crosstrain import IGNORE_INDEX, IMAGE, IMAGE_ID, SHARED, Sample, TextTokenizer, printable
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
-_SHOWN = 16  # maximum number of values to show of other arrays
+_SHOWN = 16  # other arrays are shown in full if they have at most this many values
 
-_Token = tuple[int, bool, str]  # ID, trained, and a heading if a new document or conversation begins here
+_Token = tuple[int, bool, str]  # ID, whether it is a target, heading if a new document or conversation begins here
 
 
 @dataclass(frozen=True)
 class SampleView:
-    """A sample as the model receives it. `print` shows it, with trained tokens in «»."""
+    """A sample as the model receives it. `print` shows the sample, with target tokens in «»."""
 
     title: str  # number, index and origin of the sample
-    data: Mapping[str, Any]  # arrays, as from `Dataset.get`
+    data: Mapping[str, Any]  # arrays from `Dataset.get`
     tokenizer: TextTokenizer | None
 
     @property
     def rows(self) -> list[Sample]:
-        """The token sequences in the sample; none for data without tokens."""
+        """The token sequences in the sample; an empty list for data without tokens."""
         if "rows" in self.data or "input_ids" not in self.data:
             return self.data.get("rows", [])
         keys = [key for key in _OF_TOKENS if key in self.data]
@@ -36,7 +34,7 @@ class SampleView:
         return [{key: arrays[key][row] for key in keys} for row in range(len(arrays["input_ids"]))]
 
     def text(self, *, ids: bool = False, colour: bool = False) -> str:
-        """Return the tokens of each row as text or IDs, with trained ones in «» or green, and then the other arrays."""
+        """Return each row's tokens as text or IDs, with target tokens in «» or green, and then the other arrays."""
         decode = self.tokenizer.decode if self.tokenizer and not ids else None
         lines = []
         for number, row in enumerate(self.rows):
@@ -53,7 +51,7 @@ class SampleView:
 
 
 def _tokens(row: Sample) -> Iterator[_Token]:
-    """Yield the tokens of a row, and the targets that are not in the input. A label is the token that comes next."""
+    """Yield the tokens of a row, and the targets that are not in the input; a label is the next token."""
     ids, labels = (np.asarray(row[key]).tolist() if key in row else [] for key in ("input_ids", "labels"))
     labels = labels or [IGNORE_INDEX] * len(ids)
     begins = _beginnings(row, len(ids))
@@ -61,18 +59,18 @@ def _tokens(row: Sample) -> Iterator[_Token]:
         yield ids[0], False, ""
     for place, (label, following) in enumerate(zip(labels, [*ids[1:], None], strict=True)):
         learned, begin = label != IGNORE_INDEX, begins.get(place + 1, "")
-        if learned and (begin or following is None):  # last token of its document
+        if learned and (begin or following is None):  # the last token of a document is only a label
             yield label, True, ""
         if following is not None:
             yield following, learned and not begin, begin
 
 
 def _beginnings(row: Sample, length: int) -> dict[int, str]:
-    """Return the positions where a new document, or a new conversation about the same images, begins."""
+    """Return position -> heading where a new document, or a new conversation about the same images, begins."""
     if "segments" in row:
         segments = np.asarray(row["segments"]).tolist()
         changes = (i for i in range(1, length) if SHARED != segments[i - 1] != segments[i])
-        return dict.fromkeys(changes, "next conversation about the same")
+        return dict.fromkeys(changes, "next conversation about the same images")
     positions = np.asarray(row.get("position_ids", ()))
     return dict.fromkeys(np.flatnonzero(positions[1:] == 0) + 1, "next document")
 

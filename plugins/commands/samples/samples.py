@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from crosstrain import SPLITS, SampleView, Split, UserError, load_config, log
-from crosstrain.config.load import ProjectLike
+from crosstrain import SPLITS, ProjectLike, SampleView, Split, UserError, load_config, load_tokenizer, log
 from crosstrain.config.sources import Overrides
 from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.rng import sample_rng
 
 
@@ -19,10 +17,10 @@ def samples(
 ) -> list[SampleView]:
     """Return samples of a split; `numbers` are positions in training order (`train`) or file order (`val`, `test`).
 
-    Missing data is prepared. Raises UserError for invalid arguments.
+    Data that does not exist yet is prepared first. Raises UserError for invalid arguments.
     """
     if split not in SPLITS:
-        raise UserError(f"split: there is no split {split!r}; the splits are {', '.join(SPLITS)}")
+        raise UserError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
     config = load_config(project, options)
     prepare_data(config)
     dataset = open_split(config, split)
@@ -33,7 +31,9 @@ def samples(
     views = []
     for number in numbers:
         if number < 0 or (split != "train" and number >= len(dataset)):
-            raise UserError(f"--number: {number} is none of the {len(dataset)} samples of the {split} split, from 0 on")
+            raise UserError(
+                f"--number: the {len(dataset)} samples of the {split} split are numbered from 0, got {number}"
+            )
         index = dataset.training_index(seed, number) if split == "train" else number
         data: Mapping[str, Any] = dataset.get(index, sample_rng(seed, number))
         origin = (f"index {index} of {len(dataset)}", dataset.location(index))

@@ -11,7 +11,7 @@ class SchemaCommand(Command):
     """Print a JSON Schema of project files, for editors."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add no arguments: CROSSTRAIN_PLUGINS names further plugins."""
+        """Add no arguments; the schema includes the plugins in CROSSTRAIN_PLUGINS."""
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the schema; return the exit code."""

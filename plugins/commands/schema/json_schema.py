@@ -1,6 +1,6 @@
-"""JSON Schema of project files, for editors. It accepts the same values as the checker, as far as draft 7 allows.
+"""JSON Schema (draft 7) of project files, for editors. The schema accepts nearly the same values as the checker.
 
-It cannot compare options with each other or follow an interpolation, and it accepts 1.0 as an integer.
+A schema cannot compare options with each other or follow an interpolation, and it accepts 1.0 as an integer.
 """
 
 import json
@@ -48,7 +48,7 @@ def project_schema() -> Schema:
 
 
 class _Definitions(dict[str, Schema]):
-    """Schemas of components and their options, by kind and name; each is made at its first reference."""
+    """Schemas of components and their options, by kind and name; each is created when it is first referenced."""
 
     def _refer(self, name: str, make: Callable[[], Schema]) -> Schema:
         if name not in self:
@@ -57,7 +57,10 @@ class _Definitions(dict[str, Schema]):
         return {"$ref": f"#/definitions/{name}"}
 
     def component(self, kind: str, default: str | None = None) -> Schema:
-        """Refer to a component: its name, or a mapping of name and options. With a `default`, the name is optional."""
+        """Return a reference to the schema of a component, given as a name, or as a mapping of name and options.
+
+        With a `default`, the mapping may omit the name.
+        """
 
         def make() -> Schema:
             mapping = self.choice(kind, "name", default)
@@ -67,7 +70,7 @@ class _Definitions(dict[str, Schema]):
         return self._refer(f"{kind}.default.{default}" if default else kind, make)
 
     def choice(self, kind: str, naming: str, default: str | None = None) -> Schema:
-        """Return the schema of a mapping with a component's name under the key `naming`, and its options."""
+        """Return the schema of a mapping: a component's name under the key `naming`, and the component's options."""
         rules = []
         for name in registry.names(kind):
             stands = [name, *(p for p in preset_files(kind) if p != name and preset_component(kind, p) == name)]
@@ -86,9 +89,9 @@ class _Definitions(dict[str, Schema]):
         schema["properties"]["name"] = True
         if kind == "dataset":
             schema["properties"]["sample_ratio"] = self.value(bounds.PositiveFloat | None) | {
-                "description": "share of the samples, where datasets stand side by side"
+                "description": "relative share of the samples, if the project has several datasets"
             }
-        if kind == "model":  # the section has the name under `arch`
+        if kind == "model":  # the section `model` has the component's name under `arch`
             schema["properties"] |= {
                 "arch": True,
                 "model_type": self.value(Literal[(None, *model_types(name))]),
@@ -108,7 +111,7 @@ class _Definitions(dict[str, Schema]):
         return _mapping(properties, [option.name for option in known if option.required])
 
     def value(self, hint: Any, default: Any = None) -> Schema:
-        """Return the schema of a value of the type `hint`; it also accepts an interpolation."""
+        """Return a schema that accepts values of the type `hint`, and interpolations."""
         alternatives = self._alternatives(hint, default)
         return {} if {} in alternatives else {"anyOf": [*alternatives, _INTERPOLATION]}
 

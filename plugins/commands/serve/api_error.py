@@ -1,4 +1,4 @@
-"""OpenAI's error documents."""
+"""Errors in OpenAI's format."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _LATER, 503: _LATER}
 
 
 class ApiError(HTTPException):
-    """An HTTP status, a message, the wrong parameter and OpenAI's code."""
+    """An error response: HTTP status, message, name of the invalid parameter, and OpenAI's error code."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, _HEADERS.get(status))

@@ -31,10 +31,10 @@ from .service import Service
 
 Events = asyncio.Queue[Event | ClientDisconnect]
 
-_BODIES = 8  # limit on the request bytes held at once, as a multiple of the largest body
+_BODIES = 8  # limit on the request bytes held at once, as a multiple of the size limit of one body
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
-    # The page loads nothing else, and shows only text and the images that its user chose.
+    # The page loads no other resource, and shows only text and the images that its user chose.
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -43,7 +43,7 @@ _PAGE_HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """True for a host name or address that only programs on this machine can reach."""
+    """Return True for a host name or address that only programs on this machine can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -54,16 +54,17 @@ class Web:
     """The HTTP application in front of a scheduler."""
 
     def __init__(self, service: Service, scheduler: Scheduler, tokenizer: Any, key: str | None, host: str) -> None:
-        """`host`: the address to listen on. With a loopback address, requests to other host names are refused."""
+        """`host`: the address to listen on. With a loopback address, requests for other host names are refused."""
         self._service, self._scheduler, self._tokenizer = service, scheduler, tokenizer
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
         self._since = int(time.time())
-        # Separate threads, so that slow chats do not delay completions. Only 2 read images, because images need memory.
+        # Chats have their own threads, so that slow chats do not delay completions. At most 2 threads read images,
+        # because images need memory.
         most = service.limits.encoders
         threads = {CompletionRequest: most, ChatRequest: 2 if service.chat_format.takes_images else most}
         self._encoding: dict[Any, Any] = {kind: ThreadPoolExecutor(n, "encoding") for kind, n in threads.items()}
-        self._requests, self._bytes = 0, 0  # requests being answered, and bytes being received
+        self._requests, self._bytes = 0, 0  # number of requests being answered, and bytes of the bodies being held
         completions = partial(self._answer, CompletionRequest, service.completion, CompletionResponse)
         chats = partial(self._answer, ChatRequest, service.chat, ChatResponse)
         self.app = Starlette(
@@ -97,7 +98,12 @@ class Web:
     async def _model(self, request: Request) -> Response:
         self._admit(request)
         if request.path_params["name"] != self._service.name:
-            raise ApiError(404, f"there is no such model here, only {self._service.name!r}", "model", "model_not_found")
+            raise ApiError(
+                404,
+                f"this model does not exist; the server has only {self._service.name!r}",
+                "model",
+                "model_not_found",
+            )
         return JSONResponse(self._description())
 
     def _description(self) -> dict[str, Any]:
@@ -113,22 +119,24 @@ class Web:
     # ---- authorization
 
     def _check_host(self, request: Request) -> None:
-        """Refuse foreign host names. This prevents DNS rebinding: a browser sends the host name of the page's site."""
+        """Reject requests for other host names, to prevent DNS rebinding.
+
+        In the Host header, a browser sends the host name of the site that served the page.
+        """
         try:
             host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         except ValueError:
             host = ""
         if self._loopback and not is_loopback(host):
-            raise ApiError(403, "this server answers to localhost alone", code="wrong_host")
+            raise ApiError(403, "this server answers only requests to localhost", code="wrong_host")
 
     def _admit(self, request: Request) -> None:
         self._check_host(request)
-        given = request.headers.get("authorization", "")
-        scheme, _, key = given.partition(" ")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if self._key is not None and not (
             scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
         ):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
 
     # ---- completions
 
@@ -176,7 +184,7 @@ class Web:
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """Yield the body; it counts as held until the end of the block. Raises ApiError 415, 413, 408 or 503."""
+        """Yield the body; its bytes count as held until the block ends. Raises ApiError 415, 413, 408 or 503."""
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
@@ -191,7 +199,7 @@ class Web:
                         if len(body) > limits.body_bytes:
                             raise too_large
                         if self._bytes > _BODIES * limits.body_bytes:
-                            raise ApiError(503, "too much is being sent at once; try again later", code="busy")
+                            raise ApiError(503, "too much data is being sent at once; try again later", code="busy")
             except TimeoutError:
                 late = f"the body did not arrive within {limits.body_seconds:g} s"
                 raise ApiError(408, late, code="timeout") from None
@@ -242,7 +250,7 @@ async def _stream(response: ResponseBuilder, piece: Piece, events: Events, with_
             if not response.unfinished:
                 break
             piece = await _next(events)
-    except ApiError as error:  # too late for an HTTP status
+    except ApiError as error:  # the HTTP status was already sent
         yield _event(error.document)
         return
     except ClientDisconnect:
@@ -258,12 +266,12 @@ def _event(document: dict[str, Any]) -> str:
 
 def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)  # an unknown route
+    known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)  # unknown route
     return JSONResponse(known.document, error.status_code, headers=error.headers)
 
 
 def _gone(_: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client is gone
+    return Response(status_code=499)  # nobody receives this response
 
 
 def _broken(request: Request, error: Exception) -> Response:

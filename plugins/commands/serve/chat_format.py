@@ -14,7 +14,7 @@ from .limits import Limits
 from .requests import ChatMessage, ImagePart, TextPart
 
 _PLAIN_TURNS = "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content | trim }}\n{% endfor %}Assistant:"
-_NEXT_TURNS = ("\nSystem:", "\nUser:", "\nAssistant:")  # they end an answer in plain turns
+_NEXT_TURNS = ("\nSystem:", "\nUser:", "\nAssistant:")  # strings that end an answer in plain turns
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # accepted image formats
 
 
@@ -43,7 +43,7 @@ class ChatFormat:
 
     @property
     def takes_images(self) -> bool:
-        """Whether messages may have images: those of a training dataset's form."""
+        """Whether messages may contain images; only the format of a training dataset allows images."""
         return self.form.builder is not None
 
     def make(self, messages: Conversation, images: list[Any]) -> Prompt:
@@ -65,15 +65,15 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
     """Return a request's messages, with placeholders for images, and the images. Raises ApiError 400 for bad images."""
     count = sum(isinstance(part, ImagePart) for message in given for part in message.parts)
     if count and not takes_images:
-        raise wrong("messages", "this model takes no images")
+        raise wrong("messages", "this model does not accept images")
     if count > limits.images:
-        raise wrong("messages", f"{count} images; at most {limits.images} are taken")
+        raise wrong("messages", f"got {count} images; at most {limits.images} are allowed")
     messages, images = list[Message](), list[Any]()
     for i, message in enumerate(given):
         words = []
         for j, part in enumerate(message.parts):
             if isinstance(part, TextPart):
-                # Remove placeholders in the client's text, because only images may have them.
+                # Remove placeholders in the client's text, because only images may have placeholders.
                 words.append(part.text.replace(IMAGE, "") if takes_images else part.text)
             else:
                 where = f"messages[{i}].content[{j}].image_url.url"
@@ -92,14 +92,14 @@ def picture(url: str, most_pixels: int, param: str) -> Any:
         problem = "images are not fetched; send the image itself, as data:image/png;base64,..."
         raise wrong(param, problem, "invalid_image_url")
     if not head.lower().endswith(";base64"):
-        raise wrong(param, "a data: URL has to be in base64", "invalid_base64_image")
+        raise wrong(param, "a data: URL must be base64-encoded", "invalid_base64_image")
     try:
         content = base64.b64decode(data, validate=True)
     except ValueError:  # also raised for characters beyond ASCII
-        raise wrong(param, "this is not base64", "invalid_base64_image") from None
+        raise wrong(param, "the data is not valid base64", "invalid_base64_image") from None
     try:
         return open_image(content, "this", formats=_FORMATS, most_pixels=most_pixels)
     except ImageTooLarge as error:
         raise wrong(param, str(error), "image_too_large") from None
     except SampleError as error:
-        raise wrong(param, f"{error}; the formats are {', '.join(_FORMATS)}", "invalid_image") from None
+        raise wrong(param, f"{error}; supported formats: {', '.join(_FORMATS)}", "invalid_image") from None

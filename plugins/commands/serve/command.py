@@ -4,10 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
-from crosstrain import Command, UserError, registry, require
+from crosstrain import Command, UserError, printable, registry, require
 from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, positive, seconds
 from crosstrain.distributed.launch.launcher import launch
-from crosstrain.utils.errors import printable
 
 _KEY = "CROSSTRAIN_API_KEY"
 
@@ -21,9 +20,11 @@ class ServeCommand(Command):
         add_weights(parser)
         add_config(parser, required=False)
         parser.add_argument(
-            "--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)"
+            "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
         )
-        parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
+        parser.add_argument(
+            "--port", type=int, default=8000, metavar="N", help="port to listen on (default: 8000); 0: a free port"
+        )
         parser.add_argument(
             "--name", metavar="NAME", help="model name shown to clients (default: the run folder's name)"
         )
@@ -31,24 +32,24 @@ class ServeCommand(Command):
             "--api-key", metavar="KEY", help="key that clients must send (default: $CROSSTRAIN_API_KEY)"
         )
         parser.add_argument(
-            "--batch", type=positive, default=8, metavar="N", help="sequences that are computed together (default: 8)"
+            "--batch", type=positive, default=8, metavar="N", help="maximum number of sequences in a batch (default: 8)"
         )
         parser.add_argument(
             "--max-waiting",
             type=positive,
             default=512,
             metavar="N",
-            help="completions that may wait; others are refused (default: 512)",
+            help="maximum number of waiting completions; more are refused (default: 512)",
         )
         parser.add_argument(
-            "--timeout", type=seconds, default=600, metavar="SECONDS", help="for a request (default: 600)"
+            "--timeout", type=seconds, default=600, metavar="SECONDS", help="time limit for a request (default: 600)"
         )
         parser.add_argument(
             "--header-timeout",
             type=seconds,
             default=10,
             metavar="SECONDS",
-            help="for a request's headers to arrive (default: 10)",
+            help="time limit for a request's headers to arrive (default: 10)",
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -68,7 +69,9 @@ class ServeCommand(Command):
         checkpoint = find_model(arguments.checkpoint, arguments.weights)
         key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
         if key is not None and not key.strip():
-            raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
+            raise UserError(
+                f"--api-key, ${_KEY}: expected a key that is not empty; leave it out to serve without a key"
+            )
         name = arguments.name or _name(checkpoint)
         config, how = open_on_workers(
             checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data, arguments.nproc_per_node

@@ -12,18 +12,18 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from .api_error import ApiError
 from .limits import Limits
 
-_FAIR = 1.0  # seconds that a request may take to arrive even if too many are arriving
+_FAIR = 1.0  # seconds that each request may take to arrive, even if too many requests are arriving
 _Phase = Literal["idle", "headers", "body"]
 
 
-# Requests for which a proxy and this server may disagree about the end of the request.
+# Problem -> pattern of requests for which a proxy and this server may disagree about the end of the request.
 _AMBIGUOUS = {
     "a line does not end in CR LF": re.compile(rb"(?<!\r)\n|\r(?!\n)"),
-    "a header goes on in the next line": re.compile(rb"\n[ \t]"),
+    "a header continues on the next line": re.compile(rb"\n[ \t]"),
     "its length is given twice": re.compile(rb"(?is)\n(?:content-length|transfer-encoding):.*"
                                             rb"\n(?:content-length|transfer-encoding):"),
     "its length is not a number": re.compile(rb"(?i)\ncontent-length:(?![ \t]*\d+[ \t]*\r\n)"),
-    "HTTP/1.0 has no chunks": re.compile(rb"(?is)HTTP/1\.0\r\n(?:.*\n)?transfer-encoding:"),
+    "HTTP/1.0 does not support chunks": re.compile(rb"(?is)HTTP/1\.0\r\n(?:.*\n)?transfer-encoding:"),
 }  # fmt: skip
 _END_OF_HEADERS = re.compile(rb"\r?\n\r?\n")
 _CHUNK = re.compile(rb"[0-9A-Fa-f]{1,16}")
@@ -39,7 +39,7 @@ class StrictHttp(h11.Connection):
         if not headers and getattr(reader, "_bytes_in_chunk", 1) == 0:
             size, end, given = given.removeprefix(reader._bytes_to_discard).partition(b"\r\n")
             if end and not _CHUNK.fullmatch(size):
-                raise h11.RemoteProtocolError("a chunk begins with more than its size")
+                raise h11.RemoteProtocolError("a chunk header contains more than the size")
             headers = not size.strip(b"0")
         lines = b"\r\n" + given
         if headers and (found := _END_OF_HEADERS.search(lines)):
@@ -52,8 +52,8 @@ class StrictHttp(h11.Connection):
 class Connection(H11Protocol):
     """A connection that is closed if its request does not arrive in time.
 
-    Connections with incomplete requests have a separate limit. Beyond it, the oldest one is closed, so that clients
-    that send nothing cannot keep others out.
+    If too many connections have incomplete requests, the oldest such connection is closed, so that clients that send
+    nothing cannot keep others out.
     """
 
     def __init__(self, limits: Limits, arriving: "dict[Connection, None]", **given: Any) -> None:
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         error = sys.exc_info()[1]  # the error that uvicorn handles here
         status = getattr(error, "error_status_hint", 400)
-        self._refuse(ApiError(status, f"this is not HTTP: {error or msg}", code="invalid_http"))
+        self._refuse(ApiError(status, f"invalid HTTP request: {error or msg}", code="invalid_http"))
 
     def _watch(self, before_headers: _Phase) -> None:
         phases: dict[Any, _Phase] = {h11.IDLE: before_headers, h11.SEND_BODY: "body"}
@@ -105,7 +105,8 @@ class Connection(H11Protocol):
         self._phase, self._timer, self._since = phase, None, self.loop.time()
         if phase is not None:
             self._arriving[self] = None
-            # The application limits the time for a body, unless it answers without reading one. uvicorn limits idling.
+            # The application limits the time for a body, unless it answers without reading the body. uvicorn limits the
+            # idle time.
             seconds = {"headers": self._limits.header_seconds, "body": self._limits.body_seconds + 5}.get(phase)
             self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 

@@ -1,4 +1,4 @@
-"""Jobs of the scheduler, which are completions, and the pieces of text that they deliver."""
+"""Jobs of the scheduler, each for one completion, and the pieces of text that they deliver."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _LEAST = -9999.0  # the lowest log-probability in a response: JSON has no infini
 class Score:
     """A token, its log-probability (None for a prompt's first token), and the likeliest tokens at its position.
 
-    Probabilities are those of the model, before temperature, top_k and top_p.
+    The probabilities are the model's, before temperature, top_k and top_p.
     """
 
     token: int
@@ -30,7 +30,7 @@ class Score:
 
 @dataclass
 class Piece:
-    """A part of a choice's text. The last piece is empty and carries the finish reason and number of tokens."""
+    """A part of a choice's text. The last piece has no text, only the finish reason and the number of tokens."""
 
     choice: int
     text: str = ""
@@ -44,21 +44,21 @@ Event = Piece | ApiError  # an error ends the request
 
 @dataclass(eq=False, kw_only=True)
 class Job(Sequence):
-    """One completion of a prompt. With `score_prompt`, it first scores the prompt's tokens one by one."""
+    """One completion of a prompt. With `score_prompt`, the job first scores the prompt's tokens one by one."""
 
     prompt: Prompt
     choice: int  # index among the completions of the request
     echo: str  # text before the completion
-    generates: bool  # False: only score the prompt
+    generates: bool  # False: generate no new tokens
     logprobs: int | None  # number of likeliest tokens in the response; None: no log-probabilities
     score_prompt: bool
-    deliver: Callable[[Event], None]  # called in the computing thread
+    deliver: Callable[[Event], None]  # may be called in any thread
     deadline: float  # value of time.monotonic() at which the job fails
-    cancelled: bool = False  # the client no longer waits for it
+    cancelled: bool = False  # the client is no longer waiting for a result
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._given = self.prompt.ids[:0:-1] if self.score_prompt else []  # tokens still to be scored, last to first
+        self._given = self.prompt.ids[:0:-1] if self.score_prompt else []  # tokens still to be scored, in reverse
         if self.score_prompt:
             self._tell("", [Score(self.prompt.ids[0], None)])
 
@@ -72,9 +72,9 @@ class Job(Sequence):
         self.deliver(error)
 
     def advance(self, logits: Tensor) -> int | None:
-        """Choose the next token from its logits [vocabulary], and deliver its text; return None at the end."""
+        """Choose the next token from the logits [vocabulary], deliver its text, and return the token (None: end)."""
         if logits.isnan().any():
-            raise ValueError("the model's logits are not numbers")
+            raise ValueError("the model's logits contain NaN")
         if self._given:
             token = self._given.pop()
             self._tell("", [self._score(token, logits)])

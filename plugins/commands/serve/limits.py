@@ -1,4 +1,4 @@
-"""Limits of a server; limits of request parameters are in `requests`."""
+"""Limits of a server; limits of request parameters are in requests.py."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Limits:
     waiting: int = 512  # completions that wait for a slot; more are refused with 429
     seconds: float = 600.0  # time limit from the arrival of a request to its last token
     encoders: int = 8  # prompts encoded at once, separately for completions and for chats
-    connections: int = 1024  # connections with incomplete requests; a new one closes the oldest
+    connections: int = 1024  # connections with incomplete requests; beyond this limit, the oldest is closed
     header_seconds: float = 10.0  # time limit for a request's headers to arrive
     body_seconds: float = 30.0  # time limit for a request's body to arrive
     body_bytes: int = 32 << 20

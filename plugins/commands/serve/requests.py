@@ -19,7 +19,7 @@ _Likeliest = Annotated[int, Field(ge=0, le=20)]
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    # Unsupported parameters -> values that are accepted besides null, because they change nothing.
+    # Unsupported parameter -> values that are accepted in addition to null, because they have no effect.
     neutral: ClassVar[dict[str, list[Any]]] = {}
 
     @model_validator(mode="before")
@@ -161,7 +161,7 @@ def parse(body: bytearray, kind: type[Request]) -> Request:
     except ValidationError as error:
         raise _api_error(error, document) from None
     if request.stream_options is not None and not request.stream:
-        raise wrong("stream_options", "only with stream")
+        raise wrong("stream_options", "is allowed only with stream")
     return request
 
 
@@ -179,7 +179,7 @@ def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
 
 
 def _steps(where: Sequence[str | int], document: Any) -> list[str | int]:
-    """Return the keys and indices in pydantic's location, without the names of alternatives in it."""
+    """Return the keys and indices of an error location, without the names that pydantic adds for union members."""
     steps: list[str | int] = []
     for number, part in enumerate(where):
         inside = isinstance(document, dict) and part in document

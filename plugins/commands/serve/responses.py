@@ -11,7 +11,7 @@ Document = dict[str, Any]
 
 
 class ResponseBuilder(ABC):
-    """Builds the response documents of one request from the pieces of its choices, in order."""
+    """Builds the response documents of one request from the pieces of its choices as they arrive."""
 
     prefix: str  # prefix of the ID
     kind: str  # value of `object` in a whole document
@@ -19,11 +19,11 @@ class ResponseBuilder(ABC):
 
     def __init__(self, model: str, jobs: list[Job], tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._prompt_tokens = sum(len(job.prompt.ids) for job in jobs if job.number == 0)  # each prompt once
+        self._prompt_tokens = sum(len(job.prompt.ids) for job in jobs if job.number == 0)  # count each prompt once
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._choices = [Piece(job.choice, job.echo) for job in jobs]  # choices so far
+        self._choices = [Piece(job.choice, job.echo) for job in jobs]  # text and scores of each choice so far
         self.unfinished = len(self._choices)
-        self._offsets = [0] * len(self._choices)  # characters of the scored tokens so far
+        self._offsets = [0] * len(self._choices)  # number of characters in the scored tokens of each choice so far
 
     def add(self, piece: Piece) -> None:
         choice = self._choices[piece.choice]
@@ -38,7 +38,10 @@ class ResponseBuilder(ABC):
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Document], **usage: Any) -> Document:
-        """Return a part of a streamed response; `usage`: only if the client wants it; None before the last part."""
+        """Return a part of a streamed response.
+
+        `usage` is given only if the client asked for it, and is None before the last part.
+        """
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def usage(self) -> Document:
@@ -47,7 +50,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def openings(self) -> list[Document]:
-        """Return the choices at the beginning of a stream, one for each chunk."""
+        """Return the choices at the beginning of a stream, one per chunk."""
 
     @abstractmethod
     def choice(self, piece: Piece) -> Document:
@@ -107,5 +110,5 @@ class ChatResponse(ResponseBuilder):
 
     def _entry(self, token: int, logprob: float | None) -> Document:
         word = self._decode(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in word  # otherwise the token is only a part of a character
+        whole = "\N{REPLACEMENT CHARACTER}" not in word  # False: the token is only a part of a character
         return {"token": word, "logprob": logprob, "bytes": list(word.encode()) if whole else None}

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from crosstrain import Group, Sample, UserError, log
+from crosstrain import Group, Sample, UserError, log, sentence
 from crosstrain.inference.decoder import Decoder
-from crosstrain.utils.errors import sentence
 
 from .api_error import ApiError
 from .jobs import Job
@@ -22,7 +21,7 @@ _BEAT = 1.0  # seconds between heartbeats to idle followers
 
 @dataclass
 class StepPlan:
-    """The next step of all ranks; they apply the fields in this order."""
+    """The next step of all ranks; each rank applies the fields in the order below."""
 
     stop: bool = False
     freed: list[int] = field(default_factory=list)  # slots to free
@@ -36,14 +35,14 @@ def run_follower(decoder: Decoder, group: Group) -> None:
         for slot in plan.freed:
             decoder.free(slot)
         for slot, prompt in plan.started.items():
-            with suppress(UserError):  # every rank raises it; rank 0 reports it
+            with suppress(UserError):  # every rank raises this error; rank 0 reports it
                 decoder.start([slot], prompt)
         if plan.tokens:
             decoder.step(plan.tokens)
 
 
 class Scheduler:
-    """Computes jobs in order of arrival. `submit` and `cancel` may be called from any thread."""
+    """Runs jobs in order of arrival. `submit` and `cancel` may be called from any thread."""
 
     def __init__(self, decoder: Decoder, group: Group, limits: Limits) -> None:
         self._decoder, self._group, self._limits = decoder, group, limits
@@ -51,16 +50,19 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closed = False
         self._running: dict[int, Job] = {}  # slot -> job
-        self._plan = StepPlan()  # the next step, as far as it is known
+        self._plan = StepPlan()  # the part of the next step that is already known
 
     def submit(self, jobs: list[Job]) -> None:
-        """Accept all of these jobs or none. Raises ApiError 429 if too many wait, or 503 if the server is stopping."""
+        """Accept all of these jobs or none.
+
+        Raises ApiError 429 if too many jobs are waiting, and 503 if the server is stopping.
+        """
         with self._changed:
             if self._closed:
                 raise _stopping()
             waiting = len(self._waiting)
             if waiting and waiting + len(jobs) > self._limits.waiting:
-                message = f"{waiting} completions wait already; try again later"
+                message = f"{waiting} completions are already waiting; try again later"
                 raise ApiError(429, message, code="too_many_requests")
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -74,7 +76,7 @@ class Scheduler:
 
     @property
     def busy(self) -> tuple[int, int]:
-        """Number of running completions, and number of waiting ones."""
+        """Numbers of running and of waiting completions."""
         return len(self._running), len(self._waiting)
 
     # ---- the computing thread
@@ -96,7 +98,10 @@ class Scheduler:
         with self._changed:
             known = [*self._running.values(), *self._waiting]
         if late := [job for job in known if job.cancelled or now > job.deadline]:
-            self._drop(late, ApiError(504, f"not done within {self._limits.seconds:g} seconds", code="timeout"))
+            self._drop(
+                late,
+                ApiError(504, f"the completion did not finish within {self._limits.seconds:g} seconds", code="timeout"),
+            )
         plan = self._plan
         with self._changed:
             free = [slot for slot in range(self._limits.batch) if slot not in self._running]
@@ -125,7 +130,7 @@ class Scheduler:
         self._running[slot] = job
         try:
             logits = self._decoder.start([slot], job.sample)
-        except UserError as error:  # every rank raises it
+        except UserError as error:  # every rank raises this error
             self._drop([job], ApiError(400, sentence(error), code="invalid_value"))
         except Exception as error:
             self._failed([job], error)
@@ -146,9 +151,9 @@ class Scheduler:
             self._plan.tokens[slot] = token
 
     def _failed(self, jobs: list[Job], error: Exception) -> None:
-        """Drop the jobs of a failed forward (out of memory, for example); with several ranks, raise the error.
+        """Drop the jobs of a failed forward (out of memory, for example). With several ranks, raise the error.
 
-        On the other ranks, the forward may have succeeded.
+        The ranks may no longer agree, because the forward may have succeeded on other ranks.
         """
         if self._group.size > 1:
             raise error
@@ -161,7 +166,7 @@ class Scheduler:
         self._plan.freed.append(slot)
 
     def _drop(self, jobs: list[Job], why: ApiError) -> None:
-        """Stop jobs, and send the error to clients that still wait for them."""
+        """Stop jobs, and send the error to clients that are still waiting."""
         for slot in [slot for slot, job in self._running.items() if job in jobs]:
             self._release(slot)
         with self._changed:

@@ -1,4 +1,4 @@
-"""The server's processes: rank 0 serves HTTP and plans, the other ranks follow."""
+"""The server's processes: rank 0 serves HTTP and plans the steps, and the other ranks follow."""
 
 import logging
 import resource
@@ -33,7 +33,7 @@ class ServerOptions:
     host: str
     port: int
     key: str | None
-    trust: Trust = Trust.COMMANDS  # trust in the configuration
+    trust: Trust = Trust.COMMANDS  # level of trust in the configuration
     weights: str | None = None  # the callback that kept the weights to serve; None: the trained weights
 
 
@@ -60,7 +60,7 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
 def run_server(
     config: Config, runner: Runner, options: ServerOptions, limits: Limits, listener: socket.socket, stop: StopRequest
 ) -> None:
-    """Serve HTTP in a second thread, and compute in this one, until a signal arrives."""
+    """Serve HTTP in a second thread, and compute in this thread, until a signal arrives."""
     import uvicorn
 
     from .app import Web, is_loopback
@@ -70,8 +70,7 @@ def run_server(
 
     group, encoders = runner.world.twin(), Encoders(options.checkpoint)
     tokenizer = encoders.tokenizer
-    session = ChatForm.possible(config, options.checkpoint, encoders)
-    chats = chat_format(tokenizer, session, encoders)
+    chats = chat_format(tokenizer, ChatForm.possible(config, options.checkpoint, encoders), encoders)
     service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
     scheduler = Scheduler(Decoder(runner, limits.batch), group, limits)
     web = Web(service, scheduler, tokenizer, options.key, options.host)
@@ -92,14 +91,14 @@ def run_server(
     )
     server = uvicorn.Server(settings)
     with suppress(UserError):
-        encoders.encode("text", "")  # start a process, so that the first client does not wait for it
+        encoders.encode("text", "")  # start an encoder process now, so that the first request does not wait
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
     if not is_loopback(options.host) and options.key is None:
-        log.warning("warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host)
+        log.warning("warning: anyone who can reach %s can use this model; set --api-key to require a key", options.host)
     host = f"[{options.host}]" if ":" in options.host else options.host
     address, served = f"http://{host}:{listener.getsockname()[1]}", f"{options.name} ({options.checkpoint})"
-    log.info("serving %s on %s; chats are %s; Ctrl-C ends", served, address, chats.name)
+    log.info("serving %s on %s; chat format: %s; press Ctrl-C to stop", served, address, chats.name)
 
     def stopping() -> bool:
         if stop and not server.should_exit:
@@ -112,7 +111,7 @@ def run_server(
     server.should_exit = True
     thread.join(limits.grace_seconds + 5)
     if not stop:
-        raise UserError("the HTTP server ended by itself")
+        raise UserError("the HTTP server stopped unexpectedly")
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -122,8 +121,10 @@ def listen(options: ServerOptions) -> socket.socket:
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
-    # Connections inherit this option, and asyncio does not set it. Without it, the first token is delayed by 40 ms.
+        raise UserError(
+            f"--host {options.host} --port {options.port}: cannot listen on this address ({reason})"
+        ) from None
+    # Connections inherit this option, which asyncio does not set. With the option, the first token comes 40 ms earlier.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -132,5 +133,5 @@ def allow_open_files(wanted: int) -> None:
     """Raise the limit on open files and connections to `wanted`, or as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < wanted:
-        log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)
+        log.warning("warning: at most %d connections are possible; raise the limit on open files, `ulimit -Hn`", hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(wanted, hard)), hard))

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from crosstrain import Model, UserError
+from crosstrain import LimitError, Model, Sampling, UserError, as_prompt, sentence
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.encoding import Encoders
-from crosstrain.inference.generation import Sampling, as_prompt, room_after
-from crosstrain.utils.errors import sentence
-from crosstrain.utils.limited_process import LimitError, NoProcess, TooLate
+from crosstrain.inference.generation import room_after
+from crosstrain.utils.limited_process import NoProcess, TooLate
 
 from .api_error import ApiError, wrong
 from .chat_format import ChatFormat, Prompt, conversation
@@ -27,21 +26,21 @@ Deliver = Callable[[Event], None]
 
 
 class Service:
-    """A model under a name. Its methods may be called from several threads; they raise ApiError."""
+    """A model that is served under a name. The methods may be called from any thread, and raise ApiError."""
 
     def __init__(
         self, name: str, model: Model, tokenizer: Any, chat_format: ChatFormat, encoders: Encoders, limits: Limits
     ) -> None:
         self.name, self.model, self.limits, self.chat_format = name, model, limits, chat_format
         self._tokenizer, self.encoders = tokenizer, encoders
-        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound on the characters of a token
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound on the length of a token
 
     def completion(self, request: CompletionRequest, deliver: Deliver) -> list[Job]:
         """Return the jobs of a completion request."""
         self._check(request, len(request.prompts))
         wanted = request.max_tokens
         if wanted == 0 and not request.echo:
-            raise wrong("max_tokens", "0 gives nothing unless the prompt is asked for with echo")
+            raise wrong("max_tokens", "0 generates nothing; it is allowed only with echo")
         jobs = list[Job]()
         for given in request.prompts:
             prompt = self._completion_prompt(given)
@@ -56,11 +55,11 @@ class Service:
         """Return the jobs of a chat request."""
         self._check(request, 1)
         if request.top_logprobs is not None and not request.logprobs:
-            raise wrong("top_logprobs", "only with logprobs")
+            raise wrong("top_logprobs", "is allowed only with logprobs")
         param = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
         wanted = getattr(request, param)
         if request.max_completion_tokens not in (None, wanted):
-            raise wrong("max_tokens", "is the former name of max_completion_tokens; give one of them")
+            raise wrong("max_tokens", "is the old name of max_completion_tokens; give only one of them")
         texts = [part.text for message in request.messages for part in message.parts if isinstance(part, TextPart)]
         self._check_length("messages", sum(map(len, texts)))
         messages, images = conversation(request.messages, self.chat_format.takes_images, self.limits)
@@ -71,10 +70,10 @@ class Service:
 
     def _check(self, request: TextRequest, prompts: int) -> None:
         if request.model not in (None, self.name):
-            problem = f"there is no model {str(request.model)[:200]!r} here, only {self.name!r}"
+            problem = f"the model {str(request.model)[:200]!r} does not exist; the server has only {self.name!r}"
             raise ApiError(404, problem, "model", "model_not_found")
         if (count := prompts * (request.n or 1)) > self.limits.waiting:
-            raise wrong("n", f"{count} completions; at most {self.limits.waiting} are taken")
+            raise wrong("n", f"got {count} completions; at most {self.limits.waiting} are allowed")
 
     def _completion_prompt(self, given: str | list[int]) -> Prompt:
         size, end = self.model.vocab_size, self._tokenizer.eos_token_id
@@ -83,23 +82,23 @@ class Service:
             with _blamed_on("prompt"):
                 given = self.encoders.encode("text", given)
         elif any(not 0 <= i < (size or i + 1) for i in given):
-            raise wrong("prompt", f"a token is not one of the model's, which are 0 to {(size or 0) - 1}")
+            raise wrong("prompt", f"a token ID is not in the model's vocabulary, 0 to {(size or 0) - 1}")
         return Prompt(as_prompt(given, end), [end])
 
     def _check_length(self, param: str, characters: int) -> None:
         """Refuse a text that certainly has too many tokens, without encoding it."""
         limit = self.model.max_length
         if limit is not None and characters > limit * self._longest:
-            raise wrong(param, f"{characters} characters are more than the model's {limit} tokens", _TOO_LONG)
+            raise wrong(param, f"{characters} characters do not fit into the model's {limit} tokens", _TOO_LONG)
 
     def _new_tokens(self, prompt: Prompt, param: str, wanted: int | None, wanted_param: str) -> int:
-        """Return the number of new tokens: `wanted`, or all that fit after the prompt. Raises ApiError if none fit."""
+        """Return the number of new tokens: `wanted`, or all that fit. Raises ApiError if there is too little room."""
         with _blamed_on(param, _TOO_LONG):
             room = room_after(self.model, prompt.sample, least=0 if wanted == 0 else 1)
         if self.model.max_length is None:
             room = self.limits.tokens
         if wanted is not None and wanted > room:
-            problem = f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)}; at most {room} do"
+            problem = f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)} tokens; at most {room} fit"
             raise wrong(wanted_param, problem, _TOO_LONG)
         return room if wanted is None else wanted
 
@@ -114,7 +113,7 @@ class Service:
         echo: str = "",
         first: int = 0,
     ) -> list[Job]:
-        """Return the completions of a prompt; `first`: index of the first one among those of the request."""
+        """Return the jobs of a prompt's completions; `first`: index of the first completion in the request."""
         sampling = Sampling(
             max(new, 1),
             1.0 if request.temperature is None else request.temperature,

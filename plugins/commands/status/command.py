@@ -5,10 +5,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from crosstrain import Command, UserError, registry
-from crosstrain.utils.errors import printable
+from crosstrain import Command, UserError, finite, printable, registry
 from crosstrain.utils.storage import is_url
-from crosstrain.utils.units import finite
 
 from ..units import show_seconds
 from .status import Status, find_runs, status
@@ -16,7 +14,7 @@ from .status import Status, find_runs, status
 
 @registry.register_command("status")
 class StatusCommand(Command):
-    """List the runs below a folder: training or not, step, loss."""
+    """List the runs below a folder, with their state, step and loss."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -24,9 +22,9 @@ class StatusCommand(Command):
             nargs="*",
             default=["output"],
             metavar="FOLDER",
-            help="folders of runs, and what is below them (default: output)",
+            help="folders to search for runs, including all subfolders (default: output)",
         )
-        parser.add_argument("--json", action="store_true", help="print an object for each run, for scripts")
+        parser.add_argument("--json", action="store_true", help="print one JSON object per run, for scripts")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print the table; return the exit code. Raises UserError if there is no run."""
@@ -40,7 +38,7 @@ class StatusCommand(Command):
                 print(printable(f"note: {folder}: its log cannot be read ({error.strerror})"), file=sys.stderr)
         if not found:
             raise UserError(
-                f"there is no run in or below {', '.join(arguments.folders)}; name run.output_dir, or a folder above it"
+                f"no run found in or below {', '.join(arguments.folders)}; give run.output_dir or a folder above it"
             )
         if arguments.json:
             print(*(json.dumps(finite(asdict(one))) for one in found), sep="\n")

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstrain import is_number, read_end
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
-from crosstrain.utils.files import last_checkpoint, read_end
-from crosstrain.utils.units import is_number
+from crosstrain.utils.files import last_checkpoint
 
 _END = 1 << 16  # bytes read from the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
-# Beginnings of lines that say nothing about a run's state: step metrics, and the list of commands at the end.
+# Prefixes of log lines that `last_line` skips: step metrics, and the list of commands at the end.
 _ADDS_NOTHING = re.compile(r"(step +\d+/\d+ |iteration +\d|time \(ms\) |memory \(MB\) |open next:)")
-# Beginning of a log line -> state of the run; the last such line counts. The third is logged when training starts.
+# Prefix of a log line -> state of a run that is not running; the last line with one of these prefixes decides. "global
+# batch" is logged when training starts, so a run without a later line of this kind died.
 _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": "died"}
 
 
@@ -30,8 +31,8 @@ class Status:
     state: str  # running, finished, stopped (by a signal), or died
     step: int | None  # last logged step
     max_iters: int | None
-    loss: float | None  # loss of that step
-    checkpoint: int | None  # step of the last checkpoint; its files are not read
+    loss: float | None  # loss of the last logged step
+    checkpoint: int | None  # step in the name of the last checkpoint's folder; files are not checked
     silent_seconds: float  # seconds since the last line of the log
     last_line: str  # last line of the log other than step metrics
 
@@ -45,7 +46,7 @@ def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def status(folder: Path) -> Status:
-    """Read a run's state; unreadable values are None. Raises OSError if its log cannot be read."""
+    """Read a run's state; unreadable values are None. Raises OSError if the log cannot be read."""
     run = RunFolder(folder)
     row, checkpoint = dict[str, Any](), None
     stamped = [found[1] for line in read_end(run.log, _END) if (found := _STAMPED.match(line))]
@@ -68,7 +69,7 @@ def status(folder: Path) -> Status:
 
 
 def read_row(line: str | bytes) -> dict[str, Any] | None:
-    """Return a row of metrics.jsonl; None for any other line, such as an incomplete one."""
+    """Parse a row of metrics.jsonl; return None for any other line, such as an incomplete row."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line)
         if isinstance(row, dict) and type(step := row.get("step")) is int and 0 <= step < 1 << 53:

@@ -1,4 +1,4 @@
-"""`crosstrain verify`: accept a runner if it agrees with plain torch in every part of a run."""
+"""`crosstrain verify`: check that a runner agrees with plain PyTorch in every part of a run."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from crosstrain.cli.flags import add_config, new_file, positive
 
 @registry.register_command("verify")
 class VerifyCommand(Command):
-    """Accept a runner: one page of checks against plain torch."""
+    """Test a runner against plain PyTorch, and print a one-page report."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
@@ -20,14 +20,21 @@ class VerifyCommand(Command):
             nargs="+",
             default=[],
             metavar="RUNNER[@N]",
-            help="runners or presets and their number of workers (default: the project's, and 2 unless "
-            "--nproc-per-node says another)",
+            help="runners or presets, each with its number of workers (default: the project's runner, with "
+            "--nproc-per-node workers, or 2)",
         )
-        parser.add_argument("--steps", type=positive, default=3, metavar="K", help="steps of a training (default: 3)")
-        parser.add_argument("--output", type=new_file, metavar="FILE", help="write the page, and JSON beside it")
+        parser.add_argument(
+            "--steps", type=positive, default=3, metavar="K", help="number of training steps (default: 3)"
+        )
+        parser.add_argument(
+            "--output",
+            type=new_file,
+            metavar="FILE",
+            help="write the report to FILE, and the results as JSON to a file of the same name with .json",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Verify the runners; return 0 if each passes every check. Raises UserError if one does not."""
+        """Verify the runners and return 0. Raises UserError if a runner fails a check."""
         from .verify import Check, page, verify
 
         a, checks = arguments, dict[str, list[Check]]()

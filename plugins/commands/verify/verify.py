@@ -1,4 +1,4 @@
-"""Accept a runner: compare it with plain torch in every part of a run, and write a page with the results."""
+"""Acceptance test of a runner: compare it with plain PyTorch in every part of a run, and report the results."""
 
 import json
 import tempfile
@@ -10,16 +10,12 @@ from pathlib import Path
 
 import torch
 
-from crosstrain import Config, UserError, __version__, load_config
-from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain import Config, ProjectLike, UserError, __version__, find_checkpoint, load_config, sentence, to_plain
 from crosstrain.checkpoint.load_weights import PretrainedWeights
-from crosstrain.config.load import ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
-from crosstrain.config.schema import to_plain
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import model_on_meta
-from crosstrain.utils.errors import sentence
 from crosstrain.utils.processes import main_hidden
 
 from ..compare.compare import APART, Race, make_contestants, refusal
@@ -29,11 +25,11 @@ from ..export.folder import export
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
 
-Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the finding, or why it was not tried
+Check = tuple[str, str, str]  # name; result: yes, no, measured or not tried; finding, or reason for not trying
 
 
 def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
-    """Return the checks of each runner in Markdown, and the command that made them."""
+    """Return a Markdown page with the checks of each runner, and the command that ran them."""
     lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
@@ -46,10 +42,10 @@ def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
 def verify(
     project: ProjectLike, runners: Sequence[str], options: Overrides, nproc_per_node: int, steps: int
 ) -> Iterator[tuple[str, Check]]:
-    """Compare runners such as zero2@4 with plain torch in one process; yield labels and findings.
+    """Compare runners, such as zero2@4, with plain torch on a single rank; yield (label, check) pairs.
 
     The checks cover every part of a run. A runner without a number of workers uses `nproc_per_node`. If `runners` is
-    empty, the project's own runner is verified. Raises UserError if one process cannot train the project.
+    empty, the project's own runner is verified. Raises UserError if plain torch cannot train the project on one rank.
     """
     own = load_config(project, options).run.runner
     given = {f.name: value for f in fields(own.options) if (value := getattr(own.options, f.name)) != f.default}
@@ -66,7 +62,7 @@ def verify(
 
 @dataclass
 class _Acceptance:
-    """The checks of a runner against the recorded reference."""
+    """Checks that compare a runner with the recorded reference."""
 
     race: Race
     plain: Config  # configuration of the reference
@@ -77,7 +73,7 @@ class _Acceptance:
     config: Config
 
     def checks(self) -> Iterator[Check]:
-        """Yield the rows in the order of a run. If training differs, skip the remaining checks."""
+        """Yield the checks in the order of a run. If training differs, skip the remaining checks."""
         other = next((n for n in (2 * self.size, self.size // 2) if not refusal(self.config, n)), 2 * self.size)
         rows: dict[str, Callable[[], tuple[str, str]]] = {
             "trains alike": self._train,
@@ -87,7 +83,7 @@ class _Acceptance:
             f"resumes {_REFERENCE}": partial(self._resume, self.size, self.config, self.plain),
             f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, self.config),
             f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, self.config),
-            "exports right": self._export,
+            "exports correctly": self._export,
             "the rest": self._rest,
         }
         for name, run in rows.items():
@@ -120,7 +116,7 @@ class _Acceptance:
             here, there = here[:1] * 2, there[:1] * 2
         if max(map(difference, here, there)) <= self.tolerance.numbers:
             return "yes", f"loss {here[0]:.7g} before training, {here[1]:.7g} after it"
-        return "no", f"losses {here[0]:.7g} and {here[1]:.7g}, where {there[0]:.7g} and {there[1]:.7g} are right"
+        return "no", f"losses {here[0]:.7g} and {here[1]:.7g} instead of {there[0]:.7g} and {there[1]:.7g}"
 
     def _save(self) -> tuple[str, str]:
         if self.finding:
@@ -128,32 +124,32 @@ class _Acceptance:
         return "yes", "every tensor bit by bit, and the files beside them"
 
     def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
-        """Resume from an earlier run's checkpoint, and compare with the uninterrupted reference."""
+        """Resume from an earlier run's checkpoint, and compare the run with the uninterrupted reference."""
         if why := refusal(config, size):
             return "not tried", str(why)
         if not self.record["exact"] and (size != self.size or config is self.plain):
-            return "not tried", "each rank's optimizer state is its own, which only the same number of ranks resumes"
+            return "not tried", "each rank has its own optimizer state, which only the same number of ranks can resume"
         record = self.race.record(self.label, size, config, "contestant", earlier.run.output_dir, resumed=True)
         finding = diagnose(record, self.reference, self.tolerance, resumed=True)
         return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
 
     def _export(self) -> tuple[str, str]:
-        """Export the checkpoint, and open it with plain torch like any published model, in a new process."""
+        """Export the checkpoint, and load the exported model with plain torch in a new process."""
         folder, model = tempfile.mkdtemp(dir=self.race.scratch), model_on_meta(self.config)
         checkpoint, sources = find_checkpoint(Path(self.config.run.output_dir)), PretrainedWeights.of(model)
         export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.export.merges())
         plain = self.plain.plain
         if "pretrained" not in plain["model"]:
-            return "not tried", f"{plain['model']['arch']} has no option `pretrained`, to open it with"
+            return "not tried", f"{plain['model']['arch']} has no option `pretrained` to load the export"
         plain["model"] |= {"pretrained": folder, "adapter": None}
         opened = Config.from_plain(plain)
         read = self.race.record(f"{self.label} read", 1, opened, "contestant", f"{folder}_read")["plain_loss"]
-        found = f"loss {read:.7g} where it is opened, {self.record['later_loss']:.7g} where it was trained"
+        found = f"loss {read:.7g} when loaded, {self.record['later_loss']:.7g} after training"
         return "yes" if difference(read, self.record["later_loss"]) <= self.tolerance.numbers else "no", found
 
     def _rest(self) -> tuple[str, str]:
         rest = ["several machines", f"precisions other than {self.plain.run.amp.dtype}", "later steps"]
         rest += ["GPUs"] * (self.plain.run.device == "cpu" or not torch.cuda.is_available())
-        rest += ["dropout, as nothing here is random"] * (not self.tolerance.random(self.reference))
-        rest += ["gradient accumulation, as a rank has one micro batch"] * (self.record["accumulation"] == 1)
+        rest += ["dropout, because nothing here is random"] * (not self.tolerance.random(self.reference))
+        rest += ["gradient accumulation, because each rank has one micro batch"] * (self.record["accumulation"] == 1)
         return "not tried", "; ".join(rest)

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from crosstrain import IGNORE_INDEX, Batch, Conversation, DataError, Sample, SampleError
+from crosstrain import IGNORE_INDEX, Batch, Conversation, DataError, Sample, SampleError, TextTokenizer
 from crosstrain.data.chat import EncodeText
-from crosstrain.data.tokenizer import TextTokenizer
 
 from ...commands.prepare.chat_template import EncodedChat
 
@@ -21,7 +20,8 @@ IMAGE_ID = -200  # placeholder of one image embedding in input_ids, as in LLaVA
 SHARED = 0  # segment ID of tokens that all segments of a sample attend to
 
 Style = Literal["chat", "plain"]
-_OTHER_MEDIA = re.compile(r"^\s*<(?:video|audio)>|<(?:video|audio)>\s*$", re.MULTILINE)  # within a line it may be HTML
+# Placeholders of other media, at the beginning or end of a line. Elsewhere, such tags may be HTML.
+_OTHER_MEDIA = re.compile(r"^\s*<(?:video|audio)>|<(?:video|audio)>\s*$", re.MULTILINE)
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _REMEMBERED = 1 << 14  # number of texts whose tokens are cached
 _START, _END = "<|im_start|>", "<|im_end|>"
@@ -39,13 +39,13 @@ class ConversationEncoder:
     def __init__(
         self, tokenizer: TextTokenizer, image_tokens: int, style: Style, encode: EncodeText | None = None
     ) -> None:
-        """encode: replaces the tokenizer's function, as in a server."""
+        """encode: function to use instead of the tokenizer's `encode`, as in a server."""
         self.tokenizer, self.style = tokenizer, style
         self.end_id = tokenizer.end_id  # the token that ends an answer
         if style == "chat":
             for token in (_START, _END):
                 if tokenizer.backend.token_to_id(token) is None:
-                    raise DataError(f"the tokenizer has no token {token}, which conversations need; use Qwen's")
+                    raise DataError(f"the tokenizer has no token {token}, which chats need; use a Qwen tokenizer")
             self.start, self.end_id = map(tokenizer.backend.token_to_id, (_START, _END))
         before, after = map(tokenizer.backend.token_to_id, (_BEFORE_IMAGE, _AFTER_IMAGE))
         block = [IMAGE_ID] * image_tokens
@@ -53,7 +53,7 @@ class ConversationEncoder:
         self.image = block if before is None or after is None else [before, *block, after]
 
     def encode(self, conversation: Conversation, *, answering: bool = False) -> EncodedChat:
-        """Encode a conversation. With `answering`, it ends where the assistant's next text begins."""
+        """Encode a conversation. With `answering`, the result ends where the assistant's next text begins."""
         parts: list[tuple[list[int], bool]] = []  # (IDs, whether they are targets)
         for message in conversation:
             answer = message.role == "assistant" and message.learned
@@ -75,13 +75,14 @@ class ConversationEncoder:
     def sample(self, conversations: Sequence[Conversation]) -> Sample:
         """Return input_ids and labels [length]. Several conversations about the same images share their common prefix.
 
-        In that case `segments` gives the conversation of each token (`SHARED`, 1, 2, ...), and `position_ids` restart
-        after the prefix for each conversation. If tokens attend only to the shared ones and to their own segment, the
-        model computes the same as for one conversation at a time. Raises SampleError if there are no targets.
+        For several conversations, `segments` gives the conversation of each token (`SHARED`, 1, 2, ...), and
+        `position_ids` restart after the prefix for each conversation. If tokens attend only to the shared tokens and to
+        their own segment, each conversation gives the same results as in a sample of its own. Raises SampleError if
+        there are no targets.
         """
         encoded = [self.encode(c) for c in conversations]
         if not encoded or not all(any(tokens.is_target) for tokens in encoded):
-            raise SampleError("there is no assistant turn, so nothing to learn")
+            raise SampleError("there is no assistant turn to train on")
         if len(encoded) == 1:
             return _arrays(encoded[0].ids[:-1], _labels(encoded[0]))
         shared = self._shared(encoded)
@@ -123,12 +124,12 @@ def _arrays(ids: list[int], labels: list[int]) -> Sample:
 def check_images(conversation: Conversation, images: int) -> None:
     """Raise SampleError unless a conversation is valid text with one placeholder per image and no other media."""
     if (named := sum(message.text.count(IMAGE) for message in conversation)) != images:
-        raise SampleError(f"the text has {named} <image> placeholders, and the sample {images} images")
+        raise SampleError(f"the text has {named} <image> placeholders, but the sample has {images} images")
     for message in conversation:
         if message.role == "user" and (other := _OTHER_MEDIA.search(message.text)):
-            raise SampleError(f"the text has the placeholder {other[0].strip()}, and only images are read")
+            raise SampleError(f"the text has the placeholder {other[0].strip()}, but only images are supported")
         if _HALF_A_PAIR.search(message.text):
-            raise SampleError("the text has half a surrogate pair, which is no character")
+            raise SampleError("the text contains half a surrogate pair, which is not a valid character")
 
 
 def collate(samples: list[Sample]) -> Batch:

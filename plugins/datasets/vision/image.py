@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from crosstrain import SampleError
-from crosstrain.utils.errors import os_errors_as
-from crosstrain.utils.files import read_regular
+from crosstrain import SampleError, os_errors_as, read_regular
 
-LARGEST_IMAGE = 1 << 29  # bytes of a file
+LARGEST_IMAGE = 1 << 29  # maximum size of a file, in bytes
 # For 16-bit multi-channel images, Pillow keeps only the high bytes. These raw modes read the low bytes into the same
-# channels; for gray with alpha, into the second and the last. N is the machine's byte order.
+# channels; for gray with alpha, into the second and the last channel. N is the machine's byte order.
 _LOW_BYTES = {
     f"{mode};16{order}": (f"{mode};16{other}", [0, 1, 2, 3])
     for mode in ("RGB", "RGBA", "RGBX")
@@ -37,10 +35,10 @@ def open_image(
     The EXIF orientation is applied, 16-bit values are scaled by 1/257, and transparent pixels are composited on white.
     Only the first frame or page is read. `formats` are Pillow's names of the allowed formats; None: all. Raises
     SampleError, with the image's name, for bytes that are not a complete image, for values of unknown range and for
-    more pixels than Pillow's own limit. Raises ImageTooLarge for more than `most_pixels`.
+    more pixels than Pillow's own limit. Raises ImageTooLarge for more than `most_pixels` pixels.
     """
     try:
-        # Pillow warns about metadata, and about sizes up to twice its limit. For larger images it raises an error.
+        # Pillow warns about metadata, and about sizes up to twice its limit; for larger images, it raises an error.
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=formats) as image:
             if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
                 raise ImageTooLarge(f"{name} has {pixels} pixels, more than the {most_pixels} allowed")
@@ -60,15 +58,15 @@ def open_image_file(path: Path) -> Any:
 
 
 def _check_known(image: Any) -> None:
-    """Raise ValueError for an image with values of unknown range, or one that Pillow decodes wrongly."""
+    """Raise ValueError for images with values of unknown range, and for images that Pillow decodes wrongly."""
     tags = getattr(image, "tag_v2", {})
     planes = tags.get(_PLANAR) == 2 and image.tile[0][0] == "raw"  # uncompressed
     reasons = {
-        "it is a program in PostScript, and none is run: convert it to PNG": image.format == "EPS",
+        "it is a PostScript program, which is not executed: convert it to PNG": image.format == "EPS",
         f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"
         or image.mode == "F"
-        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # both may be 16-bit, depending on Pillow
-        "its channels lie in planes, which are not decoded: store them side by side": planes
+        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # 16-bit PNG and PPM, in some Pillow versions
+        "its channels are stored in planes, which is not supported: interleave them": planes
         and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
     }
     for reason, holds in reasons.items():
@@ -113,7 +111,7 @@ def _turn(image: Any) -> None:
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except Exception as error:  # reading the tags may raise anything
-        raise ValueError(f"its EXIF data, which say how it is turned, cannot be read ({error})") from None
+        raise ValueError(f"its EXIF orientation cannot be read ({error})") from None
 
 
 def _on_white(image: Any) -> Any:

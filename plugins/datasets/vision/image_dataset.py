@@ -1,4 +1,4 @@
-"""The base class of datasets of images with text. It handles processors, tokenizer, bad samples and prompts."""
+"""The base class of datasets of images with text: it handles processors, tokenizer, bad samples and prompts."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -25,15 +25,16 @@ from crosstrain import (
     Split,
     Text,
     UserError,
+    load_tokenizer,
     log,
     registry,
 )
 from crosstrain.data.chat import EncodeText
-from crosstrain.data.tokenizer import load_cached, load_tokenizer
+from crosstrain.data.tokenizer import load_cached
 
 from .conversations import IMAGE, ConversationEncoder, Style, check_images, collate
 
-_TRIED = 1000  # `max_skipped` is a share of at least this many samples, or of all if there are fewer
+_TRIED = 1000  # `max_skipped` is a share of at least this many samples, or of the whole split if that is smaller
 
 Annotation = Mapping[str, Any]  # the texts of a sample: a caption, questions, conversations
 
@@ -42,19 +43,19 @@ class ImageProcessor(Protocol):
     """A processor of images for a vision encoder."""
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """Convert a PIL image to fp32 [3, height, width]. `rng` is the only randomness allowed."""
+        """Convert a PIL image to fp32 [3, height, width]. `rng` is the only allowed source of randomness."""
 
 
 class TextProcessor(Protocol):
-    """A processor of annotations into conversations about their images."""
+    """A processor that turns annotations into conversations about images."""
 
     style: Style
-    # Annotation keys that the processor reads: KEY, or KEY.NAME for a name within a list of objects. Other keys are
+    # Annotation keys that the processor reads: KEY, or KEY.NAME for a key of objects in a list. Other keys are
     # reported as unused. Without `keys`, nothing is reported.
     keys: Collection[str]
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
-        """Return the conversations to train on. Raises SampleError if there is none.
+        """Return the conversations to train on. Raises SampleError if there is no conversation.
 
         images: number of images of the sample.
         """
@@ -63,7 +64,7 @@ class TextProcessor(Protocol):
         """Return (conversation up to the answer, answer, kind of question) for every question."""
 
     def asked(self, conversation: Conversation) -> Conversation:
-        """Format a chat as in training, for example with the system prompt. By default, it is unchanged."""
+        """Format a chat as in training, for example with the system prompt. By default, the chat is unchanged."""
         return conversation
 
 
@@ -76,7 +77,7 @@ class Processors:
 
 
 def processors(train: str, evaluate: str, **options: Any) -> Processors:
-    """Return the processors with these names and the same options, for use as a default."""
+    """Return the processors with the given names and the same options, for use as a default."""
     return Processors(Component(train, options or None), Component(evaluate, options or None))
 
 
@@ -92,7 +93,7 @@ class Example:
 
 
 class ImagePrompts(PromptBuilder):
-    """A builder of prompts from conversations about images, in the form of a dataset's evaluation splits."""
+    """A builder of prompts from conversations about images, formatted like a dataset's evaluation splits."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class ImagePrompts(PromptBuilder):
 class VqaDataset(Dataset):
     """A dataset with questions and prompts about images, for `evaluate --answers` and for chats."""
 
-    image_sizes: frozenset[tuple[int, int]] = frozenset()  # (height, width) of its images; checked against the model's
+    image_sizes: frozenset[tuple[int, int]] = frozenset()  # (height, width) of images; the model must use the same size
 
     @abstractmethod
     def examples(self, index: int) -> list[Example]:
@@ -147,8 +148,8 @@ class ImageDatasetOptions:
     text_processor: Processors  # processors that make conversations from annotations
     max_length: PositiveInt | None = None  # maximum tokens per sample; None: no limit
     too_long: Literal["skip", "truncate", "error"] = "skip"  # skip longer samples, truncate them, or raise an error
-    # maximum share of skipped samples among the samples that a process has tried; until it has tried a thousand, the
-    # share is of a thousand, or of the whole split if that is smaller
+    # maximum share of skipped samples among the samples that a process has read; until it has read 1000, the share is
+    # relative to 1000 samples, or to the whole split if that is smaller
     max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
     # keys of annotations that are not reported as unused; a key includes all keys below it
     ignore_columns: list[Text] = field(default_factory=list)
@@ -156,11 +157,11 @@ class ImageDatasetOptions:
 
 
 class ImageDataset(VqaDataset):
-    """A dataset of samples with images and an annotation, which subclasses read.
+    """A dataset of samples with images and an annotation. Subclasses read the samples.
 
-    A sample that cannot be used is replaced with the next usable one, the same in every run, and counted: `skipped`
-    maps its index to the reason. Raises DataError if the share of skipped samples exceeds `max_skipped`. Each process
-    counts separately.
+    A sample that cannot be used is replaced with the next usable sample; the replacement is the same in every run.
+    `skipped` maps the index of each replaced sample to the reason. Raises DataError if the share of skipped samples
+    exceeds `max_skipped`. Each process counts its own samples.
     """
 
     options: Any
@@ -168,7 +169,7 @@ class ImageDataset(VqaDataset):
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         if options.tokenizer is None:
-            raise DataError("the language model's tokenizer is needed: set tokenizer")
+            raise DataError("tokenizer is missing: set it to the language model's tokenizer")
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = options.max_length
@@ -180,7 +181,7 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """Return a batch with one image, if `max_length` bounds the samples."""
+        """Return the shapes of a batch with one image; None if `max_length` does not bound the samples."""
         if options.max_length is None:
             return None
         pixels = _blank(_processor(options.vis_processor.eval))
@@ -194,13 +195,13 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def used(cls, options: Any, split: Split) -> frozenset[str]:
-        """Return the annotation keys that are not reported as unused; none if the processor declares no keys."""
+        """Return the annotation keys that are not reported as unused; empty if the processor declares no keys."""
         keys = getattr(_processor(_of_split(options.text_processor, split)), "keys", ())
         return frozenset(("images", "text_only", *keys, *options.ignore_columns) if keys else ())
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        """Return a sample's PIL images and annotation. Raises SampleError if they cannot be read."""
+        """Return a sample's PIL images and annotation. Raises SampleError if the sample cannot be read."""
 
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         for candidate in chain(range(index, len(self)), range(index)):
@@ -211,10 +212,10 @@ class ImageDataset(VqaDataset):
                 return self.sample(*self.read(candidate), rng)
             except SampleError as error:
                 self.skip(candidate, str(error))
-        raise AssertionError("skip raises long before nothing is left")
+        raise AssertionError("skip() raises before all samples are skipped")
 
     def sample(self, images: list[Any], annotation: Annotation, rng: np.random.Generator) -> Sample:
-        """Make a sample from images and an annotation. Raises SampleError if it cannot be used."""
+        """Make a sample from images and an annotation. Raises SampleError if the sample cannot be used."""
         conversations = self.text_processor(annotation, len(images), rng)
         for conversation in conversations:
             check_images(conversation, len(images))
@@ -235,20 +236,22 @@ class ImageDataset(VqaDataset):
             return sample
         reason = f"it has {length} tokens, and max_length is {limit}"
         if self.options.too_long == "error":
-            raise DataError(f"{self._name()}: a sample is too long: {reason}; raise max_length or set too_long")
+            raise DataError(
+                f"{self._name()}: a sample is too long: {reason}; raise max_length, or set too_long to skip or truncate"
+            )
         cut = {key: value[:limit] for key, value in sample.items()}
         if self.options.too_long == "skip" or (cut["labels"] < 0).all() or (sample["input_ids"][limit:] < 0).any():
             raise SampleError(reason)  # also raised if no target would remain, or an image would be cut
         return cut
 
     def skip(self, index: int, reason: str) -> None:
-        """Record a sample that cannot be used. Raises DataError if there are too many of them."""
+        """Record a sample that cannot be used. Raises DataError if too many samples are skipped."""
         self.skipped[index] = reason
         log.warning("%s: sample %d is skipped: %s (%d so far)", self._name(), index, reason, len(self.skipped))
         among = max(self.tried, min(len(self), _TRIED))
         if len(self.skipped) > self.options.max_skipped * among:
             raise DataError(
-                f"{self._name()}: {len(self.skipped)} of {among} samples cannot be used, more than the share "
+                f"{self._name()}: {len(self.skipped)} of {among} samples cannot be used, which is more than "
                 f"max_skipped={self.options.max_skipped}; the last one: {reason}"
             )
 
@@ -282,7 +285,7 @@ class ImageDataset(VqaDataset):
 
 
 def _blank(processor: ImageProcessor) -> np.ndarray:
-    """Process a black image. All processed images have its shape."""
+    """Process a black image. All processed images have the same shape."""
     from PIL import Image
 
     return processor(Image.new("RGB", (64, 64)), np.random.default_rng(0))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @registry.register_evaluation("answers")
 class Answers(Evaluation):
-    """Ask the questions of splits, with and without the image, and score the answers."""
+    """Answer the questions of splits with and without the image, and score the answers."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -26,13 +26,16 @@ class Answers(Evaluation):
             help="ask the questions of these splits (default: test) and score the answers",
         )
         parser.add_argument(
-            "--sheet", type=new_file, metavar="FILE", help="a picture of images, questions and --answers"
+            "--sheet",
+            type=new_file,
+            metavar="FILE",
+            help="write a picture of the images, questions and answers to this file",
         )
 
     def is_asked(self, given: Mapping[str, Any]) -> bool:
-        """Return True with --answers. Raises UserError for a --sheet without answers."""
+        """Return True with --answers. Raises UserError for --sheet without --answers."""
         if given["sheet"] and given["answers"] is None:
-            raise UserError("--sheet: shows what --answers found; give both")
+            raise UserError("--sheet: needs --answers; give both")
         return given["answers"] is not None
 
     def splits(self, given: Mapping[str, Any]) -> list[Split]:

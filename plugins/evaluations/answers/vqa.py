@@ -13,18 +13,20 @@ from crosstrain import (
     OpenModel,
     Runner,
     Sample,
+    Sampling,
     Split,
     UserError,
     VqaDataset,
+    as_prompt,
     log,
     registry,
     require,
 )
 from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.detokenizer import TextStream
-from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
+from crosstrain.inference.generation import Sequence, decode
 
-_LONG = 4  # words; if the reference answers are longer on average, they are also scored as captions
+_LONG = 4  # words; if the answers to a kind of question are longer on average, they are also scored as captions
 _BATCH = 64  # questions per batch
 _BLOCK = 32  # consecutive samples per rank; batches stay within a block, so they do not depend on the number of ranks
 _ON_SHEET = 48  # maximum number of images on a contact sheet
@@ -35,7 +37,10 @@ TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a question about sample `sample` of a split, without the image: ranks send answers to each other."""
+    """An answer to a question about sample `sample` of a split.
+
+    The image is not included, because ranks exchange answers.
+    """
 
     sample: int
     kind: str
@@ -74,7 +79,7 @@ def answer_questions(
     max_new_tokens: int,
     batch: int,
 ) -> tuple[list[Answer], int]:
-    """Answer questions about a split's first samples greedily; also count the samples without questions. Collective.
+    """Answer questions about a split's first samples greedily, and count samples without questions. Collective.
 
     The ranks share the work, and all ranks return all answers. The answers do not depend on the number of ranks. Raises
     UserError if a question leaves no room for `max_new_tokens`.
@@ -161,7 +166,7 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
 
 
 def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Score and list the answers for the splits, and draw a contact sheet if asked. Collective."""
+    """Score and list the answers for the splits, and draw a contact sheet for --sheet. Collective."""
     component = training_dataset(model.config)
     results: dict[str, Any] = {}
     pictures: list[tuple[Answer, Any]] = []
@@ -183,7 +188,7 @@ def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any
             pictures += _pictures(dataset, answers, _ON_SHEET // len(splits))
     if given["sheet"] and model.is_main:
         answer_sheet(pictures, given["sheet"])
-        log.info("pictures with answers are in %s", given["sheet"])
+        log.info("the images with their answers are in %s", given["sheet"])
     return results
 
 
@@ -207,11 +212,11 @@ def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
         means = [sum(s[key] for s in scores.values()) / len(scores) for key in ("right", "right_blind")]
         log.info("%s | mean       right %.3f | without the image %.3f", split, *means)
     if silent:
-        log.warning("%s | nothing was asked about %d samples", split, silent)
+        log.warning("%s | %d samples have no questions", split, silent)
 
 
 def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
-    """Select at most `most` answers, spread over the split and one per image, with their images."""
+    """Select at most `most` answers with their images: one per image, spread over the split."""
     about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
     found = []
     for sample, answer in about.items():

@@ -18,38 +18,47 @@ class Completions(Evaluation):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
-        parser.add_argument(
-            "--chat", action="store_true", help="the prompts are a user's turns, in the form of training"
-        )
+        parser.add_argument("--chat", action="store_true", help="format each prompt as a user turn, as in training")
         parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
-        parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
+        parser.add_argument(
+            "--interactive", action="store_true", help="complete prompts that you type; `stop` ends the session"
+        )
         parser.add_argument(
             "--temperature",
             type=float,
             default=1.0,
             metavar="T",
-            help="default: 1, which samples; 0 takes the likeliest token",
+            help="sampling temperature; 0: choose the most likely token (default: 1)",
         )
         parser.add_argument(
-            "--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (default: 0, all)"
+            "--top-k",
+            type=int,
+            default=0,
+            metavar="K",
+            help="sample from the K most likely tokens; 0: from all tokens (default: 0)",
         )
         parser.add_argument(
             "--top-p",
             type=float,
             default=1.0,
             metavar="P",
-            help="sample among the likeliest tokens whose probabilities sum to P (default: 1)",
+            help="sample from the most likely tokens with a total probability of P (default: 1)",
         )
-        parser.add_argument("--num-completions", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
-        parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+        parser.add_argument(
+            "--num-completions", type=int, default=1, metavar="N", help="number of completions per prompt (default: 1)"
+        )
+        parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default: 0)")
 
     def is_asked(self, given: Mapping[str, Any]) -> bool:
-        """Return True with --generate or --interactive. Raises UserError for flags that need one of them."""
+        """Return True with --generate or --interactive.
+
+        Raises UserError for --image or --chat without --generate or --interactive.
+        """
         talks = bool(given["generate"] or given["interactive"])
         if given["image"] and not talks:
-            raise UserError("--image: ask about it with --generate or --interactive")
+            raise UserError("--image: needs --generate or --interactive")
         if given["chat"] and not talks:
-            raise UserError("--chat: say something with --generate or --interactive")
+            raise UserError("--chat: needs --generate or --interactive")
         return talks
 
     def needs_one_process(self, given: Mapping[str, Any]) -> bool:

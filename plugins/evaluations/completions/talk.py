@@ -4,26 +4,35 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from crosstrain import Conversation, Message, OpenModel, Sample, UserError
+from crosstrain import (
+    Conversation,
+    Message,
+    OpenModel,
+    Sample,
+    Sampling,
+    UserError,
+    as_prompt,
+    generate,
+    printable,
+    sentence,
+)
 from crosstrain.cli.flags import ask
 from crosstrain.inference.chat_form import ChatForm
-from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.utils.errors import printable, sentence
 
 
 class ChatSession:
-    """A conversation that grows, and the images that it is about."""
+    """A growing conversation, and the images that it is about."""
 
     def __init__(self, form: ChatForm, files: list[str]) -> None:
         self.form = form
-        self.images: list[Any] = []  # opened
+        self.images: list[Any] = []  # opened images
         self.waiting = 0  # number of images that no message contains yet
         self.history: Conversation = []
         for file in files:
             self.add(file)
 
     def add(self, file: str) -> None:
-        """Open an image for the next message. Raises UserError if that is impossible."""
+        """Open an image for the next message. Raises UserError if the image cannot be opened."""
         assert self.form.builder is not None
         self.images.append(self.form.builder.open(file))
         self.waiting += 1
@@ -43,11 +52,11 @@ class ChatSession:
         self.waiting = 0
 
     def command(self, text: str) -> bool:
-        """Run `text` if it is a command; return False if it is not."""
+        """Run `text` if it is a command; otherwise return False."""
         word, _, rest = text.strip().partition(" ")
         if word == "image" and rest and self.form.builder:
             self.add(rest)
-            print(f"added {printable(rest)}; your next words are about {self.waiting} image(s)")
+            print(f"added {printable(rest)}; your next message is about {self.waiting} image(s)")
         elif text.strip() == "new":
             self.history, self.images, self.waiting = [], [], 0
         else:
@@ -55,7 +64,7 @@ class ChatSession:
         return True
 
     def _message(self, text: str) -> Message:
-        """Make a user message, with placeholders for the waiting images."""
+        """Make a user message, with placeholders for the pending images."""
         return Message("user", self.form.builder.placed(text, self.waiting) if self.form.builder else text)
 
 
@@ -81,7 +90,7 @@ def talk(model: OpenModel, given: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _complete(
     model: OpenModel, sampling: Sampling, prompt: str, session: ChatSession | None, *, show: bool, typed: bool = False
 ) -> list[str]:
-    """Complete a prompt, or answer it in a conversation. A single completion is printed as it grows.
+    """Complete a prompt, or answer it in a conversation. A single completion is printed while it is generated.
 
     typed: the prompt is already on the screen, so only the answer is printed.
     """
@@ -104,7 +113,10 @@ def _complete(
 
 
 def _converse(complete: Callable[..., list[str]], session: ChatSession | None) -> list[dict[str, Any]]:
-    """Complete typed prompts until `stop` or the end of the input. Returns the prompts with their completions."""
+    """Read prompts from the terminal and complete them, until `stop` or the end of the input.
+
+    Returns the prompts with their completions.
+    """
     about = "" if session is None else f"; {session.commands}"
     print(f"type a prompt, or `stop` to end{about}")
     found: list[dict[str, Any]] = []

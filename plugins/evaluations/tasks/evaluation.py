@@ -20,14 +20,14 @@ class Tasks(Evaluation):
         parser.add_argument(
             "--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run"
         )
-        parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
+        parser.add_argument("--task-path", metavar="DIR", help="folder with additional task files for the harness")
 
     def is_asked(self, given: Mapping[str, Any]) -> bool:
-        """Return True with --tasks. Raises UserError if the harness is not installed, or for a folder without tasks."""
+        """Return True with --tasks. Raises UserError without the harness, and for --task-path without --tasks."""
         if given["tasks"]:
             require("lm_eval", "--tasks")
         elif given["task_path"]:
-            raise UserError("--task-path: name tasks with --tasks")
+            raise UserError("--task-path: needs --tasks with the names of the tasks to run")
         return bool(given["tasks"])
 
     def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:

@@ -16,14 +16,22 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from crosstrain import IGNORE_INDEX, OpenModel, UserError, log
+from crosstrain import (
+    IGNORE_INDEX,
+    OpenModel,
+    Sampling,
+    UserError,
+    as_prompt,
+    did_you_mean,
+    explained,
+    finite,
+    generate,
+    log,
+)
 from crosstrain.inference.decoder import DecodeState
-from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.utils.errors import did_you_mean, explained
-from crosstrain.utils.units import finite
 
 _LENGTH = 2048  # maximum length in tokens if the model has no limit
-_NEW = 256  # maximum number of new tokens if the task does not set it
+_NEW = 256  # maximum number of new tokens if the task does not set a maximum
 _BOOTSTRAPS = 1000  # bootstrap samples for standard errors without a formula
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
@@ -31,7 +39,7 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 class HarnessModel(TemplateLM):
     """Adapter to lm-evaluation-harness; a log-likelihood is the negative of the training loss.
 
-    Use it inside `runner.evaluating()`.
+    Use this class inside `runner.evaluating()`.
     """
 
     def __init__(self, model: OpenModel) -> None:
@@ -60,7 +68,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return each text's log-likelihood, in windows of the model's length; texts start after the prefix token."""
+        """Return each text's log-likelihood after the prefix token, computed in windows of the model's length."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             tokens = self.tok_encode(request.args[0])
@@ -74,7 +82,7 @@ class HarnessModel(TemplateLM):
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             context, given = request.args
             if unknown := set(given) - _KNOWN:
-                raise UserError(f"--tasks: a task asks for {min(unknown)} in generation, which is not known here")
+                raise UserError(f"--tasks: a task sets {min(unknown)} for generation, which is not supported")
             new = min(given.get("max_gen_toks", _NEW), self._length - 1)
             until = given.get("until") or []
             sampling = Sampling(
@@ -89,7 +97,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> float:
-        """Return log p(continuation | context), truncating the start if both together exceed the model's length."""
+        """Return log p(continuation | context); if the tokens exceed the model's length, the first are dropped."""
         ids = (context + continuation)[-(self._length + 1) :]
         labels = torch.tensor([ids[1:]])
         labels[0, : max(0, len(ids) - 1 - len(continuation))] = IGNORE_INDEX
@@ -111,7 +119,7 @@ class HarnessModel(TemplateLM):
 def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int | None) -> dict[str, Any]:
     """Return task -> metrics, the same on every rank. Collective.
 
-    `folder`: task files in addition to the harness's own. `limit`: number of documents per task; None: all. Raises
+    `folder`: additional task files for the harness. `limit`: number of documents per task; None: all. Raises
     UserError for unknown tasks and missing data.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -121,9 +129,9 @@ def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int
     known = manager.all_tasks
     for name in tasks:
         if name not in known:
-            hint = did_you_mean(name, known, "--task-path names a folder with others")
+            hint = did_you_mean(name, known, "--task-path adds a folder of task files")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
-    with model.runner.evaluating(), explained("--tasks: the harness cannot do it"):  # missing data or a bad task file
+    with model.runner.evaluating(), explained("--tasks: the harness failed"):  # missing data or a bad task file
         found = simple_evaluate(
             HarnessModel(model),
             tasks=tasks,

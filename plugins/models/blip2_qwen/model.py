@@ -30,18 +30,18 @@ from crosstrain import (
     Weights,
     has_values,
     registry,
+    to_plain,
+    write_json,
 )
-from crosstrain.config.schema import to_plain
 from crosstrain.engine.build import add_adapter
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.utils.files import write_json
 
 from . import vision, weights
 from .options import Language, Part, Projector, QFormer, Vision
 
-# Part (also the name of its module) -> prefix of its parameters' canonical names. Canonical names are those of
-# transformers' Blip2ForConditionalGeneration, except inside the vision transformer, where they are timm's.
+# Part (also the name of its module) -> prefix of its parameters' canonical names. Canonical names are the parameter
+# names of transformers' Blip2ForConditionalGeneration; inside the vision transformer, they are timm's names.
 _PREFIXES = {
     "vision": "vision_model.", "qformer": "qformer.", "projector": "language_projection.",
     "language_model": "language_model.",
@@ -154,7 +154,7 @@ class Blip2Qwen(Model):
         return torch.no_grad() if all(getattr(self.options, part).freeze for part in parts) else nullcontext()
 
     def _precision(self, part: str, device: torch.device) -> AbstractContextManager[Any]:
-        """Autocast to the part's own precision; if it is None, keep the run's."""
+        """Autocast to the part's own precision; if it is None, keep the run's precision."""
         precision = getattr(self.options, part).precision
         if precision is None:
             return nullcontext()
@@ -199,12 +199,12 @@ class Blip2Qwen(Model):
         return self.language_model.new_cache()
 
     def check_dataset(self, dataset: Dataset) -> None:
-        """Raise ConfigError if a dataset's images have other sizes than the encoder's."""
+        """Raise ConfigError if a dataset's images do not have the encoder's image size."""
         if others := sorted(getattr(dataset, "image_sizes", frozenset()) - {self.image_size}):
             theirs, ours = (" x ".join(map(str, size)) for size in (others[0], self.image_size))
             raise ConfigError(
-                f"datasets: images have {theirs} pixels and the model takes {ours}: give the image_size of every image "
-                f"processor and of the model one value"
+                f"datasets: images have {theirs} pixels, but the model takes {ours}: use the same image_size in every "
+                f"image processor and in the model"
             )
 
 
@@ -219,7 +219,7 @@ class _Structure(Structure):
         return [(blocks, getattr(options, part).gradient_checkpointing or mode) for part, blocks in lists.items()]
 
     def lighter(self, dtype: str) -> dict[str, str]:
-        """Suggest storing frozen matrices in the precision in which they compute."""
+        """Suggest storing frozen matrices in their compute dtype."""
         found = {}
         for part in _PREFIXES:
             options = getattr(self.model.options, part)
@@ -230,7 +230,7 @@ class _Structure(Structure):
 
     def adapted(self) -> Model:
         if self.model.options.language_model.lora is not None:
-            raise ConfigError("model.adapter: model.language_model.lora is an adapter already; leave one of them out")
+            raise ConfigError("model.adapter: model.language_model.lora is already an adapter; remove one of them")
         return self.model.language_model
 
     def tensor_parallel_plan(self) -> dict[str, str]:

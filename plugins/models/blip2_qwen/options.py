@@ -15,21 +15,21 @@ class Part:
     """Options common to all parts."""
 
     freeze: bool = True  # do not train the part: eval mode, no gradient, no optimizer state
-    precision: Literal["fp32", "bf16", "fp16"] | None = None  # compute dtype; None: as run.amp
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # compute dtype; None: the dtype of run.amp
     weights: Literal["bf16", "fp16"] | None = None  # dtype in which frozen matrices are stored; None: fp32
     lr_scale: PositiveFloat = 1.0  # multiplies run.init_lr
-    gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as in run
+    gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: the run's mode
 
     def __post_init__(self) -> None:
         if self.weights is not None and not self.freeze:
             raise OptionError("weights", f"trained weights are kept in fp32; {self.weights} needs freeze: true")
         if self.weights is not None and self.precision != self.weights:
-            raise OptionError("weights", f"{self.weights} needs precision: {self.weights}, to be computed in")
+            raise OptionError("weights", f"weights in {self.weights} need precision: {self.weights}")
 
 
 @dataclass(kw_only=True)
 class Vision(Part):
-    """A timm vision transformer. Sizes that are None come from the pretrained weights, or are timm's defaults."""
+    """A timm vision transformer. Sizes that are None come from the pretrained weights, or else from timm."""
 
     sizes: ClassVar = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
     published: ClassVar = ("encoder", "image_size", *sizes)
@@ -50,20 +50,23 @@ class Vision(Part):
 
 @dataclass(kw_only=True)
 class QFormer(Part):
-    """BLIP-2's querying transformer (Li et al., 2023). Sizes that are None are the pretrained weights' or BLIP-2's."""
+    """BLIP-2's querying transformer (Li et al., 2023).
+
+    Sizes that are None come from the pretrained weights, or else from BLIP-2.
+    """
 
     sizes: ClassVar = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     published: ClassVar = (*sizes, "cross_attention_frequency", "layer_norm_eps")
 
     pretrained: Text | None = None  # folder or name of Hugging Face BLIP-2 weights, or a run
-    num_query_tokens: Size | None = None  # embeddings per image; None: as pretrained, else 32
-    hidden_size: Size | None = None  # hidden size; None: as pretrained, else 768
-    num_hidden_layers: Layers | None = None  # number of blocks; None: as pretrained, else 12
-    num_attention_heads: Size | None = None  # attention heads per block; None: as pretrained, else 12
-    intermediate_size: Size | None = None  # MLP width; None: as pretrained, else 3072
+    num_query_tokens: Size | None = None  # embeddings per image; None: as in `pretrained`, else 32
+    hidden_size: Size | None = None  # hidden size; None: as in `pretrained`, else 768
+    num_hidden_layers: Layers | None = None  # number of blocks; None: as in `pretrained`, else 12
+    num_attention_heads: Size | None = None  # attention heads per block; None: as in `pretrained`, else 12
+    intermediate_size: Size | None = None  # MLP width; None: as in `pretrained`, else 3072
     cross_attention_frequency: Size | None = None  # every n-th block, from the first, attends to the image; None: 2
     dropout: DropRate = 0.1  # dropout rate of embeddings, residuals and attention
-    layer_norm_eps: PositiveFloat | None = None  # added to the variance; None: as pretrained, else 1e-12
+    layer_norm_eps: PositiveFloat | None = None  # added to the variance; None: as in `pretrained`, else 1e-12
     initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
     query_std: PositiveFloat = 0.02  # standard deviation of the initial queries
     attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
@@ -78,7 +81,7 @@ class QFormer(Part):
 
 @dataclass(kw_only=True)
 class Projector(Part):
-    """The projection from the Q-Former's width to the language model's."""
+    """The projection from the Q-Former's width to the language model's width."""
 
     freeze: bool = False
     pretrained: Text | None = None  # run, checkpoint or exported folder to start from
@@ -88,7 +91,7 @@ class Projector(Part):
 
 @dataclass
 class Lora:
-    """Low-rank adapters (Hu et al., 2021) from peft. They are always trained, even if the part is frozen."""
+    """Low-rank adapters (Hu et al., 2021) from peft; adapters are trained even if the language model is frozen."""
 
     rank: Size = 8  # rows of A and columns of B
     alpha: PositiveFloat = 16.0  # adapter outputs are scaled by alpha / rank

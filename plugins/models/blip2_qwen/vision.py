@@ -30,12 +30,12 @@ _BLIP2_BLOCK = {
 def make_encoder(options: Vision) -> nn.Module:
     """Make the encoder; its forward maps images [n, 3, H, W] to normalized tokens [n, tokens, width].
 
-    Raises ConfigError if timm has no model of that name, or if the sizes are inconsistent.
+    Raises ConfigError if timm does not have the encoder, or if the sizes are inconsistent.
     """
     name = options.encoder or DEFAULT
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.split('_')[0]}*")[:5]
-        raise ConfigError(f"model.vision.encoder: timm has no model {name}; it has {', '.join(near) or 'others'}")
+        raise ConfigError(f"model.vision.encoder: timm has no model {name}; similar names: {', '.join(near) or 'none'}")
     given = {key: getattr(options, key) for key in options.sizes if getattr(options, key) is not None}
     if options.image_size is not None:
         given["img_size"] = options.image_size
@@ -49,7 +49,7 @@ def make_encoder(options: Vision) -> nn.Module:
     finally:
         set_fused_attn(True)
     if not hasattr(encoder, "blocks"):
-        raise ConfigError(f"model.vision.encoder: {name} is not a vision transformer of one width")
+        raise ConfigError(f"model.vision.encoder: {name} is not a vision transformer with blocks of equal width")
     return encoder
 
 
@@ -77,7 +77,7 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) 
 
 
 def blip2_place(name: str, width: int) -> str | Excerpt:
-    """Convert a timm name of an encoder parameter to its name or excerpt in transformers' BLIP-2.
+    """Convert timm's name of an encoder parameter to a name in transformers' BLIP-2, or to an excerpt of a tensor.
 
     BLIP-2 has one bias for queries, keys and values; EVA has no key bias, because a key bias cancels in the softmax.
     """

@@ -1,4 +1,4 @@
-"""Pretrained weights of each part: their folders, and the parameter names in them."""
+"""Pretrained weights of each part: folders, and parameter names in the folders."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from transformers import Blip2Config, PreTrainedConfig
 
-from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, pretrained_folder
-from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, find_checkpoint, pretrained_folder
 from crosstrain.checkpoint.load_weights import open_weights
 from crosstrain.checkpoint.manifest import MANIFEST
 
@@ -22,7 +21,7 @@ _KINDS = {"model": (_RUN,), "vision": (_RUN, _BLIP2, ""), "qformer": (_RUN, _BLI
 
 
 def folders(options: Any) -> dict[str, Path]:
-    """Return part -> folder of its pretrained weights; the key `model` stands for an earlier run.
+    """Return part -> folder of its pretrained weights; the key `model` is for an earlier run with all parts.
 
     Raises ConfigError for unsupported folders.
     """
@@ -47,7 +46,7 @@ def sized(options: Any, found: dict[str, Path]) -> Any:
             for key, value in theirs.items():
                 if (mine := getattr(given, key)) not in (None, value):
                     where = f"{value} in {found[source]}"
-                    raise ConfigError(f"model.{part}.{key}: it is {mine}, and {where}; write {value}")
+                    raise ConfigError(f"model.{part}.{key}: {mine} differs from {where}; set it to {value}")
             options = replace(options, **{part: replace(given, **theirs)})
     return options
 
@@ -89,7 +88,7 @@ def owned(part: str, prefixes: dict[str, str]) -> tuple[str, ...]:
 
 
 def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, language: LanguageModel) -> list[Source]:
-    """Return the weight sources of all parts, including those of the language model.
+    """Return the weight sources of all parts, including the language model's own sources.
 
     prefixes: part -> prefix of canonical names. width: hidden size of the vision transformer.
     """
@@ -106,7 +105,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
         trained, parts = open_weights(run).names("param"), tuple(out)
 
         def covers(name: str) -> bool:
-            """Return False if the run lacks a weight that belongs to a new adapter or has its own source."""
+            """Return False for weights that the run lacks, if they are a new adapter's or have a different source."""
             return name in trained or not (".lora_" in name or any(source.covers(name) for source in parts))
 
         out.insert(0, Source(run, _as_it_is, covers, of_model=True))
@@ -116,8 +115,8 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
 def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
     """Store the frozen matrices of linear layers and convolutions in the dtype that autocast converts them to.
 
-    Results are bitwise equal. Embeddings and norms stay fp32, because they compute in fp32. Biases stay fp32, because
-    some runners' linear layers add them without rounding.
+    Results stay bitwise equal. Embeddings and norms stay fp32, because their outputs are computed in fp32. Biases
+    stay fp32, because some runners' linear layers add biases without rounding.
     """
     looked_up = {module.weight for module in part.modules() if isinstance(module, nn.Embedding)}
     for module in part.modules():
@@ -132,7 +131,7 @@ def _as_it_is(name: str, _: set[str]) -> str | Excerpt:
 
 
 def _under(prefix: str, source: Source) -> Source:
-    """Convert a part's source to one for the parameter names of the full model."""
+    """Adapt the source of a part to the parameter names of the full model."""
 
     def covers(name: str) -> bool:
         return name.startswith(prefix) and source.covers(name.removeprefix(prefix))

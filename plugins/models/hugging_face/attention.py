@@ -1,10 +1,11 @@
 """transformers' attention implementations, with document masking for packed sequences.
 
-transformers' attention functions get the document boundaries as keyword arguments of the model's forward: flash
-attention as `cu_seq_lens_q` and related arguments. `sdpa` takes no boundaries, so it is
-called once per document. All functions but `eager` are wrapped here and registered under names of our own. The wrappers
-record the modules that respect the boundaries, and do the all-to-alls of context parallelism. We do not rely on
-transformers' detection of restarting positions, because an attention mask or a cache silently disables it.
+transformers passes keyword arguments of a model's forward on to the attention functions. Flash attention gets the
+document boundaries as `cu_seq_lens_q` and related arguments. `sdpa` takes no boundaries, so it is called once per
+document. All functions but `eager` are wrapped here, and the wrappers are registered under new names. The
+wrappers record the modules that respect the boundaries, and do the all-to-alls of context parallelism. transformers can
+detect restarting positions itself, but an attention mask or a cache silently disables the detection, so this module
+does not use it.
 """
 
 import inspect
@@ -50,7 +51,7 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
     flash = is_flash(asked)
     if not has["flash attention" if flash else asked]:
         there = ", ".join(name for name, has_it in has.items() if has_it)
-        raise ConfigError(f"model.attention: {model.__name__} has no {asked}, but {there}")
+        raise ConfigError(f"model.attention: {model.__name__} does not support {asked}; it supports {there}")
     if flash:
         if missing := _missing(asked):
             raise ConfigError(f"model.attention: {asked} needs a CUDA GPU and the package {missing}; use sdpa")
@@ -76,7 +77,7 @@ def _missing(flash: str) -> str | None:
 
 @dataclass
 class Documents:
-    """Boundaries of the documents in a batch, and the IDs of modules that respect them in attention.
+    """Boundaries of the documents in a batch, and the IDs of modules that respect the boundaries.
 
     With a `context`, each rank has a part of every row, and attention runs on whole rows.
     """
@@ -103,7 +104,7 @@ class Documents:
         return cls(rows, length, [*starts, rows * length], context) if len(starts) > rows or context else None
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
-        """Yield the row of each document and its slice in the row, in order."""
+        """Yield (row, slice within the row) of each document, in order."""
         for start, stop in itertools.pairwise(self.starts):
             row, begin = divmod(start, self.length)
             yield row, slice(begin, begin + stop - start)
@@ -122,8 +123,8 @@ class Documents:
     def arguments(self, attention: str, uniform: bool, device: torch.device) -> dict[str, Any]:
         """Return arguments for a transformers model's forward. `uniform`: every block uses full causal attention."""
         if attention == "sdpa":
-            # With a 4-D mask, transformers passes the mask on unchanged instead of building a dense one. This mask has
-            # no keys, so attention that ignores `documents` fails on it.
+            # transformers passes a 4-D mask on unchanged, and does not build a dense mask. This mask has no keys, so
+            # attention that ignores `documents` fails on it.
             length = self.context.share(self.length) if self.context else self.length
             unread = torch.empty(self.rows, 1, length, 0, dtype=torch.bool, device=device)
             return {"documents": self} | ({"attention_mask": unread} if uniform else {})
@@ -140,12 +141,12 @@ class Documents:
         }
 
     def check_seen(self, blocks: Iterable[nn.Module]) -> None:
-        """Raise ConfigError for a block that has parameters but no module that respects the documents."""
+        """Raise ConfigError for a block that has parameters but no module that respects the document boundaries."""
         for number, block in enumerate(blocks):
             if next(block.parameters(), None) is not None and not any(id(m) in self.seen for m in block.modules()):
                 raise ConfigError(
-                    f"model: block {number} ({type(block).__name__}) lets documents of a sequence see each other, and "
-                    f"ranks cannot share one; use another model, or train without packing, document_mask and "
+                    f"model: block {number} ({type(block).__name__}) ignores document boundaries and cannot split a "
+                    f"sequence across ranks; use a different model, or train without packing, document_mask and "
                     f"context_parallel"
                 )
 
@@ -242,7 +243,7 @@ def register_attention(name: str, masked: str) -> str:
     """Register a wrapper of transformers' attention function `name`, and return the wrapper's name.
 
     `eager` is not wrapped. The wrapper records modules in `documents`, and does the all-to-alls of context parallelism.
-    For masks, caches and tensors without values, it calls the function `masked`, which is sdpa or eager.
+    For masks, caches and tensors without values, the wrapper calls the function `masked`, which is sdpa or eager.
     """
     own = f"crosstrain_{name}_or_{masked}".replace("/", "_")
     if name == "eager" or own in ALL_ATTENTION_FUNCTIONS:
@@ -269,9 +270,13 @@ def register_attention(name: str, masked: str) -> str:
         if isinstance(attention_mask, Tensor) or query.shape[2] != key.shape[2] or not has_values(query):
             by = masked
         if (dropout := kwargs.get("dropout")) and by == name and not drops:
-            raise ConfigError(f"model.attention: {name} has no dropout, and the model's is {dropout}; set it to 0")
+            raise ConfigError(
+                f"model.attention: {name} does not support dropout, but the model's rate is {dropout}; set it to 0"
+            )
         if is_flash(by) and query.is_cuda and query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda"):
-            raise ConfigError(f"model.attention: {name} computes in bf16 or fp16; choose one as run.amp, or use sdpa")
+            raise ConfigError(
+                f"model.attention: {name} supports only bf16 and fp16; set run.amp to one of them, or use sdpa"
+            )
         if documents is None:
             return _computed_by(by, module, query, key, value, attention_mask, **kwargs)
         documents.seen.add(id(module))

@@ -1,4 +1,4 @@
-"""The base class for transformers' causal language models, whose modules are unmodified, and what describes them."""
+"""The base class for unmodified causal language models from transformers, and classes that describe them."""
 
 import copy
 import inspect
@@ -51,7 +51,7 @@ _STYLES = {
     "embedding_rowwise": "vocabulary",  # tied embeddings, in older transformers versions
     "moe_tp_experts": "experts",
 }  # fmt: skip
-# Stacked expert weight -> names of its parts in a single MLP: first those of most families, then Mixtral's.
+# Stacked expert weight -> names of its parts in a single MLP: first the names in most families, then Mixtral's.
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
@@ -59,13 +59,13 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
     """Raise ConfigError if a given size differs from the configuration in the folder `source`."""
     for key, value in given.items():
         if (theirs := getattr(published, key, None)) != value:
-            raise ConfigError(f"model: {key} is {value}, and the weights in {source} have {theirs}; leave it out")
+            raise ConfigError(f"model: {key} is {value}, but the weights in {source} have {theirs}; leave {key} out")
 
 
 class TransformersModel(LanguageModel):
     """A `...ForCausalLM` model from transformers, built from a `padded` configuration.
 
-    Subclasses build the module. Their options have a field `make_vocab_size_divisible_by`.
+    Subclasses build the module, and their options have a field `make_vocab_size_divisible_by`.
     """
 
     lm: PreTrainedModel
@@ -86,13 +86,13 @@ class TransformersModel(LanguageModel):
         self.sees_all = kinds == {"full_attention"} and not any(windows)  # every block uses full causal attention
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         if getattr(words[0], "num_embeddings", None) != lm.config.get_text_config().vocab_size:
-            raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
+            raise ConfigError(f"model: {config.model_type} does not have one embedding per token of its vocabulary")
         if internals.routers_of(lm):
-            lm.config.output_router_logits = False  # hooks record them
+            lm.config.output_router_logits = False  # hooks record the router logits
         self.product = internals.head_product(lm)  # None: logits come from the model's own forward
         takes = inspect.signature((lm if self.product is None else lm.base_model).forward).parameters
         self.takes_positions = "position_ids" in takes
-        # transformers 5.24 renamed this parameter. A model with neither one recomputes all tokens in every step.
+        # transformers 5.24 renamed this parameter. A model without the parameter recomputes all tokens in every step.
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
         self.structure, self.weights = TransformersStructure(self), TransformersWeights(self)
         self.export = TransformersExport(self)
@@ -105,7 +105,7 @@ class TransformersModel(LanguageModel):
         """Implement `LanguageModel.forward`; `others`, such as pixel_values, are passed to the library's module."""
         context = None  # without labels, every rank has whole sequences
         if labels is not None and (context := self.context) is not None:
-            assert input_ids is not None, "who gives embeddings has refused to share sequences"
+            assert input_ids is not None, "models that pass embeddings do not share sequences"
             assert attention_mask is None
             if position_ids is None:
                 position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
@@ -147,7 +147,7 @@ class TransformersModel(LanguageModel):
             head = self.lm.get_output_embeddings()
             logits = Logits(head.bias, *self.product)
             result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
-        if context is not None and result.ndim == 0:  # otherwise hidden states, for a later pipeline stage
+        if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
         if labels is None or routers is None:
             return result
@@ -169,7 +169,7 @@ class TransformersModel(LanguageModel):
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
-        """A model of the same class whose matrices have no memory; it is never sharded."""
+        """A model of the same class with its matrices on the meta device; it is never sharded."""
         return internals.skeleton(self.lm, self.config)
 
     @property
@@ -190,12 +190,12 @@ class TransformersModel(LanguageModel):
         return getattr(self.text_config, "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache | None:
-        """Return None for a model with its own kind of cache, such as Mamba, so that it recomputes all tokens."""
+        """Return an empty cache; None for a model with its own cache type, such as Mamba: it recomputes all tokens."""
         model: Any = self.lm
         if self._cache_name is None or not model._supports_default_dynamic_cache():
             return None
         cache = DynamicCache(config=self.lm.config)
-        # Pure linear-attention models ask the cache for its length, and only attention layers have one.
+        # Pure linear-attention models ask the cache for its length, but only attention layers have a length.
         return cache if not cache.layers or any(isinstance(x, DynamicLayer) for x in cache.layers) else None
 
 
@@ -207,24 +207,28 @@ class TransformersStructure(Structure):
     def check_documents(self) -> None:
         family = self.model.config.model_type
         if not self.model.takes_positions:
-            raise ConfigError(f"model: {family} takes no positions, so documents cannot be kept apart")
+            raise ConfigError(f"model: {family} takes no position_ids, so it cannot keep documents apart")
         if getattr(self.model.lm, "_is_stateful", False):
-            raise ConfigError(f"model: {family} carries a state from document to document")
+            raise ConfigError(f"model: {family} carries its state across documents, so it cannot keep them apart")
         if self.model.attention == "eager" and not self.model.sees_all:
-            raise ConfigError("model.attention: eager cannot keep documents apart where windows slide")
+            raise ConfigError(
+                "model.attention: eager cannot keep documents apart in a model with sliding-window or chunked attention"
+            )
 
     def check_context(self, ranks: int) -> None:
         family, heads = self.model.config.model_type, getattr(self.model.config, "num_attention_heads", None) or ranks
         if not self.model.takes_positions or getattr(self.model.lm, "_is_stateful", False) or not self.model.sees_all:
             raise ConfigError(
-                f"run.runner.context_parallel: ranks can share sequences where every block attends to all of the past "
-                f"and the model takes positions, and {family} is another; leave it out"
+                f"run.runner.context_parallel: ranks cannot share sequences of {family}, because this needs "
+                f"position_ids, full causal attention in every block and no recurrent state; leave context_parallel out"
             )
         if self.model.attention == "eager":
-            raise ConfigError("model.attention: eager wants whole sequences; context_parallel needs sdpa or a kernel")
+            raise ConfigError(
+                "model.attention: eager needs whole sequences; with context_parallel, use sdpa or flash attention"
+            )
         if heads % ranks:
             raise ConfigError(
-                f"run.runner.context_parallel: {ranks} ranks cannot share the {heads} heads of attention evenly; "
+                f"run.runner.context_parallel: {ranks} ranks cannot share the {heads} attention heads evenly; "
                 f"choose a divisor of {heads}"
             )
 
@@ -244,7 +248,7 @@ class TransformersStructure(Structure):
         return {name: module for name, module in self.model.named_modules() if internals.holds_experts(module)}
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Return transformers' plan, with a sharded vocabulary; empty if there is none or a style is not supported."""
+        """Return transformers' plan, with a sharded vocabulary; {} if there is no plan or a style is not supported."""
         theirs = dict(self.model.lm.config.base_model_tp_plan or {})
         for stack in [pattern for pattern, style in theirs.items() if style == "moe_tp_experts"]:
             theirs = {pattern: style for pattern, style in theirs.items() if not pattern.startswith(f"{stack}.")}
@@ -264,13 +268,13 @@ class TransformersStructure(Structure):
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         if mode == "offload" and any(routers.has_loss for routers in self.routers()):
             raise ConfigError(
-                "run.gradient_checkpointing: offload hides the routers from their loss; use full, or model.router_loss="
-                "none"
+                "run.gradient_checkpointing: offload does not support a router loss; use full, or set "
+                "model.router_loss=none"
             )
         return super().checkpointing(mode)
 
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
-        """Yield each module's number of matrix elements and the fraction used per token; `experts`: only experts."""
+        """Yield each module's number of matrix elements and the fraction used per token. experts: only experts."""
         for module in self.model.skeleton.modules():  # never sharded
             expert = internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:
@@ -334,7 +338,7 @@ class TransformersWeights(Weights):
         return self.model.source
 
     def place(self, name: str, available: set[str]) -> Place:
-        """Return the name with or without the base model's prefix (GPT-2 has none); experts may be separate tensors."""
+        """Return the name with or without the base model's prefix (GPT-2: without); experts may be separate tensors."""
         short = name.removeprefix(f"{self.model.lm.base_model_prefix}.")
         return name if name in available else published_experts(name, available, self.model.num_experts) or short
 
@@ -348,7 +352,7 @@ class TransformersExport(Export):
         super().__init__(model)
         self._generation: list[Path] = []
         if model.source is not None:
-            with suppress(DataError):  # a link out of the folder is not copied; the model itself is fine
+            with suppress(DataError):  # a link that leaves the folder is not copied; the model itself is fine
                 self._generation = plain_files(model.source, {GENERATION_CONFIG})
 
     def save_config(self, folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Causal attention with dropout on CPUs; torch's fused CPU kernel does not support dropout.
 
 Without a fused kernel, torch holds three full matrices per head (probabilities, dropout mask, and their elementwise
-product) and draws two random numbers per element of the mask. Here queries are processed in blocks over their visible
-keys, and two elements share a random number. Only one matrix is kept for the backward: the probabilities, negated if
-they are dropped.
+product) and draws two random numbers per element of the mask. This module processes queries in blocks over their
+visible keys, and two elements share a random number. Only one matrix is kept for the backward: the probabilities, with
+a negative sign where they are dropped.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ class _DroppedAttention(torch.autograd.Function):
             # Use baddbmm, because selective checkpointing would keep the results of bmm.
             p = torch.softmax(torch.baddbmm(future, q, k), -1)
             draws = torch.empty(-(-p.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-            # Signs and clamps are faster than boolean masks, with which torch fills one element at a time.
+            # Signs and clamps are faster than boolean masks, because torch fills masked elements one by one.
             signs = draws[: p.numel()].view(p.shape).ge_(rate - 2**15).mul_(2).sub_(1).to(p.dtype)
             signed.append(torch.copysign(p, signs))
             out[heads, queries] = torch.bmm(signed[-1].clamp(min=0.0), value[heads, seen])

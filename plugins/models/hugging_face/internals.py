@@ -1,10 +1,10 @@
-"""All code that uses private APIs of transformers (seen with 5.24; needs at least 5.15).
+"""All code that uses private APIs of transformers (checked with 5.24; needs at least 5.15).
 
-- It uses `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, which constructors
-  call.
+- This module uses `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, which
+  constructors call.
 - `configs/transformers_families.yaml` lists the attributes for the scale and softcap of the logits. Models without an
   entry compute the full logits.
-- Initial values are defined only in `_init_weights`, so that method is run.
+- Initial values are defined only in `_init_weights`, so this module runs that method.
 - `_can_record_outputs` names the class of the routers.
 - Expert modules are marked by the decorator `use_experts_implementation`.
 """
@@ -78,7 +78,7 @@ def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_initial_values() -> Iterator[None]:
-    """Let constructors tie weights but skip initial values; zeroing the padding row fails if it is on another rank."""
+    """Let constructors tie weights, but skip initial values: a padding row on a different rank cannot be filled."""
     with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
         yield
 
@@ -91,14 +91,14 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
     config, family = lm.config, lm.config.model_type
     decodes = getattr(config, "is_decoder", None)
     causal = {getattr(module, "is_causal", None) for module in lm.modules()}
-    sees_all = False in causal and True not in causal  # causal models may also attend to layers or images
+    sees_all = False in causal and True not in causal  # causal models may also contain attention to layers or images
     if family in NOT_CAUSAL or (decodes is False and (sees_all or family not in PRODUCTS)):
         raise ConfigError(
-            f"model: {family} does not predict the next token from those before it; only causal models can be "
+            f"model: {family} does not predict the next token from the tokens before it; only causal models can be "
             f"trained{', such as this one with config.is_decoder: true' if decodes is False else ''}"
         )
     other = type(lm.get_output_embeddings()) is not nn.Linear or lm.base_model is lm
-    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # adds a router loss
+    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # model adds a router loss
         return None
     attribute, exponent = SCALES.get(family, ("", 1))
     scale = getattr(config, attribute, None)
@@ -106,7 +106,7 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
 
 
 def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
-    """Find the lists of blocks using the pipeline plan, `_no_split_modules` or the number of layers.
+    """Find the lists of blocks from the pipeline plan, `_no_split_modules` or the number of layers.
 
     A model of images and text has several lists; all other models have one.
     """
@@ -128,7 +128,10 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def skeleton(lm: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model like `lm` for `initialize`: vectors have their constructors' values, matrices have no memory."""
+    """Build a model like `lm` for `initialize`.
+
+    Vectors have the values that constructors give them; matrices are on the meta device.
+    """
     with torch.random.fork_rng(devices=[]), parameters_on_meta(but=lambda p: p.numel() == max(p.shape, default=1)):
         torch.manual_seed(0)
         return type(lm)(copy.deepcopy(config))
@@ -138,7 +141,7 @@ def initialize(skeleton: PreTrainedModel, name: str, value: Tensor, rng: torch.G
     """Fill `value` with transformers' initial value for the parameter `name` of a model like `skeleton`.
 
     Runs the initialization rules of the parameter's module and of its parent modules, with random numbers from `rng`.
-    Elements that no rule fills get the constructor's value, or in a matrix, a value from N(0, initializer_range).
+    Elements that no rule fills keep the constructor's value; in a matrix, they are drawn from N(0, initializer_range).
     """
     # A tied parameter gets the initial value of its source, even if a family lists the head first.
     *path, attribute = skeleton.all_tied_weights_keys.get(name, name).split(".")

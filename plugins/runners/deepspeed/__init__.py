@@ -1,4 +1,7 @@
-"""DeepSpeed's ZeRO as a runner: `options` has the YAML keys, `partition` a rank's state, `runner` the engine."""
+"""DeepSpeed's ZeRO as a runner.
+
+`options` defines the YAML keys, `partition` describes a rank's state, and `runner` drives DeepSpeed's engine.
+"""
 
 import os
 

@@ -1,7 +1,7 @@
-"""Memory and traffic of a rank under ZeRO, for memory plans, and the dtypes in which it gathers and sends.
+"""Memory and traffic of a rank under ZeRO, for memory plans, and the dtypes in which ZeRO gathers and sends.
 
-The stages are those of Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps a separate fp32 copy of the
-parameters for the optimizer, even if the parameters themselves are fp32, as they are here.
+The stages are defined in Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps a separate fp32 copy of the
+parameters for the optimizer, even if the parameters themselves are fp32.
 """
 
 import copy
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from crosstrain import Layout, Model, PlanContext, RunOptions, Sizes
-from crosstrain.engine.footprint import all_reduced, data_parallel, scattered
+from crosstrain import Layout, Model, PlanContext, RunOptions, Sizes, all_reduced, scattered
+from crosstrain.engine.footprint import data_parallel
 
 from ..sharding import computes_in_half, linear_weights, share
 
@@ -21,11 +21,11 @@ _STAGE_0_BUCKET = 500_000_000  # elements per all-reduce of DeepSpeed's engine w
 def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Parameter]:
     """Return the weights that ZeRO gathers in bf16, because autocast rounds them and their gradients anyway.
 
-    Biases are left out, because DeepSpeed's linear layers do not round them; so are frozen weights below stage 3,
-    because they are never gathered.
+    Biases are left out, because DeepSpeed's linear layers do not round them. Below stage 3, frozen weights are left out
+    too, because they are never gathered.
     """
     whole = options.stage == 0 or options.stage3_use_all_reduce_for_fetch_params
-    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # sums would be in the weights' dtype
+    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # offloading sums in the weights' dtype
     if options.param_dtype != "amp" or whole or not computes_in_half(run, model):
         return []
     weights = [p for p in linear_weights(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
@@ -57,10 +57,10 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
     half = sent.trainable < elements * _FP32
     once = options.reduce_scatter and (half or not options.use_multi_rank_bucket_allreduce)
     sums = scattered(gradients, ranks) if once else all_reduced(gradients, ranks)
-    # Stage 2 reduces after each micro batch and keeps this rank's part; stage 1 reduces only after the last one.
+    # Stage 2 reduces after each micro batch and keeps this rank's part; stage 1 reduces after the last micro batch.
     waiting = 0 if rounds == 1 else part if partitioned else gradients
     bucket = _buckets(options, gradients, at, 2 if options.overlap_comm else 1)
-    # The bucket stays allocated until the step. On a CPU, its pages take memory only once they are written.
+    # The bucket stays allocated until the step. On a CPU, the bucket's pages take memory only once they are written.
     always = at.device != "cpu" or (partitioned and rounds > 1)
     offloads = options.offloads_optimizer
     out = Layout(

@@ -20,9 +20,9 @@ from .partition import Stage3
 def fitted(options: Any, model: Model, ranks: int) -> Any:
     """Return the runner's options, with DeepSpeed's defaults replaced by values that work with parameters on NVMe.
 
-    A parameter occupies a buffer while it is gathered, so reuse is off: only the parameters of one block, and those
-    outside of the blocks, are gathered at a time. DeepSpeed's prefetch fails on a parameter that is used twice, so it
-    is off too. Raises ConfigError if the configured buffers are too few or too small for `model`.
+    A parameter occupies a buffer while it is gathered, so reuse is off: only the parameters of one block, and the
+    parameters outside of the blocks, are gathered at a time. Prefetching is off too, because it fails on a parameter
+    that is used twice. Raises ConfigError if the configured buffers are too few or too small for `model`.
     """
     offload = options.offload_param
     if offload is None or offload.device != "nvme":
@@ -40,7 +40,7 @@ def fitted(options: Any, model: Model, ranks: int) -> Any:
     ahead = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     for key in ahead:
         if (given := getattr(options, key)) not in (0, getattr(type(options), key)):
-            log.info("run.runner.%s is 0 instead of %g: with parameters on NVMe DeepSpeed fails otherwise", key, given)
+            log.info("run.runner.%s is 0 instead of %g: DeepSpeed fails otherwise with parameters on NVMe", key, given)
     return dataclasses.replace(options, offload_param=dataclasses.replace(offload, **sizes), **ahead)
 
 

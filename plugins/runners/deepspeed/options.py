@@ -22,9 +22,9 @@ _NOT_OFFERED = {
     "stage",  # declared below
     "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # checkpointing
     "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # training would differ from other runners
-    "stage3_module_granularity_threshold",  # DeepSpeed 0.19 fails on it
+    "stage3_module_granularity_threshold",  # DeepSpeed 0.19 fails with this option
     "ratio", "super_offload", "cpuadam_cores_perc",  # need a DeepSpeed optimizer
-    "round_robin_gradients", "zero_hpz_partition_size",  # ranges would differ from DeepSpeed's mapping, or repeat
+    "round_robin_gradients", "zero_hpz_partition_size",  # ranges would repeat, or differ from DeepSpeed's mapping
     "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; GPUs only
 }  # fmt: skip
 
@@ -38,8 +38,7 @@ _STAGES_1_2_3 = {"contiguous_gradients", "reduce_bucket_size", "overlap_comm", "
 def _hint(annotation: Any) -> Any:
     """Convert a pydantic annotation to a type that the platform's checker supports."""
     if get_origin(annotation) in (Union, types.UnionType):
-        members = [_hint(member) for member in get_args(annotation)]
-        return Union[tuple(members)]  # noqa: UP007 - made of values
+        return Union[tuple(map(_hint, get_args(annotation)))]  # noqa: UP007 - made of values
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return _options(annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
@@ -91,14 +90,14 @@ class _Base(ContextOptions):
     }
 
     stage: Literal[0, 1, 2, 3] = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0: none
-    # amp: weights that run.amp=bf16 rounds anyway are gathered in bf16; bf16: all parameters and gradients are bf16
+    # amp: gather weights in bf16 if run.amp=bf16 rounds them anyway; bf16: keep all parameters and gradients in bf16
     param_dtype: Literal["amp", "fp32", "bf16"] = "amp"
     aio: AsyncIO = field(default_factory=AsyncIO)
 
     def __post_init__(self) -> None:
         for key in self.given():
             if not self._used(key):
-                raise OptionError(key, f"ZeRO stage {self.stage} ignores it; remove it, or choose another stage")
+                raise OptionError(key, f"ZeRO stage {self.stage} ignores it; remove it, or choose a different stage")
         if self.allgather_bucket_size % 2:
             raise OptionError("allgather_bucket_size", f"expected an even number, got {self.allgather_bucket_size}")
         if self.param_dtype == "bf16" and (self.stage == 0 or self.nvme_paths):
@@ -115,14 +114,15 @@ class _Base(ContextOptions):
                 needed = 4 * (1 + offload.pipeline_read + offload.pipeline_write)
                 if offload.buffer_count < needed:
                     raise OptionError(
-                        f"{key}.buffer_count", f"this pipeline needs {needed}, got {offload.buffer_count}"
+                        f"{key}.buffer_count",
+                        f"expected at least {needed} for this pipeline, got {offload.buffer_count}",
                     )
         try:
             DeepSpeedZeroConfig(**self.zero())
         except ValidationError as error:
             problem = error.errors()[0]
             path = ".".join(map(str, problem["loc"])) or "stage"
-            raise OptionError(path, f"DeepSpeed refuses it: {problem['msg']}") from None
+            raise OptionError(path, f"DeepSpeed rejects it: {problem['msg']}") from None
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -21,7 +21,7 @@ class Partition(HeldState, ABC):
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's optimizer around the runner's; in evaluation, its hooks that gather parameters."""
+        """DeepSpeed's wrapper of the runner's optimizer; in evaluation, the object whose hooks gather parameters."""
         return self.runner.engine.optimizer
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
@@ -60,7 +60,7 @@ def _narrow(state: dict[str, Any], whole: Tensor, start: int, length: int) -> di
 class Stage12(Partition):
     """Stages 1 and 2: every rank holds full parameters, and updates one range of every flattened parameter group.
 
-    DeepSpeed links each parameter to its fragment (`_hp_mapping`; None if the rank's range does not include it).
+    DeepSpeed links each parameter to its fragment (`_hp_mapping`; None outside the rank's range).
     """
 
     def create_state(self) -> None:
@@ -90,7 +90,7 @@ class Stage12(Partition):
             return None
         gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).flatten()  # type: ignore[attr-defined]
         here = mapping.lp_fragment_address
-        # With offloading, the gradient of a parameter that straddles two ranks' ranges may be the full one.
+        # With offloading, DeepSpeed may keep the full gradient of a parameter that is split between two ranks.
         return gradient if gradient.numel() == here.numel else gradient.narrow(0, here.start, here.numel)
 
     def loaded(self) -> None:
@@ -99,7 +99,7 @@ class Stage12(Partition):
 
 
 class Stage3(Partition):
-    """Stage 3: each rank holds an equal range of every parameter, flattened and padded to a multiple of the ranks.
+    """Stage 3: every parameter is flattened, padded, and split into one range of equal size per rank.
 
     Trainable parameters are in the optimizer's flat groups. Frozen parameters, and all parameters in evaluation, have
     partitions of their own.
@@ -151,7 +151,7 @@ class Stage3(Partition):
         return parameter.ds_tensor.detach()
 
     def begin_step(self) -> None:
-        """Zero the last step's gradients: DeepSpeed overwrites only those of parameters that a micro batch uses."""
+        """Zero the last step's gradients: DeepSpeed overwrites only gradients of parameters that a micro batch uses."""
         self.zero.grad_partitions_flat_buffer.zero_()
 
     def refused(self) -> None:
@@ -173,7 +173,7 @@ class Stage3(Partition):
         self.zero._reassign_or_swap_out_partitioned_parameters(group)
 
     def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        """Return (flat group, offset in it, length) of this rank's partition of a trainable parameter."""
+        """Return (flat group, offset in the group, length) of this rank's partition of a trainable parameter."""
         return self.zero.grad_position[self.zero.get_param_id(parameter)]
 
     def _unpadded(self, parameter: Any, partition: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: shard optimizer state, gradients and parameters over the ranks, by stage."""
+"""DeepSpeed's ZeRO: shard optimizer state, gradients and parameters over the ranks, depending on the stage."""
 
 import dataclasses
 import logging
@@ -53,8 +53,8 @@ class DeepSpeedRunner(Runner):
     """DeepSpeed's engine, ZeRO stages 0 to 3, with offloading to host memory and NVMe.
 
     As under every other runner, the optimizer's parameters stay fp32, and the forward runs under the platform's
-    autocast and loss scale. DeepSpeed's schedules and batch arithmetic are not used. Its bf16 mode is used only with
-    param_dtype bf16.
+    autocast and loss scale. DeepSpeed's schedules and batch arithmetic are not used. DeepSpeed's bf16 mode is used
+    only with param_dtype bf16.
     """
 
     Options = Options
@@ -71,21 +71,21 @@ class DeepSpeedRunner(Runner):
             raise ConfigError("run.runner.param_dtype: bf16 needs run.amp=bf16")
         if options.stage == 3 and run.gradient_checkpointing == "selective":
             raise ConfigError(
-                "run.gradient_checkpointing: selective and ZeRO stage 3 exclude each other, because the second forward "
-                "gathers parameters that the first one had; use full or offload"
+                "run.gradient_checkpointing: selective and ZeRO stage 3 exclude each other, because recomputation "
+                "gathers parameters that the first forward already had; use full or offload"
             )
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
         if options.nvme_paths and not AsyncIOBuilder().is_compatible():
             raise ConfigError(
-                "run.runner: offloading to nvme needs libaio, which is not here: apt-get install libaio-dev, or choose "
-                "device: cpu"
+                "run.runner: offloading to nvme needs libaio, which is not installed: run `apt-get install libaio-dev`"
+                ", or choose device: cpu"
             )
         if options.stage == 3 and model.structure.reads_across:
             raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
         if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
-            raise ConfigError("run.runner.param_dtype: bf16 would round frozen parameters for good; use amp")
+            raise ConfigError("run.runner.param_dtype: bf16 would round frozen parameters permanently; use amp")
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
@@ -94,7 +94,7 @@ class DeepSpeedRunner(Runner):
     def setup(self) -> None:
         super().setup()
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even without a launcher
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads LOCAL_RANK even without a launcher
         if get_accelerator().device_name() != self.device.type:
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -122,7 +122,7 @@ class DeepSpeedRunner(Runner):
         # The configuration sets the dtype; on a CPU, Init turns any `dtype` argument into bf16.
         with deepspeed.zero.Init(config_dict_or_path=self._config(1, 1)):
             model = make_model()
-        for parameter in model.parameters():  # the model may use a different dtype for some
+        for parameter in model.parameters():  # the model may use a different dtype for some parameters
             parameter.ds_tensor.data = parameter.ds_tensor.data.to(parameter.dtype)
         return model
 
@@ -141,7 +141,9 @@ class DeepSpeedRunner(Runner):
             plan = BatchPlan.of(self.run, self.dp.size)
             if self.options.nvme_paths and isinstance(self.optimizer, MatrixOptimizer):
                 name = self.run.optimizer.name
-                raise ConfigError(f"run.optimizer: {name} needs matrices that NVMe holds in parts; use zero3_offload")
+                raise ConfigError(
+                    f"run.optimizer: {name} needs whole matrices, but NVMe holds only parts of them; use zero3_offload"
+                )
         elif self.options.stage < 3:
             return
         self._autocast_inside(model)
@@ -150,7 +152,7 @@ class DeepSpeedRunner(Runner):
         self.module = self.engine
         zero = self.engine.optimizer
         if self.options.stage > 0 and self.optimizer is not None and zero.optimizer is not self.optimizer:
-            raise ConfigError("run.optimizer: DeepSpeed puts another one in its place; use adamw or sgd")
+            raise ConfigError("run.optimizer: DeepSpeed replaces it with a different optimizer; use adamw or sgd")
         if self.options.stage in (1, 2) and self.half:
             # With amp, sum gradients in fp32 over micro batches and ranks. Check bf16 gradients for overflow too.
             zero.use_grad_accum_attribute = self.options.param_dtype == "amp"
@@ -175,7 +177,7 @@ class DeepSpeedRunner(Runner):
         self.half = bool(lowered)
 
     def _autocast_inside(self, model: Model) -> None:
-        """Enter autocast inside the forward, because the engine's forward exits any context around it."""
+        """Enter autocast inside the forward, because the engine's forward disables an autocast context around it."""
         forward = model.forward
 
         def autocast_forward(**batch: Any) -> Any:
@@ -185,10 +187,10 @@ class DeepSpeedRunner(Runner):
         model.forward = autocast_forward  # type: ignore[method-assign]
 
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
-        """Return DeepSpeed's configuration, from the run's options and this runner's."""
+        """Return DeepSpeed's configuration, made from the options of the run and of this runner."""
         zero = self.options.stage > 0
         section = self.options.zero(lambda device: swap_folder(device, self.run.output_dir))
-        if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as much
+        if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as many bytes
             section["use_multi_rank_bucket_allreduce"] = False
         return {
             "bf16": {"enabled": self.half and self.options.param_dtype == "bf16"},
@@ -220,15 +222,15 @@ class DeepSpeedRunner(Runner):
 
     def backward(self, loss: Tensor) -> None:
         if self.partition is not None:
-            loss = loss / self.gradient_scale  # ZeRO multiplies the loss by it
+            loss = loss / self.gradient_scale  # ZeRO multiplies the loss by this scale
         if self._used is not None:
             self._used.clear()
         with self.timers("backward"):
             self.engine.backward(loss, scale_wrt_gas=False)
         if self._used is not None:
             self._used.check(
-                "and DeepSpeed would go on with an old gradient; multiply by zero what a batch does not need, or train "
-                "without offload_optimizer"
+                "and DeepSpeed would use an old gradient; add unused outputs to the loss with a factor of zero, or "
+                "train without offload_optimizer"
             )
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
@@ -255,10 +257,9 @@ class DeepSpeedRunner(Runner):
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:
-        """Inside this block, make DeepSpeed discard the gradients as if they overflowed.
+        """Inside this block, make DeepSpeed discard the gradients as if they had overflowed.
 
-        Yields a list that receives their real norm. DeepSpeed gets -1 instead, its sentinel for a norm that is not
-        finite.
+        Yields a list that receives the real gradient norm. DeepSpeed gets -1, its value for a norm that is not finite.
         """
         zero, norm = self.engine.optimizer, list[float]()
         name = "_get_norm_groups" if self.options.stage == 3 else "scaled_global_norm"

@@ -1,4 +1,4 @@
-"""Data-parallel strategies: which part of each parameter a rank updates, and how gradients are reduced.
+"""Data-parallel strategies: they choose the part of each parameter that a rank updates, and reduce gradients.
 
 The optimizer updates plain tensors that share memory with the model's parameters: slices under tensor parallelism, flat
 ranges of slices under ZeRO-1, rows of slices under FSDP. Gradients are summed over the data-parallel ranks.
@@ -31,9 +31,9 @@ class Share:
     shape: torch.Size  # shape in the model as built, without padding for the ranks
     cuts: list[tuple[ShardSpec, int]]  # nested shardings, innermost first, each with this rank's index in it
     owned: nn.Parameter  # the part that the optimizer updates
-    norm_weight: float  # weight of its squared gradient norm in the sum over all ranks
-    summed: bool  # True: each tensor-parallel rank computes one term of its gradient
-    strategy: "DDPStrategy"  # reduces its gradient
+    norm_weight: float  # weight of the squared gradient norm in the sum over all ranks
+    summed: bool  # True: each tensor-parallel rank computes a partial gradient
+    strategy: "DDPStrategy"  # strategy that reduces the gradient
     start: int = 0  # first element of `owned` in the rank's slice: a flat index, or a row under FSDP
 
     @property
@@ -51,7 +51,7 @@ class Share:
 class DDPStrategy:
     """DDP: every data-parallel rank updates all parameters; gradients are summed in buckets during the backward."""
 
-    gradient_divisor = 1  # reduced gradients are the sum over the ranks divided by this
+    gradient_divisor = 1  # reduced gradients are the sum over the ranks, divided by this number
 
     def __init__(self, group: Group, bucket_mb: int) -> None:
         self.group, self.bucket_size = group, bucket_mb * MIB
@@ -67,7 +67,7 @@ class DDPStrategy:
         return [Piece(Box.whole(share.slice_shape), held.detach())]
 
     def watch(self, shares: list[Share]) -> None:
-        """Register the parameters, and hook the trainable ones so that their gradients are reduced."""
+        """Register trainable shares, and hook their parameters so that gradients are reduced."""
         self.shares = [share for share in shares if share.parameter.requires_grad]
         if self.group.size == 1:
             return
@@ -98,25 +98,25 @@ class DDPStrategy:
                     candidate.finish = self._exchange(candidate.shares)
 
     def before_backward(self, last: bool) -> None:
-        """Called before each backward; `last`: the last one of a step."""
+        """Called before each backward; `last` is True for the last backward of a step."""
 
     def reshard(self) -> None:
         """Free parameters that are still gathered after a forward without a backward."""
 
     def reduce_grads(self) -> None:
-        """Wait for the reductions, and set the gradient of every share's `owned`."""
+        """Wait for the reductions, and set the gradient of `owned` in every share."""
         if self.group.size == 1:
             return self._hand_over()
         for bucket in self.buckets:
-            if bucket.finish is None:  # a micro batch did not use one of its parameters
+            if bucket.finish is None:  # a micro batch did not use all parameters of the bucket
                 bucket.finish = self._exchange(bucket.shares)
         for bucket in self.buckets:
-            finish, bucket.finish = bucket.finish, None  # the closure keeps the sent buffer alive
+            finish, bucket.finish = bucket.finish, None  # the closure would keep the sent buffer allocated
             assert finish is not None
             finish()
 
     def _hand_over(self) -> None:
-        """Move the gradient of each parameter to its `owned`."""
+        """Move each parameter's gradient to `owned` of its share."""
         for share in self.shares:
             gradient, share.parameter.grad = share.parameter.grad, None
             share.owned.grad = None if gradient is None else local(gradient).reshape(share.owned.shape)
@@ -200,7 +200,7 @@ class ZeRO1Strategy(DDPStrategy):
 
 
 def _take_gradient(share: Share) -> Tensor:
-    """Remove this rank's gradient from the parameter and return it; zeros if there is none."""
+    """Remove this rank's gradient from the parameter and return it; zeros if the parameter has no gradient."""
     gradient, share.parameter.grad = share.parameter.grad, None
     return torch.zeros_like(local(share.parameter.detach())) if gradient is None else local(gradient)
 
@@ -219,11 +219,10 @@ def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | Non
 def shard_parameters(model: Model, mesh: DeviceMesh, of_experts: DeviceMesh | None, offload: bool) -> None:
     """Apply fully_shard over `mesh` to every block and then to the model, and over `of_experts` to the experts.
 
-    The experts' gradients are already summed over the expert-parallel ranks. To average, they are therefore divided by
-    the number of copies of the model.
+    The experts' gradients are already summed over the expert-parallel ranks. To average gradients over the copies of
+    the model, FSDP therefore divides by the number of copies.
     """
-    pin = mesh.device_type == "cuda"
-    policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     if of_experts is not None:
         for experts in model.structure.experts().values():
             fully_shard(experts, mesh=of_experts, offload_policy=policy)
@@ -265,7 +264,7 @@ class FSDPStrategy(DDPStrategy):
     def reduce_grads(self) -> None:
         self.reshard()  # a frozen stage runs no backward, so FSDP did not reshard it
         for share in self.shares:
-            share.owned.data = local(share.parameter.detach())  # FSDP's lazy initialization may move it
+            share.owned.data = local(share.parameter.detach())  # FSDP's lazy initialization may move the parameter
         self._hand_over()
 
     def reshard(self) -> None:

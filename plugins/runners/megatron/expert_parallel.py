@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of a group holds some of the experts, and tokens are sent to their experts' ranks.
 
-transformers has an implementation (`transformers.distributed.expert_parallel`), but only since 5.2x and without
-pipeline parallelism. It also reads split sizes from tensors, and tensors have no values when a run is planned. The
-experts' forward is the one in transformers.
+transformers 5.24 has an implementation (`transformers.distributed.expert_parallel`), but older supported versions do
+not, and it does not support pipeline parallelism. The implementation also reads split sizes from tensors, and
+tensors have no values when a run is planned. The forward of the experts is taken from transformers.
 """
 
 import math
@@ -22,7 +22,7 @@ def check_experts(model: Model, ranks: int) -> None:
     counts = [experts.num_experts for experts in model.structure.experts().values()]
     if not counts:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise ConfigError(f"run.runner.expert_parallel: {family} has no experts in stacked parameters; leave it out")
+        raise ConfigError(f"run.runner.expert_parallel: {family} has no experts in stacked parameters; use 1")
     common = math.gcd(*counts)
     if common % ranks:
         allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -102,8 +102,7 @@ class ExpertParallel:
         numbers = numbers[:mine].repeat(self.size).repeat_interleave(arriving, output_size=sum(receive))
         if idle := not len(rows):  # a row of zeros keeps the autograd graph, so the backward exchanges too
             rows, numbers = rows.sum(0, keepdim=True), numbers.new_zeros(1)
-        weights = top_k_weights.new_ones(len(numbers), 1)
-        out = local_forward(experts, rows, numbers[:, None], weights)
+        out = local_forward(experts, rows, numbers[:, None], top_k_weights.new_ones(len(numbers), 1))
         out = _Exchange.apply(out[:0] if idle else out, receive, send, self.group)
         pairs = out[order.argsort()].view(*top_k_weights.shape, -1)
         return (pairs * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)

@@ -1,4 +1,7 @@
-"""Memory and traffic of ranks under the megatron runner, from a model sharded and split into stages as in training."""
+"""Memory and traffic of ranks under the megatron runner.
+
+The model is sharded and split into stages as in training.
+"""
 
 import copy
 import math
@@ -9,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crosstrain import Head, Layout, Model, PlanContext, Sizes
-from crosstrain.engine.footprint import replicated, scattered
+from crosstrain import Head, Layout, Model, PlanContext, Sizes, replicated, scattered
 
 from ..sharding import fully_sharded, share
 from .data_parallel import MIB
@@ -30,7 +32,7 @@ _SUMS = (
 
 
 def layouts(options: Options, at: PlanContext) -> list[Layout]:
-    """Return the layouts of a pipeline's first rank, with the most activations, and of its last rank, with the head."""
+    """Return the layouts of the first rank of a pipeline (most activations) and of the last rank (with the head)."""
     tensor = None
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
@@ -82,7 +84,7 @@ def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, ra
 
 
 def _with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
-    """Layout of a rank when `expert_parallel` of the `copies` ranks share the experts.
+    """Return the layout of a rank if `expert_parallel` of the `copies` ranks share the experts.
 
     model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on `ranks` ranks.
     """
@@ -125,7 +127,7 @@ def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layo
 
 
 def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int) -> None:
-    """Add a pipeline's micro batches in flight, bubble, buffers and traffic.
+    """Add the micro batches in flight, bubble, buffers and traffic of a pipeline to `out`.
 
     torch keeps one receive buffer per micro batch.
     """

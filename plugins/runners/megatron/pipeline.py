@@ -1,8 +1,8 @@
 """Pipelines: a rank's stage is an unmodified model with stubs for the modules on other ranks.
 
 Every stage runs the model's own forward, so masks and positions need no extra code. The stub of an embedding returns a
-tensor that takes no memory. A hook before this stage's first block replaces it with the hidden states of the previous
-stage. torch's schedules train; evaluation runs one stage after the other.
+tensor that takes no memory. A hook before this stage's first block replaces that tensor with the hidden states of the
+previous stage. In training, torch's schedules run the stages; in evaluation, the stages run one after the other.
 """
 
 import copy
@@ -28,7 +28,7 @@ Inputs = dict[str, Any]  # arguments of the model's forward
 
 
 class StubBlock(nn.Module):
-    """Stub of a module of another stage: returns its input."""
+    """Stub of a module on a different stage: returns its input."""
 
     weight = bias = None
 
@@ -48,7 +48,7 @@ class StubFirstBlock(StubBlock):
 
 
 class StubEmbedding(nn.Module):
-    """Stub of an embedding on the first stage; keeps the weight if this stage has a parameter tied to it."""
+    """Stub of the first stage's embedding; keeps the weight if this stage has a parameter tied to it."""
 
     def __init__(self, embedding: nn.Embedding, keep_weight: bool) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
         share, rest = divmod(blocks, stages)
         given = [share + (stage < rest) for stage in range(stages)]
     if sum(given) != blocks:
-        raise ConfigError(f"run.runner.pipeline_layers: {given} are {sum(given)} blocks, and the model has {blocks}")
+        raise ConfigError(f"run.runner.pipeline_layers: {given} are {sum(given)} blocks, but the model has {blocks}")
     starts = [sum(given[:stage]) for stage in range(stages)]
     return [range(start, start + count) for start, count in zip(starts, given, strict=True)]
 
@@ -136,7 +136,7 @@ def stubs(
 
 
 def replace_modules(model: Model, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Replace modules by name, and return the replaced ones."""
+    """Replace modules by name, and return the replaced modules."""
     before = {name: model.get_submodule(name) for name in modules}
     for name, module in modules.items():
         model.set_submodule(name, module)
@@ -152,8 +152,9 @@ def width_of(model: Model, ends: Ends) -> int:
 class Stage(nn.Module):
     """A stage of this rank for torch's schedules: the model, with stubs for this rank's other stages.
 
-    Every rank of a pipeline reads the micro batch itself. Stages send hidden states [batch, length, width] in fp32,
-    padded to the longest micro batch of the step, and the RNG state, so that dropout is the same as in one process.
+    Every rank of a pipeline reads the micro batch itself. A stage sends two tensors: hidden states [batch, length,
+    width] in fp32, padded to the longest micro batch of the step, and the RNG state, so that dropout is the same as in
+    one process.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Stage(nn.Module):
         self.received: Tensor | None = None
         self.length = 0  # sequence length of the hidden states sent between stages, including padding
         self.batch: Callable[[int], Inputs]  # returns the micro batch with a given index, and seeds dropout for it
-        self.before_backward: Callable[[bool], None]  # called before each backward; True: the step's last
+        self.before_backward: Callable[[bool], None]  # called before each backward, with True for the last one
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
         with self.timers("forward"):
@@ -189,7 +190,7 @@ class Stage(nn.Module):
             out = self.compute(batch)
             if self.is_last:
                 return out
-            # The next stage always sends a gradient, so the output of a frozen stage must require one.
+            # The next stage always sends a gradient, so the output of a frozen stage must require a gradient.
             out = out.float() if out.requires_grad else out.float().requires_grad_()
             out = nn.functional.pad(out, (0, 0, 0, self.length - out.shape[1]))
             return out, self.rng.state().to(out.device)
@@ -246,9 +247,9 @@ class Pipeline:
         """Run forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` returns a micro batch and seeds dropout for it. Losses are multiplied by `weight` before their
-        backward. `last(is_last)` is called before each backward, with True for the last one of the step. Returns this
-        rank's terms of the losses [count], float64: the last stage's losses, and router losses of other stages; empty
-        if this rank has neither.
+        backward. `last(is_last)` is called before each backward, with True in the last backward of a step. Returns this
+        rank's contributions to the losses, [count] in float64: the losses on the last stage, and router losses on the
+        other stages. If this rank has neither, the tensor is empty.
         """
         for stage in self.stages:
             stage.batch, stage.length, stage.before_backward = batch, shape[1], last
@@ -289,12 +290,12 @@ class Pipeline:
         return self._schedules[*shape, count]
 
     def evaluate(self, batch: Inputs) -> Tensor:
-        """Return the model's output for a batch on every rank of the pipeline."""
+        """Compute the model's output for a batch, and return it on every rank of the pipeline."""
         group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
         out = torch.empty(0, device=self.device)
         cache = batch.get("cache")
-        # Models read the number of cached tokens from the first layer. All stages of this rank must see that number as
-        # it is before the first of them runs.
+        # Models read the number of cached tokens from the first layer. All stages of this rank must see the number as
+        # it was before this rank's first stage ran.
         layers: list[Any] = cache.layers if isinstance(cache, Cache) else []
         found = [copy.copy(layer) for layer in layers[:1]]
         for number, stage in mine.items():

@@ -1,4 +1,7 @@
-"""Resolve a sharding plan (name pattern -> style) to a shard spec: the place of a rank's slice in a parameter."""
+"""Resolve a sharding plan (name pattern -> style) to shard specs.
+
+A shard spec describes the position of each rank's slice in a parameter.
+"""
 
 import math
 import re
@@ -31,7 +34,7 @@ class ShardSpec:
     """A parameter of shape `full`, sharded along `dim` over `size` ranks.
 
     With several `parts`, such as queries, keys and values in one matrix, each part is sharded separately, and a rank
-    holds its slices of the parts concatenated.
+    holds the concatenation of its slices of all parts.
     """
 
     full: tuple[int, ...]
@@ -70,26 +73,26 @@ class ShardSpec:
 
 @dataclass
 class Resolved:
-    """A plan resolved for one model; names are those of its modules and parameters."""
+    """A plan resolved for one model, with the names of its modules and parameters."""
 
     modules: dict[str, str] = field(default_factory=dict)  # module with sharded weights -> style
-    # replicated parameters; each rank computes one term of their gradients
+    # replicated parameters; each rank computes a partial gradient
     summed: set[str] = field(default_factory=set)
     attributes: set[tuple[str, str]] = field(default_factory=set)  # (module, attribute) of sizes to divide
 
 
 def resolve(model: Model, over: dict[str, str]) -> Resolved:
-    """Match the model's own plan and then `over` against the model. Later patterns win.
+    """Match the patterns of the model's own plan, and then of `over`, with the model's names. Later patterns win.
 
     Raises ConfigError for an unknown style, a pattern without a match, a module that the style does not support, and a
     number of heads that the plan does not divide.
     """
     plan = model.structure.tensor_parallel_plan() | over
     own = {model.weights.canonical_name(name): name for name, _ in model.named_parameters()}
-    resolved, users = Resolved(), dict[str, None]()  # users of the modules sharded by `over`
+    resolved, users = Resolved(), dict[str, None]()  # modules that use the modules sharded by `over`
     for pattern, style in plan.items():
         if style not in STYLES:
-            raise ConfigError(f"run.runner.plan: {pattern}: {style!r} is no style; known: {', '.join(STYLES)}")
+            raise ConfigError(f"run.runner.plan: {pattern}: unknown style {style!r}; known: {', '.join(STYLES)}")
         if style == "divide":
             found = list(_attributes(model, pattern))
             resolved.attributes.update(found)
@@ -120,8 +123,8 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
     if not plan.modules:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(
-            f"run.runner.tensor_parallel: {family} has no plan that says how to cut its parameters; write one under "
-            f"run.runner.plan (docs/megatron.md, Plans, says how to find it)"
+            f"run.runner.tensor_parallel: {family} has no plan for sharding its parameters; write one under "
+            f"run.runner.plan (see Plans in docs/megatron.md)"
         )
     cuts: dict[tuple[str, str], ShardSpec] = {}
     common, problem = 0, ""  # greatest common divisor of all sharded sizes
@@ -145,7 +148,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
                 dim = 1 + (attribute.startswith("down") != owner.is_transposed)
                 parts = 2 if attribute.startswith("gate_up") else 1
             else:
-                transposed = isinstance(owner, Conv1D)  # its weight is [in, out]
+                transposed = isinstance(owner, Conv1D)  # Conv1D weights are [in, out]
                 dim = int((style == "row") != transposed) if attribute != "bias" else 0
                 parts = 3 if style == "fused_qkv" else 1
             # An attention head must not be split across ranks.
@@ -166,27 +169,27 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
 
 
 def _check_heads(model: Model, user: str, plan: Resolved) -> None:
-    """Raise ConfigError if a module keeps an undivided number of heads: its forward could run with wrong results."""
+    """Raise ConfigError if a module keeps an undivided number of heads, because the results could be wrong."""
     for attribute, value in vars(model.get_submodule(user)).items():
         is_number = type(value) is int and value > 1 and _HEADS.fullmatch(attribute)
         if is_number and (user, attribute) not in plan.attributes:
             pattern = re.sub(r"\.\d+\.", ".*.", f"{model.weights.canonical_name(user)}.{attribute}")
             raise ConfigError(
-                f"run.runner.plan: {model.weights.canonical_name(user)}.{attribute} is {value}, and a rank has a part "
-                f"of the heads; add {pattern}: divide"
+                f"run.runner.plan: {model.weights.canonical_name(user)}.{attribute} is {value}, but each rank has only "
+                f"a part of the heads; add {pattern}: divide"
             )
 
 
 def ends_of(model: Model, key: str) -> Ends:
     """Return the modules before and after the model's blocks.
 
-    Raises ConfigError, with the option `key` in its message, if the model does not define them.
+    Raises ConfigError, with the option `key` in its message, if the model does not define these modules.
     """
     ends = model.structure.ends()
     if ends is None:
         raise ConfigError(
-            f"run.runner.{key}: {type(model).__name__} does not say what runs before and after its blocks, or its head "
-            f"is more than a matrix product; leave {key} out"
+            f"run.runner.{key}: {type(model).__name__} does not define what runs before and after its blocks, or its "
+            f"head is more than a matrix product; leave {key} out"
         )
     return ends
 
@@ -201,14 +204,14 @@ def user_of(model: Model, name: str) -> str:
 
 
 def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
-    """Return the number of vocabulary rows, padded so that all ranks get an equal number in the required multiple."""
+    """Return the number of vocabulary rows, padded to a multiple of `vocabulary_multiple * ranks`."""
     name = next(name for name, p in model.named_parameters() if p is parameter)
     weights, multiple = model.weights, model.weights.vocabulary_multiple * ranks
     return -(-weights.logical_shape(weights.canonical_name(name), parameter.shape)[0] // multiple) * multiple
 
 
 def _stays_whole(model: Model, name: str, style: str) -> bool:
-    """Return True for an embedding with its own forward, such as Gemma's scaled one; the model's plan skips it."""
+    """Return True for an embedding with its own forward, such as Gemma's; the model's plan does not shard it."""
     module = model.get_submodule(_owner(name))
     return style == "vocabulary" and isinstance(module, nn.Embedding) and type(module).forward != nn.Embedding.forward
 
@@ -218,15 +221,15 @@ def _check_module(model: Model, name: str, style: str) -> None:
     if style == "experts":
         if module not in model.structure.experts().values() or module.has_bias or not module.is_concatenated:
             raise ConfigError(
-                f"run.runner.plan: {model.weights.canonical_name(name)} belongs to a {type(module).__name__}, and the "
-                f"style experts is for stacked experts without biases, whose gates and inputs lie one after the other"
+                f"run.runner.plan: {model.weights.canonical_name(name)} belongs to a {type(module).__name__}, but the "
+                f"style experts is for stacked experts without biases and with concatenated gate and up projections"
             )
         return
     known = (nn.Embedding, nn.Linear) if style == "vocabulary" else (nn.Linear, Conv1D)
     if type(module).forward not in [kind.forward for kind in known]:
         kinds = " and ".join(f"torch's {kind.__name__}" if kind is not Conv1D else "Conv1D" for kind in known)
         raise ConfigError(
-            f"run.runner.plan: {model.weights.canonical_name(name)} belongs to a {type(module).__name__}, and the "
+            f"run.runner.plan: {model.weights.canonical_name(name)} belongs to a {type(module).__name__}, but the "
             f"style {style} is for {kinds}"
         )
 

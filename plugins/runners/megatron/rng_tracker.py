@@ -15,7 +15,7 @@ class RngTracker:
     """The default generator of a device, which can be forked per rank.
 
     A fork depends only on the generator's state and the rank. Gradient checkpointing restores the state before it
-    recomputes, so it draws the same random numbers again.
+    recomputes, so the recomputation draws the same random numbers.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -49,5 +49,5 @@ class RngTracker:
         (common, forked), self._states = self._states, None
         drawn = not torch.equal(self.state(), forked)
         self.set_state(common)
-        if drawn:  # otherwise keep the state of a single process
-            torch.rand(1, device=self.device)  # so that the next fork differs even if nothing is drawn in between
+        if drawn:  # without draws, the state stays the same as with one process
+            torch.rand(1, device=self.device)  # so the next fork differs even if nothing is drawn in between

@@ -62,7 +62,7 @@ class _Cut:
     """The sharding of a model's parameters, by name."""
 
     shapes: dict[str, torch.Size]  # shapes of all parameters before sharding
-    summed: set[str]  # replicated parameters; each tensor-parallel rank computes one term of their gradients
+    summed: set[str]  # replicated parameters; each tensor-parallel rank computes a partial gradient
     experts: set[str] = field(default_factory=set)  # stacked expert parameters; this rank holds some of the experts
     specs: dict[str, ShardSpec] = field(default_factory=dict)  # parameters sharded by tensor parallelism
 
@@ -93,9 +93,11 @@ class MegatronRunner(Runner):
     @classmethod
     def check(cls, options: Options, run: RunOptions) -> None:
         if run.compile != "none" and options.expert_parallel > 1:
-            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
+            raise ConfigError(
+                "run.compile: with expert_parallel, experts wait for token counts from other ranks; use none"
+            )
         if run.compile == "model":
-            raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
+            raise ConfigError("run.compile: the megatron runner communicates between blocks; use blocks")
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
@@ -231,7 +233,7 @@ class MegatronRunner(Runner):
         return tied if options.rank_of(last) > 0 else set()
 
     def _choose_strategies(self, model: Model) -> torch.device:
-        """Choose the data-parallel strategies, the experts' last, and return the device of the parameters."""
+        """Choose the data-parallel strategies, the experts' strategy last, and return the device of the parameters."""
         options, style = self.options, self.options.data_parallel_style
         offloads = options.offload == "cpu"
         experts = self.expert_mesh["expert_data"] if options.expert_parallel > 1 else None

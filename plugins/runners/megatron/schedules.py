@@ -1,4 +1,4 @@
-"""Pipeline schedules: torch's classes, the assignment of stages to ranks, and their waits and memory."""
+"""Pipeline schedules: torch's classes, the idle time of ranks, and the number of micro batches in flight."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,24 +35,26 @@ def _round(ranks: int, count: int) -> int:
     rounds = max(1, count // ranks)
     if count % rounds:
         raise ConfigError(
-            f"run.runner.pipeline_schedule: 1f1b has {ranks} ranks take micro batches in {rounds} equal rounds, and "
-            f"a step has {count}; make them a multiple of {ranks}, or choose gpipe"
+            f"run.runner.pipeline_schedule: 1f1b on {ranks} ranks takes the micro batches of a step in {rounds} equal "
+            f"rounds, but there are {count}; use a multiple of {ranks}, or choose gpipe"
         )
     return count // rounds
 
 
 def bubble(ranks: int, chunks: int, count: int) -> float:
-    """Return the fraction of a step of `count` micro batches that ranks with `chunks` stages each spend waiting.
+    """Return the fraction of a step in which ranks are idle, with `count` micro batches and `chunks` stages per rank.
 
-    All stages take the same time, and communication takes none (Narayanan et al., 2021, section 2.2).
+    The formula assumes that all stages take equal time, and communication takes no time (Narayanan et al., 2021,
+    section 2.2).
     """
     return 1 - count * chunks / (max(count, ranks) * chunks + min(count, ranks) - 1)
 
 
 def in_flight(options: Options, rank: int, count: int) -> float:
-    """Return the maximum number of micro batches whose activations a rank holds, out of `count`.
+    """Return the maximum number of micro batches, out of `count`, with activations on a rank at the same time.
 
-    A micro batch in one of the rank's stages counts as 1 / `pipeline_chunks`. Raises ConfigError as `make_schedule`.
+    A micro batch in one of the rank's stages counts as 1 / `pipeline_chunks`. Raises ConfigError for a number of micro
+    batches that the schedule does not support.
     """
     ranks, chunks = options.pipeline_parallel, options.pipeline_chunks
     if options.pipeline_schedule == "gpipe" or (chunks == 1 and count < ranks):

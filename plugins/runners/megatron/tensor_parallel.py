@@ -3,9 +3,9 @@
 Parameters are DTensors, but the arithmetic is local: `forward` is replaced on the module instance and uses plain
 tensors, so there is no DTensor dispatch overhead.
 
-Each collective has its transpose in the backward. The pairs are Megatron-LM's (Shoeybi et al., 2019; Korthikanti et
-al., 2022). Activations are [batch, length, width]. The collectives are those of torch.distributed, so that the watchdog
-can monitor them.
+In the backward, the transpose of each collective runs. The pairs are taken from Megatron-LM (Shoeybi et al., 2019;
+Korthikanti et al., 2022). Activations are [batch, length, width]. The collectives are calls of torch.distributed, so
+that the watchdog can monitor them.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,8 @@ class TensorParallel:
     def set_aside(self, _module: nn.Module, _inputs: object, x: Tensor) -> Tensor:
         """Forward hook of the last module that runs on a part of the sequence: keep that part for `taken`.
 
-        The model's forward continues with a full-length tensor that takes no memory, because it may read the length.
+        The model's forward continues with a full-length tensor that takes no memory, because it may read the sequence
+        length from the tensor.
         """
         if not self.splits_sequence:
             return x
@@ -109,28 +110,28 @@ class TensorParallel:
         return x.new_zeros(()).expand(x.shape[0], x.shape[1] * self.size, x.shape[2])
 
     def taken(self, x: Tensor) -> Tensor:
-        """Return the part that `set_aside` kept, or `x` if it kept none."""
+        """Return the part that `set_aside` kept; without such a part, return `x`."""
         aside, self._aside = self._aside, None
         return x if aside is None else aside
 
     def split_sequence(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sequence. From here on dropout differs by rank."""
+        """Return this rank's part of the sequence. From here on, each rank draws its own dropout mask."""
         if not self.splits_sequence:
             return x
         if x.shape[1] % self.size:
             raise ConfigError(
-                f"run.runner.sequence_parallel: sequences of {x.shape[1]} tokens cannot be split for {self.size} "
-                f"ranks; make the length divisible, or switch it off"
+                f"run.runner.sequence_parallel: sequences of {x.shape[1]} tokens cannot be split evenly across "
+                f"{self.size} ranks; make the length divisible, or turn sequence_parallel off"
             )
         if self.has_dropout:
             self.rng.fork()
         return Split.apply(x, self.group)
 
     def hook(self, model: Model, first: nn.Module | None, last: nn.Module | None) -> None:
-        """Split the sequence between two blocks of a stage.
+        """Make the blocks from `first` to `last` run on this rank's part of the sequence.
 
-        first: block before which the sequence is split; None: the stage receives a part. last: the stage's last block;
-        None for the last stage, whose modules up to the head run on a part.
+        first: the block whose input is split; None: the stage's input is split already. last: the last block of the
+        stage; None in the last stage, where the modules after the blocks, except the head, run on a part too.
         """
         if first is not None:
             first.register_forward_pre_hook(lambda _, x: (self.split_sequence(x[0]), *x[1:]), prepend=True)
@@ -147,7 +148,8 @@ class TPRegion:
     is gathered, because attention reads the length. If the parent is a block, only the inputs of its column-parallel
     layers are gathered, because its other modules run on a part of the sequence.
 
-    Dropout differs by rank from the last column-parallel layer to the last row-parallel one; adapters may add layers.
+    Between the last column-parallel and the last row-parallel layer, each rank draws its own dropout mask. There may be
+    several layers of each kind, because adapters add layers.
     """
 
     def __init__(self, tensor: TensorParallel, model: Model, parent: nn.Module | None) -> None:
@@ -158,7 +160,7 @@ class TPRegion:
             parent.register_forward_hook(lambda *_: self._entered.clear(), always_call=True)
         self.last_column: nn.Module | None = None
         self.last_row: nn.Module | None = None
-        self._entered: list[tuple[Tensor, Tensor]] = []  # (input of columns, result of its collective)
+        self._entered: list[tuple[Tensor, Tensor]] = []  # (input of column-parallel layers, gathered or copied input)
 
     def _enter_parent(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,7 +199,7 @@ class TPRegion:
 
 def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     weight = local(module.weight)
-    if isinstance(module, Conv1D):  # its weight is [in, out]
+    if isinstance(module, Conv1D):  # Conv1D weights are [in, out]
         weight = weight.T
     return functional.linear(x, weight, None if bias is None else local(bias))
 
@@ -217,8 +219,9 @@ def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a dropout module's rate, or a module's numeric attribute with "drop" in its name, is above zero.
 
-    Attention modules in transformers keep their rate in such an attribute. A false positive is harmless: a fork without
-    draws leaves the random numbers unchanged (`RngTracker.leave`), and costs a copy of the generator's state.
+    Attention modules in transformers keep their dropout rate in a numeric attribute. A false positive is harmless: a
+    fork without draws leaves the random numbers unchanged (`RngTracker.leave`), and costs a copy of the generator's
+    state.
     """
     rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     rates += [value for m in model.modules() for name, value in vars(m).items() if "drop" in name.lower()]
@@ -228,8 +231,8 @@ def has_dropout(model: nn.Module) -> bool:
 def _experts(tensor: TensorParallel, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Run experts on this rank's slice of their features, for the same tokens on every rank.
 
-    inputs: hidden states, expert indices and routing weights. All are gathered if the sequence is split. The gradients
-    of routing weights are summed over the ranks, like those of hidden states.
+    inputs: hidden states, expert indices and routing weights. All inputs are gathered if the sequence is split. The
+    gradients of routing weights are summed over the ranks, like the gradients of hidden states.
     """
     return tensor.leave(forward(*map(tensor.enter, inputs)))
 
@@ -263,7 +266,7 @@ def _compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPar
 def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh | None) -> dict[str, ShardSpec]:
     """Replace parameters of a model on the meta device with this rank's slices, and make the modules compute with them.
 
-    The slices are DTensors on `mesh`; without a mesh, plain tensors. Returns parameter name -> shard spec. Raises
+    The slices are DTensors on `mesh`, or plain tensors without a mesh. Returns parameter name -> shard spec. Raises
     ConfigError as `shard_specs` does.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -290,10 +293,10 @@ def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: Devi
 
 
 class ParallelHead(Head):
-    """The head for ranks that hold parts of the vocabulary or of the sequence: no rank gathers the logits of a loss."""
+    """The head for ranks that hold parts of the vocabulary or of the sequence; losses need no gathered logits."""
 
     def __init__(self, tensor: TensorParallel, has_slice: bool = False) -> None:
-        """has_slice: the weight is a slice of the vocabulary even if it is no DTensor, as in a memory plan."""
+        """has_slice: the weight is a slice of the vocabulary even if it is not a DTensor, as in a memory plan."""
         self.tensor, self.has_slice = tensor, has_slice
 
     def __call__(

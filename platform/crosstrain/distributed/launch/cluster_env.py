@@ -1,4 +1,4 @@
-"""Environment variables that launchers set for workers: torchrun, srun, mpirun and our own launcher."""
+"""Environment variables that launchers (torchrun, srun, mpirun and our own) set for workers."""
 
 import json
 import os
@@ -11,9 +11,9 @@ _RESTART = "CROSSTRAIN_STARTED_AGAIN"  # set for restarted workers
 
 
 def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: int) -> None:
-    """Record the reason for a restart in the environment of the next workers; an empty reason means no restart.
+    """Record the reason for a restart in the environment of the next workers; an empty reason clears the record.
 
-    `number` counts the restarts. If several nodes record reasons, the one with the highest `certainty` is used.
+    `number` counts the restarts. If several nodes record reasons, the reason with the highest `certainty` is used.
     """
     os.environ.pop(_RESTART, None)
     if reason:
@@ -21,26 +21,26 @@ def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: i
 
 
 def restart_reason() -> list | None:
-    """Return [certainty, number, max_restarts, reason] recorded by this worker's launcher; None for a first start."""
+    """Return [certainty, number, max_restarts, reason] recorded by this worker's launcher; None on the first start."""
     return json.loads(text) if (text := os.environ.get(_RESTART)) else None
 
 
 def was_restarted() -> bool:
-    """Return True if a launcher restarted this process after a failure; it should then resume."""
+    """Return True if a launcher restarted this process after a failure, so that the run should resume."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
     """Translate the environment of torchrun, srun or mpirun into RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.
 
-    Returns None if none of them started this process as a worker.
+    Returns None if this process is not a worker of one of these launchers.
     """
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
         return {key: env[key] for key in ("RANK", "WORLD_SIZE")} | {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
     port = 29500
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun, not the batch script
         rank, size, local = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]
-        # The launch node is the machine that ran srun. Rank 0 is on the first node of the list.
+        # Rank 0 is on the first node of the list, not on the launch node, which is the machine that ran srun.
         nodes = re.match(r"([^\[,]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", ""))
         address = nodes[1] + (nodes[2] or "") if nodes else env.get("SLURM_LAUNCH_NODE_IPADDR")
         port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000

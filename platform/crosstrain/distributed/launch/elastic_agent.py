@@ -2,7 +2,7 @@
 
 Only this file uses private APIs of torch.distributed.elastic, as of torch 2.13 and 2.14: `_rendezvous`,
 `_start_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent, and
-`get_method_name` of the rendezvous. It also uses `_config` of multiprocessing processes.
+`get_method_name` of the rendezvous. This file also uses `_config` of multiprocessing processes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _SHUTDOWN_TIMEOUT = 5  # seconds until ranks that wait for a dead rank and ignor
 _EXIT_TIMEOUT = 30  # seconds to wait for the other nodes' launchers after all workers have ended
 
 
-# Between reading and changing the shared state, torch reads the source files of the whole call stack, only to name an
-# event that nobody uses. Many nodes that join at once would invalidate each other's state for minutes.
+# Before torch writes the state of the rendezvous, it reads the source files of the whole call stack, only to name an
+# event that nobody uses. If many nodes joined at once, they would invalidate each other's state for minutes. This
+# replacement reads only the stack frame.
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
@@ -53,7 +54,7 @@ class _Stopped(BaseException):
 def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
     """Run `worker(*args)` in processes on this machine, together with the other nodes, and return the exit code.
 
-    After the last restart, raises the error of the worker that failed first. Raises UserError if the nodes do not find
+    Raises the error of the worker that failed first if no restart is left. Raises UserError if the nodes do not find
     each other.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
@@ -83,8 +84,8 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
                 try:
                     return agent.exit_code()
                 except (rdzv.RendezvousConnectionError, DistError):
-                    # The node that hosts the rendezvous is lost. Its replacement hosts a new one. The host itself must
-                    # not retry: it would connect to its own old rendezvous.
+                    # The node that hosts the rendezvous is lost. A replacement of that node hosts a new rendezvous. The
+                    # host itself must not retry, because it would connect to its own old rendezvous.
                     restarts_left = agent._remaining_restarts
                     if nodes is None or nodes.is_host or restarts_left == 0 or stop:
                         raise
@@ -94,16 +95,16 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     except (rdzv.RendezvousConnectionError, DistError) as error:
         at = f" ({nodes.host}:{nodes.port})" if nodes else ""
         raise UserError(
-            f"lost the connection to node 0{at}, where the nodes meet: see its output, and the same command on all "
-            f"of them resumes from the last checkpoint"
+            f"lost the connection to node 0{at}, which hosts the rendezvous; see its output, then run the same command "
+            f"on all nodes to resume from the last checkpoint"
         ) from error
     except rdzv.RendezvousClosedError:
-        raise UserError("another node has ended the run, and its output says why") from None
+        raise UserError("another node ended the run; see its output for the reason") from None
     except rdzv.RendezvousTimeoutError:
         assert nodes is not None
         raise UserError(
-            f"--nnodes: of {nodes.min_nodes} nodes too few came to {nodes.host}:{nodes.port} within "
-            f"{nodes.rdzv_conf['join_timeout']} s; start the same command on each, with its --node-rank"
+            f"--nnodes: fewer than {nodes.min_nodes} nodes joined at {nodes.host}:{nodes.port} within "
+            f"{nodes.rdzv_conf['join_timeout']} s; start the same command on each node, with its own --node-rank"
         ) from None
     finally:
         for number, handler in handlers.items():
@@ -111,7 +112,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
 
 
 class _Agent(LocalElasticAgent):
-    """The agent of one machine. It restarts workers unless the failure is final or a stop was requested."""
+    """The agent of one machine. The agent restarts workers unless the failure is final or a stop was requested."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class _Agent(LocalElasticAgent):
         self._stop, self._nodes = stop, nodes
         self._where = f" on {socket.gethostname()}" if nodes else ""
         self._failure: Failure | None = None  # the latest failure
-        # Reason for the next restart, and how certain this node is about it.
+        # Reason for the next restart, and this node's certainty about the reason.
         self._reason, self._certainty = ("", 0) if restarts_left == how.max_restarts else ("node 0 was lost", 2)
 
     @property
@@ -160,9 +161,9 @@ class _Agent(LocalElasticAgent):
         return self._worker_group.state == WorkerState.SUCCEEDED
 
     def exit_code(self) -> int:
-        """Run to the end and return 0, or 128 + the signal that stopped the workers. Raises the workers' error."""
+        """Run the agent to its end; return 0, or 128 + the signal that stopped the workers. Raises a worker's error."""
         result = self.run()
-        self._worker_group.spec.rdzv_handler.shutdown()  # so that other nodes do not wait for this one
+        self._worker_group.spec.rdzv_handler.shutdown()  # so that the other nodes do not wait for this node
         if result is None:  # this node was not needed, and the others have finished
             return 0
         if self.succeeded:
@@ -172,7 +173,9 @@ class _Agent(LocalElasticAgent):
             return 128 + self._stop[0]  # killed on a second Ctrl-C, or before there was anything to save
         assert self._failure is not None
         if (most := self._worker_group.spec.max_restarts) and not self._failure.is_final and not self._stop:
-            print(f"note: run.max_restarts: all {most} are used up, so the run ends", file=sys.stderr, flush=True)
+            print(
+                f"note: run.max_restarts: all {most} restarts are used up, so the run ends", file=sys.stderr, flush=True
+            )
         raise self._failure.error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -184,7 +187,7 @@ class _Agent(LocalElasticAgent):
             if self._remaining_restarts:
                 self._reason, self._certainty = failure.summary, 1 if failure.lost_another else 3
                 if isinstance(failure.error, WorkerFailure) and not failure.lost_another:
-                    print(failure.error, file=sys.stderr, flush=True)  # with its traceback; nothing prints it later
+                    print(failure.error, file=sys.stderr, flush=True)  # the traceback is not printed anywhere else
         return result
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -196,15 +199,15 @@ class _Agent(LocalElasticAgent):
             raise _Stopped
         most = worker_group.spec.max_restarts
         set_restart_reason(self._reason, self._certainty, most - self._remaining_restarts, most)
-        self._reason, self._certainty = "a node came or went", 0  # unless a failure gives another reason
+        self._reason, self._certainty = "a node joined or left", 0  # a failure replaces this reason
         return super()._start_workers(worker_group)
 
 
 @contextmanager
 def _announced(nodes: Nodes) -> Iterator[None]:
-    """Print a note if this node waits inside the block for the other nodes for more than `_QUIET` seconds."""
+    """Print a note if the block, which waits for the other nodes, takes more than `_QUIET` seconds."""
     limit = nodes.rdzv_conf["join_timeout"]
-    said = f"waiting for {nodes.min_nodes} nodes to meet at {nodes.host}:{nodes.port}, for at most {limit} s"
+    said = f"waiting for {nodes.min_nodes} nodes to join at {nodes.host}:{nodes.port}, for at most {limit} s"
     timer = Timer(_QUIET, print, (said,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -216,12 +219,12 @@ def _announced(nodes: Nodes) -> Iterator[None]:
 
 @contextmanager
 def _environment(how: Launch) -> Iterator[None]:
-    """Set missing environment variables for the agent and its workers while they run."""
+    """Set missing environment variables for the agent and its workers in the block."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),
         # Killed workers leak their semaphores. A warning about the leak would distract from the real error.
         "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
-        # torch's handlers would end the workers. Our handlers in `run_agent` let them save first.
+        # torch's handlers would end the workers. Our handlers in `run_agent` let the workers save first.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
     if interface := how.nodes.interface if how.nodes else "lo" if sys.platform == "linux" else None:
@@ -229,13 +232,13 @@ def _environment(how: Launch) -> Iterator[None]:
         if how.nodes:
             wanted["NCCL_SOCKET_IFNAME"] = interface
     if how.nodes or how.max_restarts:
-        # A shared store outlives the workers: values of an earlier start would mislead the next one, and a surviving
+        # A shared store outlives the workers. Old values in the store would mislead restarted workers, and a surviving
         # node would not publish its address again.
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
-    # Each spawned process reads this dictionary before any slow import. Under "forkserver" the parent is the fork
-    # server, and it ends with this process.
+    # Each spawned process reads this dictionary before any slow import. Under "forkserver", a worker's parent is the
+    # fork server, and the fork server ends with this process.
     read_first = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     read_first["bond"] = Bond() if how.start_method == "spawn" else None
     try:
@@ -244,4 +247,4 @@ def _environment(how: Launch) -> Iterator[None]:
         del read_first["bond"]
         set_restart_reason("", 0, 0, 0)
         for name in missing:
-            del os.environ[name]  # the number of workers may differ next time
+            del os.environ[name]  # the number of workers may differ in the next launch

@@ -1,8 +1,8 @@
-"""One command, N workers.
+"""Start the workers of a run, or join the workers that torchrun, srun or mpirun started.
 
-Started directly, the program starts one worker per visible GPU (one on a CPU) with torch's elastic agent. It runs on
-one machine, or on several if the same command is started on each. A single worker without restarts runs in this
-process. Started by torchrun, srun or mpirun, the program is a worker and joins the others.
+Without such a launcher, the program starts one worker per visible GPU, or one worker if there is no GPU, with torch's
+elastic agent. A run uses several machines if the user starts the same command on each machine. A single worker without
+restarts runs in this process.
 """
 
 import os
@@ -21,7 +21,7 @@ class Launch:
     """The number of workers of a run, and the way they are started."""
 
     world_size: int  # number of workers; the maximum if the number of nodes may vary
-    starts_workers: bool  # this process starts them with torch's elastic agent
+    starts_workers: bool  # this process starts the workers with torch's elastic agent
     joined: bool  # torchrun, srun or mpirun started this process as one of the workers
     is_first: bool  # this process is the launcher on node 0, the only worker, or rank 0
     nodes: Nodes | None = None  # None: only this machine
@@ -30,18 +30,23 @@ class Launch:
 
     @staticmethod
     def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> "Launch":
-        """Join the launcher found in the environment; otherwise count workers from flags, visible GPUs and nodes."""
-        # A process with the node flags starts its machine's workers itself, even under srun or Kubeflow. Kubeflow sets
+        """Detect from the environment whether torchrun, srun or mpirun started this process as a worker.
+
+        Otherwise, compute the number of workers from flags, GPUs and nodes.
+        """
+        # With --nnodes, a process starts the workers of its machine itself, even under srun or Kubeflow. Kubeflow sets
         # RANK to the machine's index and does not set LOCAL_RANK.
         joined = worker_environment(os.environ) if nodes is None or "LOCAL_RANK" in os.environ else None
         if joined is not None:
             if flag := "--nnodes" if nodes else "--nproc-per-node" if nproc_per_node is not None else None:
-                raise ConfigError(f"{flag}: torchrun, srun or mpirun started the workers; give it the number instead")
+                raise ConfigError(
+                    f"{flag}: torchrun, srun or mpirun started the workers; give the number to that launcher instead"
+                )
             os.environ.update(joined)
             return Launch(int(joined["WORLD_SIZE"]), False, True, joined["RANK"] == "0")
         size = nproc_per_node or _visible_devices(device)
         if size < 1:
-            raise ConfigError(f"--nproc-per-node: at least 1 is needed, got {size}")
+            raise ConfigError(f"--nproc-per-node: expected at least 1, got {size}")
         if nodes is not None:
             return Launch(size * nodes.max_nodes, True, False, nodes.is_host, nodes, max_restarts)
         return Launch(size, size > 1 or max_restarts > 0, False, True, None, max_restarts)
@@ -60,8 +65,9 @@ class Launch:
 def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
     """Run `worker(*args)` on every rank and return the exit code.
 
-    `worker` returns the signal that stopped it, or 0. If a worker fails, the others end within seconds. All workers
-    restart, up to `how.max_restarts` times, unless the user has to fix the error. The last error is raised or printed.
+    `worker` returns the signal that stopped it, or 0. If a worker fails, the others end within seconds. Then all
+    workers restart, at most `how.max_restarts` times, unless the user has to fix the error. The last error is raised or
+    printed.
     """
     if not how.starts_workers:
         stopped = worker(*args)

@@ -1,4 +1,4 @@
-"""The nodes of a run: their number, their addresses, and their rendezvous."""
+"""The nodes of a run: their number, addresses and rendezvous."""
 
 import ipaddress
 import re
@@ -18,7 +18,7 @@ _RDZV_CONF = {"join_timeout": 120, "last_call_timeout": 5, "keep_alive_interval"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, as configured on this machine. They meet at node 0's `host:port` before each start."""
+    """The nodes of a run, as configured on this machine. The nodes meet at node 0's `host:port` before each start."""
 
     min_nodes: int  # training starts when this many nodes have joined
     max_nodes: int
@@ -46,22 +46,27 @@ class Nodes:
         if rdzv_endpoint is None:
             raise ConfigError(f"--nnodes {nnodes}: needs --rdzv-endpoint HOST:PORT, node 0's address and a free port")
         if node_rank is None:
-            raise ConfigError(f"--nnodes {nnodes}: needs --node-rank, 0 on one machine and 1 to {most - 1} on others")
+            raise ConfigError(
+                f"--nnodes {nnodes}: needs --node-rank, 0 on one machine and 1 to {most - 1} on the others"
+            )
         if not 0 <= node_rank < most:
             raise ConfigError(f"--node-rank: must be from 0 to {most - 1} with --nnodes {nnodes}, got {node_rank}")
         host, port = _endpoint(rdzv_endpoint)
         conf = _RDZV_CONF | _parse_conf(rdzv_conf)
         address = _own_address(local_addr) if local_addr else _address_towards(host, port, conf["join_timeout"])
         if _is_loopback(address) and not _is_loopback(host):
-            raise ConfigError(f"--local-addr: {host} is {address} here, which others cannot reach; give one they can")
+            raise ConfigError(
+                f"--local-addr: the address of this node towards {host} is {address}, which other nodes cannot reach; "
+                f"give an address that they can reach"
+            )
         return Nodes(least, most, node_rank == 0, host, port, address, conf)
 
     @property
     def interface(self) -> str | None:
-        """Name of the network interface with this machine's address; None if no interface has it."""
+        """Name of the network interface with this machine's address; None if there is no such interface."""
         import psutil  # only needed for runs on several machines
 
-        if _is_loopback(self.local_addr):  # not all loopback addresses are listed
+        if _is_loopback(self.local_addr):  # psutil does not list all loopback addresses
             return "lo" if sys.platform == "linux" else None
         listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
         return listed.get(self.local_addr.partition("%")[0])
@@ -76,7 +81,7 @@ class Nodes:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"--rdzv-endpoint: nobody answers at {self.host}:{self.port} ({error.strerror or error}); "
+                        f"--rdzv-endpoint: no answer from {self.host}:{self.port} ({error.strerror or error}); "
                         f"start node 0 there with the same command and --node-rank 0"
                     ) from None
                 time.sleep(0.5)
@@ -117,7 +122,7 @@ def _address_towards(host: str, port: int, timeout: float) -> str:
         try:
             family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing
+                probe.connect(address)  # for UDP, this sends nothing
                 return str(probe.getsockname()[0])
         except OSError as error:
             if time.monotonic() > deadline or not isinstance(error, socket.gaierror):

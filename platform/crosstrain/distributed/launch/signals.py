@@ -1,4 +1,7 @@
-"""Signals that request a stop: before there is anything to save, they kill the process; later, the trainer saves."""
+"""Signals that request a stop.
+
+Such a signal kills the process as long as there is nothing to save. Afterwards, the trainer saves and exits.
+"""
 
 import os
 import signal
@@ -11,7 +14,7 @@ from types import FrameType
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that request a stop. SIGHUP (closed terminal) is left out if ignored, as under nohup."""
+    """Return the signals that request a stop. SIGHUP (closed terminal) is left out if it is ignored, as by nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
@@ -50,11 +53,11 @@ def exit_after_signal(seconds: float) -> None:
 
 
 class StopRequest:
-    """A request to stop: true after a stop signal; the trainer then saves and exits. A second SIGINT kills the process.
+    """A flag that is true after a stop signal; the trainer then saves and exits. A second SIGINT kills the process.
 
-    Under our own launcher, SIGTERM keeps its default action: the launcher sends it to ranks that wait for a dead rank,
-    and after a second Ctrl-C. It forwards the user's signals as SIGUSR1. If the launcher is killed, the kernel sends
-    SIGINT, perhaps several times: once per launcher thread that becomes the worker's parent. These signals must not
+    Under our own launcher, SIGTERM keeps its default action: the launcher sends SIGTERM to ranks that wait for a dead
+    rank, and after a second Ctrl-C. The launcher forwards the user's signals as SIGUSR1. If the launcher is killed, the
+    kernel sends SIGINT to the worker once for each launcher thread that becomes its parent. Repeated signals must not
     interrupt the save.
     """
 

@@ -1,6 +1,7 @@
 """Report worker errors to the launcher, which decides whether a restart can help.
 
-An error that the user has to fix is one sentence, and no restart follows. A restart may help with all other errors.
+An error that the user has to fix is reported in one sentence, without a restart. After any other error, a restart may
+help.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, sentence
 from crosstrain.utils.processes import on_parents_death
 
-_AGAIN = "start the same command again: a training resumes from its last checkpoint, if it has one"
+_AGAIN = "run the same command again: training resumes from the last checkpoint, if there is one"
 _BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # messages of gloo and TCP
 _launcher_shows_errors = False  # our own launcher started this process
 
@@ -35,14 +36,14 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     """Run a worker in a process started by our own launcher; an error ends the process."""
     global _launcher_shows_errors
     _launcher_shows_errors = True
-    os.setpgid(0, 0)  # signals from a terminal, `timeout` or `kill -- -GROUP` go to the launcher, and it forwards them
+    os.setpgid(0, 0)  # signals from a terminal, `timeout` or `kill -- -GROUP` reach only the launcher; it forwards them
     on_parents_death(signal.SIGKILL)  # torch sets SIGINT, but libraries may swallow it
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)
     try:
         result = worker(*args)
-        # After a worker's end, torch would wait forever for a dead launcher's answer.
+        # When the worker function has returned, torch waits for the launcher, even if the launcher is dead.
         on_parents_death(signal.SIGKILL)
         if launcher is not None and not launcher.is_alive():
             os._exit(1)
@@ -55,7 +56,7 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
 
 
 def report_error(error: Exception) -> None:
-    """Report `error` to our launcher, to be printed when this process ends; under other launchers, print it."""
+    """Report `error` to our launcher, to print when this process ends; under other launchers, print `error` now."""
     error = refusal(error) or _lost_connection(error) or error
     if not _launcher_shows_errors:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
@@ -84,15 +85,15 @@ def exit_silently(seconds: float) -> NoReturn:
 
 def _lost_connection(error: Exception) -> RankLost | None:
     """Return a one-sentence error for a broken connection to another rank; None for other errors."""
-    cause = error.__cause__ if isinstance(error, RankLost) else error  # RankLost from a failed save, already logged
+    cause = error.__cause__ if isinstance(error, RankLost) else error  # a failed save raises RankLost from the cause
     broken = re.search(f"{_BROKEN}|ncclRemoteError", str(cause))
     if broken is None or not isinstance(cause, RuntimeError):
         return None
     address = re.search(r"\[([0-9a-f.:]+)\]:\d+", str(cause))
     rank, host, other = os.environ.get("RANK", "0"), socket.gethostname(), f" at {address[1]}" if address else ""
     return RankLost(
-        f"rank {rank} on {host} lost its connection to another rank{other} ({broken[0]}), which has ended or whose "
-        f"machine is lost: see the error in the launcher's output there (docs/launching.md, Logs), then {_AGAIN}"
+        f"rank {rank} on {host} lost its connection to another rank{other} ({broken[0]}); that rank ended, or its "
+        f"machine was lost: see the error in the launcher's output there (docs/launching.md, Logs), then {_AGAIN}"
     )
 
 
@@ -104,7 +105,7 @@ def _is_lost_peer(text: str) -> bool:
 
 _LIKELY_CAUSES = {
     "SIGKILL": "the kernel does this when memory runs out",
-    "SIGBUS": "a file that is being read was cut, its disk failed, or /dev/shm is full",
+    "SIGBUS": "a file was truncated while it was read, its disk failed, or /dev/shm is full",
 }
 
 
@@ -136,7 +137,7 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
     message = data.get("message", {})
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     lost = bool(extra.get("rank_lost"))
-    summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'no word')}"
+    summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'an error')}"
     if extra.get("user_error"):
         return Failure(
             UserError(message["message"]),
@@ -145,7 +146,9 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
             lost_another=lost,
         )
     if "py_callstack" not in extra:  # a library called exit
-        summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and no error of Python's"
-        return Failure(UserError(f"{summary}; its output may say why; {_AGAIN}"), summary, False, lost_another=False)
+        summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and without a Python error"
+        return Failure(
+            UserError(f"{summary}; its output may show the reason; {_AGAIN}"), summary, False, lost_another=False
+        )
     error = WorkerFailure(f"rank {rank} failed:\n{extra['py_callstack']}")
     return Failure(error, summary, is_final=False, lost_another=lost)

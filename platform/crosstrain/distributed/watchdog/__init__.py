@@ -1,1 +1,1 @@
-"""Diagnose hangs: the rank, the location and the cause."""
+"""Find the rank, the location and the cause of a hang."""

@@ -5,8 +5,9 @@ Calls on a process group are matched by order: the n-th call of a rank meets the
 
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
-SETTLED = 2.0  # idle seconds before calls are compared; calls that do not match never complete
-FORGIVEN = 1024  # a mismatch followed by this many calls is ignored: the ranks agree, and a call was not recorded
+SETTLED = 2.0  # calls are compared after this many idle seconds; mismatched calls never complete
+# A mismatch followed by this many more calls is ignored: the ranks evidently agree, and one call was not recorded.
+FORGIVEN = 1024
 
 _RULE = "a collective must be called by every rank"
 
@@ -16,8 +17,8 @@ def find_desync(
 ) -> str | None:
     """Describe a call of another rank that does not match this rank's collective at the same position.
 
-    Only idle ranks are compared, unless a collective `failed` or a rank is aborting. `desynced` names a group whose
-    latest calls are known to mismatch, even if they differ only in location.
+    Only idle ranks are compared, unless a collective `failed` or a rank is aborting. desynced: a group in which the
+    latest calls are known to mismatch, even if only their locations differ.
     """
     for group, here in mine.histories.items():
         for other in others:
@@ -41,7 +42,7 @@ def find_desync(
 def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -> str | None:
     """Describe the ranks that have not entered a collective that this rank has entered.
 
-    `silent`: ranks that sent no report.
+    silent: ranks that sent no report.
     """
     for group, here in mine.histories.items():
         if mine.waiting.group != group if mine.waiting else here.has_background_calls:
@@ -56,10 +57,10 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
 
 
 def describe_mute(mine: RankReport, mute: list[int]) -> str:
-    """Describe the ranks that have not answered since this rank became idle, whether or not it is in a collective."""
+    """Describe the ranks that have not answered since this rank became idle, in a collective or elsewhere."""
     return (
         f"{name_ranks(mute)} did not answer for {mine.idle_seconds:.0f} s, while rank {mine.rank} waited at "
-        f"{mine.location}{_called_at(mine)}; a process that was stopped, or a machine that is lost, does this"
+        f"{mine.location}{_called_at(mine)}; a stopped process or a lost machine causes this"
     )
 
 
@@ -73,7 +74,7 @@ def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, oth
         a, b = sorted((mine, other), key=lambda report: report.rank)
         return (
             f"rank {a.rank} entered {a.call(group, number)} and rank {b.rank} {b.call(group, number)}, both at "
-            f"{call.location}; what a collective exchanges must have one size on every rank"
+            f"{call.location}; the tensors of a collective must have the same size on every rank"
         )
     return _never_entered(owner, group, number, everyone, by_location=call.matches(theirs))
 
@@ -83,8 +84,9 @@ def _parting(
 ) -> tuple[int, RankReport, bool]:
     """Find the call, at or before `evidence`, that only one of two ranks made.
 
-    Returns the call's position, its owner, and whether it is proven: without this call, the later calls of both ranks
-    agree. If no call is proven, returns the one at `evidence` that is more likely to be wrong.
+    Returns the position of the call, the report of the rank that made the call, and True if the call is proven: without
+    this call, the later calls of both ranks agree. If no call is proven, returns the call at `evidence` that is more
+    likely wrong.
     """
     a, b = sorted((mine, other), key=lambda report: report.rank)
     number, agreeing = evidence, 0
@@ -103,7 +105,10 @@ def _parting(
 
 
 def _oddity(report: RankReport, group: str, number: int, everyone: list[RankReport]) -> tuple[bool, int, int]:
-    """Rate the likelihood that a rank's call is the wrong one: only this rank made it, user code did, most differ."""
+    """Return a sort key for the likelihood that a rank's call is wrong.
+
+    A call is more likely wrong if only this rank made it, if user code made it, or if many ranks made a different call.
+    """
     call = report.call(group, number)
     assert call is not None
     others = [other for other in everyone if other is not report and other.call(group, number) != call]
@@ -120,7 +125,7 @@ def _never_entered(
     lost: list[int] | None = None,
     by_location: bool = False,
 ) -> str:
-    """Describe the ranks that did not enter the call of `owner`; by_location: locations must also be equal."""
+    """Describe the ranks that did not enter the call of `owner`. by_location: calls match only at equal locations."""
     call = owner.call(group, number)
     assert call is not None
     here: list[int] = []
@@ -147,7 +152,7 @@ def _never_entered(
 
 
 def _activities(late: list[RankReport], group: str, number: int) -> list[str]:
-    """Describe where the ranks are that should be in a call; at most three descriptions."""
+    """Describe the locations of ranks that should be in a call, in at most three phrases."""
     found: dict[str, list[int]] = {}
     for report in late:
         found.setdefault(_activity(report, group, number), []).append(report.rank)
@@ -166,7 +171,7 @@ def _called_at(report: RankReport) -> str:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Format ranks, such as `ranks 0, 1 and 2`; long lists are shortened."""
+    """Format a list of ranks, such as `ranks 0, 1 and 2`. Long lists are shortened."""
     shown = [str(rank) for rank in sorted(ranks)]
     if len(shown) > 8:
         shown = [*shown[:7], f"{len(shown) - 7} others"]

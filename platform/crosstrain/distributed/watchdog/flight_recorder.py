@@ -1,4 +1,4 @@
-"""Records collectives called from Python, at a cost of microseconds per call, and reports the state of a rank."""
+"""Record the collectives that Python code calls, at a cost of microseconds per call, and report a rank's state."""
 
 import functools
 import inspect
@@ -35,7 +35,8 @@ _COLLECTIVES: dict[str, str | None] = {
     "all_reduce_coalesced": None, "all_gather_coalesced": None, "barrier": None, "all_gather_object": None,
     "gather_object": None, "broadcast_object_list": None, "scatter_object_list": None,
 }  # fmt: skip
-_TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # the others copy any bytes
+# Collectives in which the dtype matters; all others copy bytes.
+_TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")
 _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _DISTRIBUTED = Path(__file__).parent.parent
@@ -109,7 +110,7 @@ class RankReport:
     rank: int
     question: int  # sequence number of the latest question received
     location: Location  # location of the main thread
-    # User code that called `location`; None if there is none or if `location` itself is user code.
+    # User code that called the code at `location`; None if no user code did, or if `location` is in user code.
     external_caller: Location | None
     idle_seconds: float  # how long the main thread has been at this instruction
     aborting: bool  # the backend is about to end the process
@@ -117,11 +118,11 @@ class RankReport:
     histories: dict[str, History] = field(default_factory=dict)  # group name -> history
 
     def call(self, group: str, number: int) -> Call | None:
-        """Return the call at a position; None if it has not been reached yet or is no longer kept."""
+        """Return the call at a position; None if the rank has not reached the position or no longer keeps the call."""
         return self.histories[group].get(number) if group in self.histories else None
 
     def count(self, group: str) -> int:
-        """Return the number of calls made so far."""
+        """Return the number of calls on a group so far."""
         return self.histories[group].next if group in self.histories else 0
 
     def waits_at(self, group: str, number: int) -> Waiting | None:
@@ -129,7 +130,7 @@ class RankReport:
         return w if w and (w.group, w.number) == (group, number) else None
 
     def dumps(self) -> bytes:
-        """Encode as compressed JSON; it is small, because most calls repeat earlier ones."""
+        """Encode the report as compressed JSON, which is small because most calls repeat earlier calls."""
         return zlib.compress(_REPORTS.dump_json(self), 1)
 
     @staticmethod
@@ -149,7 +150,7 @@ class FlightRecorder:
     def __init__(self, on_error: Callable[[], None]) -> None:
         self._on_error = on_error
         self._logs: dict[str, _GroupLog] = {}  # group name -> log
-        self._active: dict[int, tuple[str, int, float]] = {}  # thread -> (group, sequence number, start) of its call
+        self._active: dict[int, tuple[str, int, float]] = {}  # thread -> (group, sequence number, start of the call)
         self._restore = [patch_collective(name, self._recorded) for name in _COLLECTIVES]
 
     def close(self) -> None:
@@ -158,12 +159,12 @@ class FlightRecorder:
         self._logs.clear()
 
     def waiting(self, thread: int) -> Waiting | None:
-        """Return the collective in progress in a thread; None if there is none."""
+        """Return the collective in progress in a thread; None if the thread is not in a collective."""
         active = self._active.get(thread)
         return Waiting(active[0], active[1], time.monotonic() - active[2]) if active else None
 
     def progress(self, thread: int) -> Any:
-        """Return a value that changes when `thread` enters or leaves a collective, or any thread enters one."""
+        """Return a value that changes when any thread enters a collective, and when `thread` leaves a collective."""
         return self._active.get(thread), [log.calls[-1][0] for log in list(self._logs.values()) if log.calls]
 
     def histories(self, training: int, depth: int) -> dict[str, History]:
@@ -181,7 +182,7 @@ class FlightRecorder:
         @functools.wraps(function)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             thread = this_thread()
-            if thread in active:  # called inside a composite collective
+            if thread in active:  # a composite collective makes this call
                 return function(*args, **kwargs)
             log = self._log(args[group_at] if len(args) > group_at else kwargs.get("group"))
             if log is None:

@@ -1,6 +1,6 @@
-"""Private APIs of torch and gloo used by the watchdog, as of torch 2.13 and 2.14.
+"""Private APIs of torch and gloo that the watchdog uses, as of torch 2.13 and 2.14.
 
-If a torch version lacks one of them, collectives are not recorded; nothing fails.
+If a torch version lacks one of these APIs, collectives are not recorded, and training continues.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
 
 
 def delay_abort() -> Callable[[], None]:
-    """Delay an abort of this process by six seconds, so that the watchdog can answer. Returns a function to undo it.
+    """Delay an abort of this process by six seconds, so that the watchdog can report. Returns an undo function.
 
     gloo aborts in its own thread if a message is longer than expected. The signal handler is the C function `sleep`,
     called with the signal number 6, so it sleeps for six seconds. No Python code runs in the broken process.

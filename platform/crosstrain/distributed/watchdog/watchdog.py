@@ -1,9 +1,9 @@
 """A watchdog for collectives that some ranks never enter.
 
-Such a call hangs, fails with an obscure error, or meets a different call of the same size and exchanges wrong data. The
-watchdog records every collective called from Python on every rank. When training is idle, its thread collects a report
-from every rank through the launcher's store. It ends the run with a one-sentence error if the ranks' calls do not
-match, or if a rank does not enter the collective.
+Such a collective hangs, fails with an obscure error, or meets a different call of the same size and exchanges wrong
+data. The watchdog records every collective called from Python on every rank. When training is idle, the watchdog's
+thread collects a report from every rank through the launcher's store. The watchdog ends the run with a one-sentence
+error if the ranks' calls do not match, or if a rank does not enter the collective.
 """
 
 import atexit
@@ -27,10 +27,10 @@ from crosstrain.utils.errors import RankLost, TrainingError, UserError
 from crosstrain.utils.logging import log
 
 _POLL = 0.5  # polling interval in seconds
-_ANSWER = 1.5  # seconds for other ranks to report
+_ANSWER = 1.5  # seconds that the other ranks have to send their reports
 _FEW_CALLS = 64  # calls per group in the first reports
 _ALL_CALLS_AFTER = 3 * SETTLED  # idle seconds after which reports hold all recorded calls
-_EXIT_DELAY = 5.0  # seconds until other ranks exit, so that the rank with the report exits first and is blamed
+_EXIT_DELAY = 5.0  # seconds until other ranks exit; the rank with the error exits first, so the launcher blames it
 
 _watchdog: "Watchdog | None" = None
 
@@ -50,7 +50,7 @@ def install(limit: float | None) -> None:
 
 
 def remove() -> None:
-    """Stop watching. Call it when all ranks are about to exit."""
+    """Stop watching. Call this function when all ranks are about to exit."""
     global _watchdog
     if _watchdog is not None:
         _watchdog.close()
@@ -58,7 +58,7 @@ def remove() -> None:
 
 
 class Watchdog:
-    """Records this rank's collectives, reports them to other ranks, and looks for the cause if training is idle."""
+    """Records this rank's collectives, reports them to other ranks, and looks for a mismatch if training is idle."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -67,11 +67,11 @@ class Watchdog:
         self._question = 0  # sequence number of the latest question received
         self._progress: Any = None  # last position of the main thread
         self._moved = time.monotonic()
-        self._mute: set[int] | None = None  # ranks that have not answered since training became idle; None: not asked
+        self._mute: set[int] | None = None  # ranks without an answer since training became idle; None: not asked yet
         # A launcher may keep the store across restarts, with values of earlier watchdogs.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
-        # The watchdog has its own connection, because a waiting thread may block that of the process group.
+        # The watchdog has its own connection, because a waiting thread may block the process group's connection.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         self._store = dist.PrefixStore(f"crosstrain/watchdog/{name[0]}", store)
@@ -92,12 +92,12 @@ class Watchdog:
         self._undo_delay()
 
     def _explain(self, desynced: str | None = None) -> None:
-        """End the run if the ranks' calls explain a failed collective; desynced: a group with mismatched calls."""
+        """End the run if the ranks' calls explain a failed collective. desynced: a group with mismatched calls."""
         with suppress(RuntimeError):  # the process that hosts the store has ended
             self._diagnose(MAX_CALLS, failed=True, desynced=desynced)
 
     def _watch(self) -> None:
-        due = patience = SETTLED + self._rank // 16  # staggered, so that large worlds do not ask all at once
+        due = patience = SETTLED + self._rank // 16  # staggered, so that not all ranks of a large run ask at once
         with suppress(RuntimeError):  # the process that hosts the store has ended
             while not self._stop.wait(_POLL):
                 self._answer()
@@ -106,7 +106,7 @@ class Watchdog:
                 if idle < SETTLED and not dying:
                     due, self._mute = patience, None
                 elif idle >= due or dying:
-                    # A long step is not a hang. Asking costs little compared with the idle time.
+                    # The step may just be long, but asking costs little compared with the idle time.
                     self._diagnose(MAX_CALLS if dying or idle >= _ALL_CALLS_AFTER else _FEW_CALLS)
                     due = self._limit if idle < self._limit < 2 * idle else 2 * idle
 
@@ -115,14 +115,14 @@ class Watchdog:
         self._mute = {*silent} if self._mute is None else self._mute & {*silent}
         mine = self._report(depth)
         problem = find_desync(mine, reports, failed=failed, desynced=desynced)
-        if any(report.aborting for report in (mine, *answered)):  # no time to wait for the others
+        if any(report.aborting for report in (mine, *answered)):  # there is no time to wait for the others
             problem = problem or find_absent(mine, answered, silent=[])
         if problem:
             self._end_run(TrainingError(problem))
         late = mine.idle_seconds >= self._limit and not failed
         mute = describe_mute(mine, sorted(self._mute)) if self._mute else None
         if late and (problem := find_absent(mine, answered, silent) or mute):
-            # A process that does not answer counts as lost, not as being in a different call.
+            # A process that does not answer is probably lost, and not in a different collective.
             self._end_run(RankLost(problem) if silent else TrainingError(problem))
 
     def _idle_seconds(self) -> float:
@@ -173,10 +173,10 @@ class Watchdog:
         return list(reports.values()), answered, sorted(silent)
 
     def _end_run(self, problem: UserError) -> NoReturn:
-        """End the run; if several ranks find a problem, only the first reports it."""
+        """End the run; if several ranks find a problem, only the first of them reports its problem."""
         if self._store.add("ended", 1) > 1:
             worker_errors.exit_silently(_EXIT_DELAY)
         worker_errors.report_error(problem)
         self._store.set("depth", str(_FEW_CALLS))
         self._store.add("question", 1)
-        worker_errors.exit_silently(2 * _POLL)  # let the others exit first, so that none reports a lost connection
+        worker_errors.exit_silently(2 * _POLL)  # the others become silent first and do not report a lost connection

@@ -1,4 +1,4 @@
-"""The installed package: Crosstrain finds its components, and trains with them."""
+"""Crosstrain finds the components of the installed package, and trains with them."""
 
 import json
 import subprocess

@@ -1,1 +1,1 @@
-"""Plugins for Crosstrain: a file of this package is imported when a project names one of its components."""
+"""Plugins for Crosstrain. A file is imported when a project names one of its components."""

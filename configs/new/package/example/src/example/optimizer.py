@@ -1,4 +1,4 @@
-"""An optimizer."""
+"""An optimizer with steps of equal size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,11 @@ from crosstrain import Fraction, registry
 
 @registry.register_optimizer("example")
 class ExampleOptimizer(torch.optim.Optimizer):
-    """Steps of equal size in the direction of the averaged gradient's signs."""
+    """Steps of equal size along the signs of a moving average of the gradient."""
 
     @dataclass
     class Options:
-        momentum: Fraction = 0.9  # decay of the average
+        momentum: Fraction = 0.9  # decay of the moving average
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, {"lr": lr, "momentum": options.momentum})
