@@ -2,7 +2,7 @@
 
 Plugins import the names below, as in `from crosstrain import Runner, registry`. Programs and notebooks call the
 functions, as in `crosstrain.train(...)`. A name is imported when it is first used, so importing this package does not
-import torch. The Python function of a verb that is a plugin has the verb's name, such as `crosstrain.plan`.
+import torch. The Python function of a command plugin has the command's name, such as `crosstrain.plan`.
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-if TYPE_CHECKING:  # imports for mypy and editors; some names belong to plugins
+if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plugins
     from crosstrain_plugins.builtin.commands.prepare.filter import Dropped, Filter
     from crosstrain_plugins.builtin.commands.prepare.reader import (
         Chunk,

@@ -69,7 +69,7 @@ class Lora(Adapter):
         super().__init__(options)
         self.folder = None if options.pretrained is None else adapter_folder(options.pretrained)
         self.settings = options if self.folder is None else _published(options, self.folder)
-        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # neither can be 0
+        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # rank and alpha cannot be 0
 
     def add(self, model: Model) -> None:
         peft = require("peft", "model.adapter")
@@ -152,7 +152,7 @@ class AdaptedStructure(Around):
         return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Return the model's FLOPs per token, without the gradients of frozen weights."""
+        """Return the model's FLOPs per token, excluding the gradients of frozen weights."""
         flops = self.inner.flops_per_token(sequence_length)
         return None if flops is None else flops - self.adapter.spared_flops
 
@@ -163,7 +163,7 @@ class AdaptedExport(Around):
     adapter: Lora
 
     def merges(self) -> dict[str, Merge]:
-        """Return the merges of adapters into their linear layers."""
+        """Return how to merge adapters into their linear layers."""
         found = self.inner.merges()
         for name, module in self.model.named_modules():
             if hasattr(module, "lora_A"):
@@ -194,7 +194,7 @@ def _covers_base(source: Source, name: str) -> bool:
 
 
 def _peft_name(name: str, available: set[str]) -> str:
-    """Return a parameter's name in a peft file or in a checkpoint, where a larger model may have added a prefix."""
+    """Return a parameter's name in a peft file or in a checkpoint, with the prefix that a larger model may add."""
     return next((key for key in available if f".{key}".endswith(f".{name}")), _saved_name(name))
 
 
@@ -204,7 +204,7 @@ def _saved_name(name: str) -> str:
 
 
 def _norms(weight: Tensor, transposed: bool) -> Tensor:
-    """Return the norm of the weights of each output feature, [out]."""
+    """Return each output feature's weight norm, [out]."""
     return torch.linalg.norm(weight.T if transposed else weight, dim=1)
 
 

@@ -89,7 +89,7 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
             row["history"] = [*row.get("history", []), *earlier]
     try:
         found, left = conversations(row, images=parts)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # the entry is any JSON value
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # an entry may be any JSON value
         raise ChatError(f"it is malformed ({first_line(error)})") from None
     made = {key: value for key, value in row.items() if key in left} | named
     unread |= (left - row.keys()) | (left & {"conversations"})

@@ -271,7 +271,7 @@ class _Column:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, key: int | slice) -> Any:  # int, or an array for a slice
+    def __getitem__(self, key: int | slice) -> Any:  # returns an int, or an array for a slice
         if isinstance(key, slice):
             start, stop, _ = key.indices(self._count)
             return self.read(start, max(start, stop))

@@ -47,7 +47,7 @@ class MixturePart:
 
 @registry.register_dataset("mixture")
 class Mixture(VqaDataset):
-    """A mixture of datasets: after any number of samples, the count of each part is within one sample of its share.
+    """A mixture of datasets: after any number of samples, each part's count is within one sample of its share.
 
     Each part is shuffled and repeated independently. An epoch contains every sample of every part; parts that are too
     small for their share are repeated. The parts must have the same tokenizer. The val and test splits use each sample
@@ -192,7 +192,7 @@ class Mixture(VqaDataset):
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
-    """Return the number of samples per part, rounded up, in the shortest epoch with all samples in the given ratios."""
+    """Return each part's number of samples, rounded up, in the shortest epoch with all samples in the given ratios."""
     if ratios[0] is None:
         return lengths
     shares = [(r or 0.0) / sum(r or 0.0 for r in ratios) for r in ratios]

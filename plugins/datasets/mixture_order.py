@@ -34,7 +34,7 @@ def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
 
 
 class MixtureOrder:
-    """Maps samples to sources; `counts`, from `quantise`, has the number of samples per period of each source."""
+    """Maps samples to sources; `counts`, from `quantise`, holds each source's number of samples in a period."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.period = list(counts), sum(counts)
@@ -64,7 +64,7 @@ def _turns(counts: list[int]) -> np.ndarray:
     scale = 2 * number - 2
     had = np.zeros(number, np.int64)
     for step in range(1, period + 1):
-        behind = scale * (shares * step - period * had)  # samples that each source is behind, times period * scale
+        behind = scale * (shares * step - period * had)  # samples by which each source is behind, times period * scale
         left = np.where(behind >= period, (period * (scale - 1) - behind) / shares, np.inf)
         turns[step - 1] = chosen = int(np.argmin(left))
         had[chosen] += 1

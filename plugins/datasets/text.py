@@ -187,7 +187,7 @@ class TextDataset(Dataset):
     def _tokens(self, start: int, stop: int) -> np.ndarray:
         """Return int64 tokens [start, stop) of the file. Raises DataError if a token is not in the vocabulary."""
         tokens = self.file.tokens(start, stop).astype(np.int64)
-        if np.maximum.reduce(tokens.view(np.uint64)) >= self._num_ids:  # as uint64, a negative id is at least 2^63
+        if np.maximum.reduce(tokens.view(np.uint64)) >= self._num_ids:  # as uint64, a negative ID is at least 2^63
             low, high = tokens.min(), tokens.max()
             raise DataError(
                 f"{self.file.bin_path} contains token {low if low < 0 else high}, but the tokenizer has ids 0 to"
@@ -216,7 +216,7 @@ def split_bounds(split: list[float], documents: int, rounding: str = "core") -> 
 def _tokenizer_folder(
     tokenizer: str | None, vocab_file: str | None, merge_file: str | None
 ) -> tuple[Path, int, int] | None:
-    """Return (folder, vocabulary size, end-of-text id) of the given tokenizer; None if no tokenizer is given."""
+    """Return (folder, vocabulary size, end-of-text ID) of the given tokenizer; None if no tokenizer is given."""
     if vocab_file is not None and merge_file is not None:
         loaded = load_gpt2(vocab_file, merge_file)
     elif tokenizer is not None:

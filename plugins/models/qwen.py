@@ -40,7 +40,7 @@ class Qwen(TransformersModel):
 
         pretrained: Text | None = None  # Hugging Face name or folder; it sets the family; None: random initialization
         family: Literal["qwen2", "qwen3"] = "qwen2"  # qwen2 includes Qwen2.5; qwen3 normalizes queries and keys
-        vocab_size: Size | None = None  # number of token ids
+        vocab_size: Size | None = None  # number of token IDs
         hidden_size: Size | None = None  # width of the residual stream
         intermediate_size: Size | None = None  # MLP width
         num_hidden_layers: Layers | None = None  # number of blocks

@@ -62,7 +62,7 @@ def _random_augment() -> RandAugment:
     """Return BLIP's RandomAugment(2, 5): two of ten operations, each applied with probability 0.5."""
     names = (
         *("AutoContrast", "Equalize", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"),
-        *("Brightness", "Sharpness", "Brightness"),  # no effect at magnitude 5, like BLIP's Identity
+        *("Brightness", "Sharpness", "Brightness"),  # these have no effect at magnitude 5, like BLIP's Identity
     )
     hparams = {"translate_const": 10, "img_mean": (128, 128, 128), "interpolation": Image.Resampling.BILINEAR}
     return RandAugment([AugmentOp(name, prob=0.5, magnitude=5, hparams=hparams) for name in names], num_layers=2)
@@ -125,7 +125,7 @@ class ImageTrain(_Transform):
             **options.common(),
         )
         if options.augment:
-            self.transform.transforms.insert(-2, _random_augment())  # before conversion to a tensor and normalization
+            self.transform.transforms.insert(-2, _random_augment())  # augment before the conversion to a tensor
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
         """Transform an image; all random numbers come from the sample's generator."""

@@ -60,7 +60,8 @@ class FSDPRunner(Runner):
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch; slower, but saves memory
         # dtype in which linear layers of blocks are gathered; amp: bf16 if run.amp=bf16 computes them in bf16
         param_dtype: Literal["amp", "fp32"] = "amp"
-        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype for reducing gradients of weights gathered in bf16
+        # dtype in which gradients are reduced, for weights gathered in bf16
+        reduce_dtype: Literal["fp32", "bf16"] = "fp32"
 
     capabilities: ClassVar = Capabilities(needs_process_group=True, saves_memory=("sync_each_micro_batch=true",))
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class

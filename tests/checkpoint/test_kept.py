@@ -82,9 +82,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     (place / "chats.json").write_text(json.dumps(chats))
     seen = [{"image": [f"{i % 3}.png"], "conversations": turns(i, "<image>")} for i in range(16)]
     (place / "seen.json").write_text(json.dumps(seen))
-    (place / "captions.json").write_text(
-        json.dumps({"annotations": [{"image_id": i % 3, "caption": words[i][:20]} for i in range(16)]})
-    )
     for i in range(3):
         sight.picture(place / f"{i}.png", i)
     return place

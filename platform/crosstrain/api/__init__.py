@@ -1,1 +1,1 @@
-"""The Python interface: the verbs of the command line as functions."""
+"""The Python interface: the `crosstrain` commands as functions."""

@@ -95,7 +95,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         return generate(self.runner, self.tokenizer, prompt, Sampling(**sampling), None, ends)[0]
 
     def loss(self, given: str | Batch) -> float:
-        """Return the mean loss per target of a batch, or of a text in nats per token.
+        """Return the mean loss per target of a batch; for a text, in nats per token.
 
         A batch has the format that the dataset's `collate` returns. In a text, every token is a target, and the first
         token follows an end-of-text token, as in lm-evaluation-harness.
@@ -131,7 +131,7 @@ def open(
 
     The configuration comes from the checkpoint or from `project`, and `options` override it. Code in a checkpoint is
     never run. If others trained the checkpoint, the data and weights that it names are opened only with `trust_data`.
-    weights: use the weights of this callback, such as "ema". Raises CheckpointError and ConfigError.
+    weights: name of a callback, such as "ema", to use its weights. Raises CheckpointError and ConfigError.
     """
     found = find_model(checkpoint, weights)
     given = pairs(options)

@@ -117,7 +117,7 @@ def flat_range_pieces(
 
 
 def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
-    """Return this rank's local part of a DTensor as a piece; no piece if it is only padding."""
+    """Return this rank's local part of a DTensor as a list of one piece, or of none if it is only padding."""
     local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return without_padding([Piece(Box(tuple(offset), tuple(local_shape)), tensor.to_local().detach())], shape)
 
@@ -139,7 +139,7 @@ def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
     row = math.prod(shape[1:])  # elements per index of the first dimension
     while start < stop:
         index, first = divmod(start, row)
-        if count := 0 if first else (stop - start) // row:  # whole rows
+        if count := 0 if first else (stop - start) // row:  # the range begins with whole rows
             yield Box((index, *[0] * len(shape[1:])), (count, *shape[1:])), start
             start += count * row
         else:

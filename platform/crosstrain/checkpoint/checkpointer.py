@@ -7,7 +7,7 @@ and the previous checkpoint remains the newest.
 
 Objects in a bucket cannot be renamed. There, every rank writes its file to the local copy of the checkpoint and
 uploads this file. When all ranks are done, rank 0 uploads the manifest. The checkpoint exists only after this upload.
-If the bucket already contains a manifest for this step, the save fails.
+If another process uploads a manifest for this step during the save, the save fails.
 """
 
 import os
@@ -350,7 +350,7 @@ class Checkpointer:
             return
         if url is not None:
             if self.run is not None:
-                RunFolder(self.root.parent).copy()  # otherwise, a resume on a new machine leaves a gap in the log
+                RunFolder(self.root.parent).copy()  # otherwise, a resume on a new machine would leave a gap in the log
             if not storage.create(storage.join(url, MANIFEST), (final / MANIFEST).read_bytes()):
                 raise CheckpointError(f"another process wrote {storage.join(url, MANIFEST)} during the save")
         else:

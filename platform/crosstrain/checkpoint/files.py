@@ -174,11 +174,11 @@ class Reader:
     tensors: Tensors
     files: Files = field(default_factory=dict)
     frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that the checkpoint does not store
-    _fetched: set[str] = field(default_factory=set)  # files in a bucket with verified local copies
+    _fetched: set[str] = field(default_factory=set)  # files of a bucket whose local copies are verified
 
     @staticmethod
     def open(folder: Path, weights: str | None = None) -> "Reader":
-        """Open a checkpoint. Raises CheckpointError as `read_manifest` does. Only `verify` checks the checksums.
+        """Open a checkpoint. Raises CheckpointError as `read_manifest` does. Does not check the files' checksums.
 
         weights: name of a callback, to read the callback's tensors instead of the parameters with the same names.
         """
@@ -277,7 +277,7 @@ class Reader:
 
         Raises CheckpointError, before anything is read, for a tensor that is missing or has a different shape.
         """
-        # Parameters first, so that an error names the parameter, not its optimizer state. Then in the order of the
+        # Sort parameters first, so that an error names the parameter, not its optimizer state. Sort the rest as in the
         # files, for sequential reads.
         shards = sorted(shards, key=lambda shard: (shard.kind != "param", shard.kind, shard.name))
         for shard in shards:

@@ -98,7 +98,7 @@ def write_pointer(root: Path, name: str, step: int) -> None:
 
 
 def read_pointer(root: Path, name: str) -> int | None:
-    """Return the step in the pointer file `name`; None if there is no such file, or no folder of the step."""
+    """Return the step in the pointer file `name`; None if there is no such file, or no folder for the step."""
     url = storage.origin(root)
     try:
         # The file might not be a pointer, so limit the number of bytes that are read.

@@ -98,7 +98,7 @@ class PretrainedWeights:
 
 
 def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, FrozenParameter]:
-    """Read the parameters that a model keeps quantized, one at a time, and quantize them. Returns their hashes.
+    """Read, one at a time, the parameters that a model keeps quantized, and quantize them. Returns their hashes.
 
     Raises ConfigError for a parameter that no pretrained folder covers.
     """
@@ -166,7 +166,7 @@ def load_shards(
 ) -> set[str]:
     """Fill shards from a checkpoint, or from `pretrained` for frozen parameters. Returns the frozen parameters' names.
 
-    No tensor is gathered. If other ranks hold further parameters, pass the `names` of all the model's parameters.
+    No tensor is gathered. If other ranks hold other parameters, pass all the model's parameter names as `names`.
     Raises CheckpointError if model and checkpoint have different parameters, or if a frozen parameter has no pretrained
     weights. To compare the frozen parameters with the checkpoint's hashes, call `check_frozen`.
     """
@@ -202,7 +202,7 @@ def _check_used(reader: Reader, extra: set[str]) -> None:
 
 
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:
-    """Raise CheckpointError if parameters that share an optimizer scalar have different values in the checkpoint."""
+    """Raise CheckpointError if parameters that share an optimizer scalar here have different ones in the checkpoint."""
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
     values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
     copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]

@@ -31,7 +31,7 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
-# Enough for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment sharded over 500 ranks. Parsed
+# Limits for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment sharded over 500 ranks. Parsed
 # values take up to 30 times the memory of their text, so the number of values is limited, too.
 MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
 CHUNK = 1 << 22  # bytes of a file per checksum
@@ -41,7 +41,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # file name: not
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """A checkpoint of a different format or version. Such a checkpoint is intact, and never skipped or replaced."""
+    """A checkpoint of a different format or version. Such a checkpoint is intact, and is never skipped or replaced."""
 
 
 def box_key(kind: str, name: str, shape: tuple[int, ...], box: Box) -> str:
@@ -100,7 +100,7 @@ def _read(path: Path, most_bytes: int) -> tuple[bytes, Any]:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """Return the text of a manifest.json with this content. The SHA-256 hash at the end covers all other text."""
+    """Return the text of a manifest.json with this content. The SHA-256 hash at the end covers all text before it."""
     text = json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1).encode()
     body = text.removesuffix(b"\n}") + _SUM_BEGINS
     return body + hashlib.sha256(body).hexdigest().encode() + _SUM_ENDS
@@ -199,7 +199,7 @@ def _tensor(entry: Any) -> StoredTensor:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """Check a shape or an offset: limit the number of dimensions and the product, the number of elements."""
+    """Check a shape or an offset; the number of dimensions and the product of the values are limited."""
     if not isinstance(values, list):
         raise ValueError(f"{show(values)} is not a list")
     counts = tuple(map(_count, values))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # so that reading a run's folder does not import torch
 
 _PATIENCE = 20  # seconds to wait for a killed run to end, or for a file to appear on other machines
 _LONGEST_CONFIG = 1 << 20  # bytes
-_INTERVAL = 60.0  # seconds between copies of a run's files to a bucket
+_INTERVAL = 60.0  # seconds between uploads of a run's files to a bucket
 _WRITER = ".writer"  # file with the ID of the last process that wrote to a bucket from this folder
 _copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> its mtime and size when it was last copied
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -106,7 +106,7 @@ class RunFolder:
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            if _locks(descriptor, fcntl.LOCK_EX) and _is(self._lock, descriptor):  # not renamed since `os.open`
+            if _locks(descriptor, fcntl.LOCK_EX) and _is(self._lock, descriptor):  # the file was not renamed meanwhile
                 self._descriptor = descriptor
                 return
             os.close(descriptor)
@@ -134,7 +134,7 @@ class RunFolder:
         while (held := self.is_held()) and time.monotonic() < deadline:
             time.sleep(0.25)
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # of a traceback, the first line and the error
+        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # the first line and the error of a traceback
         with suppress(OSError):
             if not held and self.log.is_file():
                 append(self.log, f"{time.strftime(TIME_FORMAT)} error: {said}\n")
@@ -210,7 +210,7 @@ class RunFolder:
 
     @staticmethod
     def _holds(proof: Path, token: str) -> bool:
-        """Wait until a file contains `token`; a shared folder may show it seconds late. Returns False on timeout."""
+        """Wait until a file contains `token`; in a shared folder, this may take seconds. Returns False on timeout."""
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             with suppress(OSError):
@@ -239,13 +239,13 @@ class RunFolder:
 
 
 class _Sync:
-    """Copies a run's files from a local folder, locked by this process, to a bucket that no other process writes to."""
+    """Keeps this process the only writer of a run in a bucket, and copies the run's local files there at intervals."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run, self._url, folder = run, run.address, run.path
         known = folder / _WRITER
         earlier = known.read_text(encoding="ascii") if known.exists() else None
-        # If the local folder holds the last writer's ID, that writer was killed, and the local files are the newest.
+        # If the local folder holds the last writer's ID, that process has ended, and the local files are the newest.
         self._writer = writer.Writer.claim(run.address, killed=earlier)
         if self._writer.before != earlier or earlier is None:
             for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""The interface of verbs, the subcommands of the command line. Verbs are plugins."""
+"""The interface of commands, such as `crosstrain train`. Commands are plugins."""
 
 import argparse
 from abc import ABC, abstractmethod
@@ -10,25 +10,25 @@ from crosstrain.config.registry import registry
 
 
 class Command(ABC):
-    """A verb of the command line, registered under its name: `crosstrain NAME`.
+    """A command, registered under its name: `crosstrain NAME`.
 
-    The first line of a subclass's docstring is the verb's summary in `crosstrain --help`, and is read without importing
-    the module. The module is imported when the verb is used. Slow modules should be imported only in `run`.
+    The first line of a subclass's docstring is the command's summary in `crosstrain --help`, and is read without
+    importing the module. The module is imported when the command is used. Import slow modules only in `run`.
     """
 
     function: ClassVar[str] = ""  # the Python interface, `crosstrain.NAME`, as "module:function" in the same package
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the flags. `crosstrain.cli.flags` has flags that several verbs share, such as `--cfg-path`."""
+        """Declare the flags. `crosstrain.cli.flags` has flags that several commands share, such as `--cfg-path`."""
 
     @abstractmethod
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the verb and return the exit code. Raises UserError for a user's mistake."""
+        """Run the command and return the exit code. Raises UserError for a user's mistake."""
 
 
 def python_function(verb: str) -> Callable[..., Any] | None:
-    """Return the Python interface of a verb, or None if the verb does not exist or has no Python interface."""
+    """Return the Python interface of a command, or None if the command does not exist or has no Python interface."""
     if verb not in registry.names("command"):
         return None
     command = registry.get("command", verb)

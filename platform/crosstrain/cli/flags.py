@@ -1,4 +1,4 @@
-"""Flags, and functions for input, that several verbs share."""
+"""Flags, argparse types and an input prompt that several commands share."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ def folder(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """Convert the text of a flag to a file to write in an existing folder, as a `type` for argparse."""
+    """Convert the text of a flag to the path of a file in an existing folder, as a `type` for argparse."""
     folder(str(Path(text).absolute().parent))
     return Path(text)
 
@@ -60,11 +60,11 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help="number of workers per machine (default: one per GPU, or one without a GPU)",
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # ignored; LOCAL_RANK is used
-    parser.set_defaults(as_given=True)  # the verb does not change the project and options
+    parser.set_defaults(as_given=True)  # the command does not change the project and options
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for mistakes in a project file and for missing files, before a verb imports torch."""
+    """Raise UserError for mistakes in a project file and for missing files, before a command imports torch."""
     if project := getattr(arguments, "cfg_path", None):
         paths.find(project)
     place = getattr(arguments, "checkpoint", ".")

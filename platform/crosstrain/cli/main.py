@@ -1,4 +1,4 @@
-"""The command line: find the verbs, which are plugins, and run one of them. Only that verb's module is imported."""
+"""The command line: find the commands, which are plugins, and run one. Only that command's module is imported."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from crosstrain.config.registry import registry
 from crosstrain.utils.errors import UserError, did_you_mean, first_line, printable, refusal, sentence
 from crosstrain.utils.program import command
 
-_ELSEWHERE = {  # verb in other programs -> verb and flags here
+_ELSEWHERE = {  # command of other programs -> command and flags here
     "generate": "evaluate --generate TEXT", "predict": "evaluate --generate TEXT", "eval": "evaluate",
     "test": "evaluate", "run": "train", "fit": "train", "finetune": "train", "pretrain": "train", "sft": "train",
     "resume": "train, which resumes a stopped run", "merge": "export", "convert": "export",
@@ -117,7 +117,7 @@ def _setting(flag: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. The attribute `run` of the result is the verb's method `run`."""
+    """Parse the command line. The attribute `run` of the result is the command's method `run`."""
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)

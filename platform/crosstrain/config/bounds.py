@@ -1,4 +1,4 @@
-"""Bounds of options, declared with the types of the options and applied by the checker.
+"""Bounds on option values, declared in the options' types and enforced by the checker.
 
 An option's type is one of the names below, or has constraints from `annotated_types`, as in pydantic:
 `Annotated[float, Interval(gt=0, le=1)]`, `Annotated[list[str], MinLen(1)]`. Without constraints, a number must be
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Interval, MinLen
 
 LONGEST_TEXT = 65_536  # characters
-_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, the limits of file systems
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # in bytes: the limits of file systems
 LARGEST = 2**63 - 1
 
 

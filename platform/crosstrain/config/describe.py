@@ -77,7 +77,7 @@ def meanings(cls: type) -> dict[str, str]:
 def _own_meanings(cls: type) -> dict[str, str]:
     try:
         return _in_source(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):  # a builtin, or a class created at run time
+    except (OSError, TypeError):  # the class is a builtin, or was created at run time
         made = cls.__dict__.get("__dataclass_fields__", {}).values()
         return {f.name: text for f in made if (text := f.metadata.get("meaning"))}
 

@@ -32,5 +32,5 @@ def hints() -> list[Hints]:
 
 
 def hint_of_key(key: str) -> str | None:
-    """Return the first hint that an installed plugin gives for a key of a different program; None without a hint."""
+    """Return the first hint that an installed plugin gives for a key of a different program, or None."""
     return next(filter(None, (each.of_key(key) for each in hints())), None)

@@ -230,7 +230,7 @@ class _Builder:
         if naming not in given:
             others = [label for label in self.tree.get("datasets", ()) if label != own]
             origins = {layer.label for layer in self.layers if key in layer.lines}
-            if kind == "dataset" and others and origins == {sources.OPTIONS}:  # probably a misspelled label
+            if kind == "dataset" and others and origins == {sources.OPTIONS}:  # the label is probably misspelled
                 if own in (labels := others[0].split("+")):  # a saved run has one dataset with parts
                     part = f"datasets.{others[0]}.parts.{labels.index(own)}.dataset"
                     self.check.fail(key, f"unknown key; did you mean {part}?")

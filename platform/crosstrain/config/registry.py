@@ -49,7 +49,7 @@ class Entry:
 class Registry:
     """All components that YAML can name, by kind and name.
 
-    Sources, in this order: the core's verbs, the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS,
+    Sources, in this order: the core's commands, the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS,
     installed packages with an entry point in the group `crosstrain.plugins`, and paths given to `add_folder`.
     """
 
@@ -67,7 +67,7 @@ class Registry:
         def decorate(component: T) -> T:
             here = _identity(component)
             there = _identity(self._objects.get((kind, name), component))
-            if here != there:  # equal if the module was reloaded
+            if here != there:  # the two are equal if the module was reloaded
                 raise _claimed_twice(kind, name, paths.show(there[0]), paths.show(here[0]))
             self._objects[kind, name] = component
             return component
@@ -255,7 +255,7 @@ def _scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
         tree = ast.parse(source, str(file)) if b"register_" in source else ast.parse("")
     except SyntaxError as error:
         return [], f"SyntaxError: {error.msg}, line {error.lineno}"
-    except (OSError, ValueError, RecursionError) as error:  # unreadable, null bytes, or nested too deeply
+    except (OSError, ValueError, RecursionError) as error:  # the file is unreadable, has null bytes or nests too deeply
         return [], f"{type(error).__name__}: {error}".replace("\n", " ")
     entries, problem = [], None
     definitions = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))

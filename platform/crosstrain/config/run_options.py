@@ -92,7 +92,7 @@ class LogOptions:
 
     shorthand: ClassVar = "format"
 
-    # plain: one readable line; megatron: lines in the format of Megatron-LM, for tools that parse them
+    # plain: one readable line per logged step; megatron: lines in Megatron-LM's format, for tools that parse them
     format: Literal["plain", "megatron"] = "plain"
     timers: bool = False  # add a line with the time of each phase of the step; megatron always has this line
 

@@ -17,7 +17,7 @@ Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
 
 class OptionError(ConfigError):
-    """An error to raise in an options dataclass's `__post_init__`. The checker adds file and line of field `key`."""
+    """An error to raise in an options dataclass's `__post_init__`. The checker adds the file and line of `key`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -41,7 +41,7 @@ class Mistakes(list[UserError]):
 
 @contextmanager
 def all_mistakes() -> Iterator[Mistakes]:
-    """Raise the errors that the block collects or ends with: a single error unchanged, more as ConfigErrors."""
+    """Raise the errors that the block collects or ends with: a single error unchanged, several as ConfigErrors."""
     mistakes = Mistakes()
     with mistakes:
         yield mistakes
@@ -55,14 +55,14 @@ class NoOptions:
 
     Any options dataclass may have these class variables. `elsewhere` maps keys of other programs to advice. `former`
     maps removed options to their defaults; old files may still contain these values, which are ignored. `shorthand` is
-    the field that a plain value sets, as in `amp: bf16`. `published` lists options of a model for which a
+    the field that a plain value sets, as in `amp: bf16`. `published` lists model options for which a
     `pretrained` folder takes precedence over presets.
     """
 
 
 @dataclass(frozen=True)
 class Component:
-    """The name of a registered component, and an instance of its `Options`; None in the default of a field.
+    """The name of a registered component, and an instance of its `Options` (None in the default of a field).
 
     An options dataclass may have components as fields: `resize: Annotated[Component, "processor"]`.
     """
@@ -305,7 +305,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def nearest_key(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known key that `name` misspells, if any. Longer names must match more closely."""
+    """Return a list with the known key that `name` misspells, or an empty list. Longer names must match better."""
     return nearest(name, known, 0.6 if len(name) <= 4 else 0.75)
 
 

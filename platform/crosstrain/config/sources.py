@@ -41,7 +41,7 @@ def name_key(key: Key) -> str:
 
 @dataclass
 class Layer:
-    """One source of configuration. `lines` maps the keys in `tree` to line numbers, or to None without line numbers."""
+    """One source of configuration. `lines` maps the keys in `tree` to line numbers, or to None if they have none."""
 
     label: str
     tree: dict[str, Any]

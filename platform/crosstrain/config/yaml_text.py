@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-        except (KeyError, ValueError) as error:  # an explicit tag, or too many digits for Python
+        except (KeyError, ValueError) as error:  # caused by an explicit tag, or by too many digits for Python
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
                 problem=f"{str(node.value)[:40]!r} is not a valid {kind}", problem_mark=node.start_mark

@@ -30,7 +30,7 @@ _AHEAD = 8  # number of micro batches to announce before they are read
 
 
 class _ByNumber(torch.utils.data.Dataset):
-    """A view of a dataset by sample numbers, for torch's DataLoader."""
+    """A view of a dataset, indexed by sample numbers, for torch's DataLoader."""
 
     def __init__(self, dataset: Dataset, seed: int, index_of: Callable[[int], int]) -> None:
         self.dataset, self.seed, self.index_of = dataset, seed, index_of

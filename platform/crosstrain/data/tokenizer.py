@@ -77,11 +77,11 @@ class TextTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text in a process with limits. The process uses all cores and computes no offsets."""
+        """Encode the texts in a separate process with limits. The process uses all cores and computes no offsets."""
         return [ids.tolist() for ids in self._process(texts, sum(map(len, texts)))]
 
     def decode(self, ids: list[int], *, words: bool = False) -> str:
-        """Decode IDs in a process with limits. words: skip special tokens."""
+        """Decode IDs in a separate process with limits. words: skip special tokens."""
         return self._process((ids, words), len(ids))
 
     def save(self, folder: Path) -> None:

@@ -14,7 +14,7 @@ from crosstrain.utils.errors import ConfigError, RankLost, first_line
 
 _QUIET = 5.0  # seconds until a waiting rank prints its first note; further notes follow every minute
 _STRANGE = 20.0  # seconds until a program that answers at the port is considered not to be rank 0 of this run
-_SHOWN = 64  # a note checks and lists only ranks below this number
+_SHOWN = 64  # a note lists only missing ranks below this number
 # Environment variables that identify a cluster job; each launcher sets some of them.
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 
@@ -33,7 +33,7 @@ def wait_for_ranks(rank: int, size: int, timeout: float) -> dist.Store:
     # Our launcher and torchrun choose a new port for each restart.
     in_use = RankLost if "TORCHELASTIC_RUN_ID" in os.environ else ConfigError
     found, began, due, error = dict[str, Any](), time.monotonic(), _QUIET, None
-    # `_arrive` runs in a thread, because its call into torch may never return, and blocks Python's signal handlers.
+    # `_arrive` runs in a thread, because its call into torch blocks Python's signal handlers and may never return.
     Thread(target=_arrive, args=(found, (host, int(port)), rank, size, timeout), daemon=True).start()
     while error is None and (waited := time.monotonic() - began) < timeout:
         store, error = found.get("store"), found.get("error")

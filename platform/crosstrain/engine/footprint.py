@@ -45,7 +45,7 @@ class Layout:
     buffers: int = 0  # communication buffers while micro batches are computed
     gradient_buffers: int = 0  # communication buffers that exist after the first gradient, including unsent gradients
     step_buffers: int = 0  # communication buffers between the last backward and the end of the step
-    sent: int = 0  # bytes sent in a step, without the collectives inside forward and backward, which a trace counts
+    sent: int = 0  # bytes sent in a step; excludes the model's own collectives, because a trace counts them
     host: dict[str, int] = field(default_factory=dict)  # purpose -> host memory, without optimizer state
     optimizer: Literal["device", "host", "disk"] = "device"  # where the optimizer state is kept
     in_flight: float = 1  # number of micro batches with live activations

@@ -27,7 +27,7 @@ class HeldState:
     stores parameters differently, its runner subclasses HeldState and overrides the small methods below. These methods
     take parameters, not names.
 
-    equal: kinds of tensors that are the same on all ranks that hold the same box, after `Runner.synchronize`; None: all
+    equal: kinds of tensors that are equal, after `Runner.synchronize`, on all ranks with the same box; None: all
     kinds. A checkpoint stores one copy of a tensor of these kinds, and each rank's copy of any other tensor.
     extra: kind -> parameter -> tensor of the runner, laid out like `weight`. These tensors are saved in checkpoints;
     other runners ignore them.

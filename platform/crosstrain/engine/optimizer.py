@@ -36,7 +36,7 @@ class BoundOptimizer(Protocol):
     """An optimizer that gathers whole matrices from the ranks' shards; `Weights.matrices` selects the matrices."""
 
     def bind(self, shards: Callable[[], list[Shard]], group: Group, device: torch.device) -> None:
-        """Set where `step` gets this rank's shards of weights and updates (`shards`), and the device it computes on.
+        """Set the function that returns this rank's shards of weights and updates, and the device for `step`.
 
         The ranks of `group` together hold the whole matrices, and call `step` together.
         """

@@ -269,7 +269,7 @@ class Runner:
         return True
 
     def synchronize(self) -> None:
-        """Make the kinds of tensors in `held.equal` the same on all ranks.
+        """Make tensors of the kinds in `held.equal` the same on all ranks.
 
         Called before a checkpoint is saved, before validation and at the end of training.
         """
@@ -306,7 +306,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
-    """Return name -> mean over the ranks of the values recorded by the models (`Model.take_recorded`). Collective."""
+    """Return name -> mean of the values that all ranks' models recorded (`Model.take_recorded`). Collective."""
     totals: Sums = {}
     for held in group.all_gather(sums):
         add_sums(totals, held)

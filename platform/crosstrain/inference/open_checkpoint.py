@@ -27,7 +27,7 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, sen
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.trust import Trust, check_source, is_own, limited_to, names_command
 
-# Limits for building a model: address space in bytes, not counting the model's largest parameter, and seconds.
+# Limits for building a model: address space in bytes, not counting the model's largest parameter, and time in seconds.
 _BYTES, _SECONDS = 1 << 30, 10.0
 _PADDING = 1 << 26  # extra elements allowed for vocabulary padding, on top of twice the checkpoint's elements
 
@@ -77,7 +77,7 @@ _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # 
 
 
 def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options: Overrides) -> dict[str, Any]:
-    """Reduce the section `run` of a checkpoint's configuration to the options that evaluation uses.
+    """Reduce the `run` section of a checkpoint's configuration to the options that evaluation uses.
 
     `own`: the current user trained with this configuration.
     """

@@ -57,11 +57,11 @@ def no_match(pattern: str, names: Iterable[str]) -> str:
 
 
 class Model(nn.Module, ABC):
-    """Base class of all models: computes the loss of a batch, and describes its parameters and structure.
+    """Base class of models, which compute the loss of a batch and describe their own parameters and structure.
 
     `forward` and `blocks` are enough to train under data parallelism, FSDP and ZeRO. `structure`, `weights` and
-    `export` describe everything else; a model replaces them if their defaults are not enough. Subclasses contain
-    unmodified modules of a library.
+    `export` describe everything else; a model replaces them if their defaults are not enough. Subclasses wrap a
+    library's modules without modifying them.
     """
 
     takes_positions = False  # True: `forward` takes position_ids and attention_mask; see `LanguageModel.forward`

@@ -48,7 +48,7 @@ class Context:
         return self.padded(x, padding).narrow(1, dist.get_rank(self.group) * share, share)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange this rank's part of the sequence of all heads for the whole sequence of some heads.
+        """Exchange this rank's part of the sequence in all heads for the whole sequence in some heads.
 
         Shapes: [batch, heads, share, width] -> [batch, heads / ranks, length, width]. Key and value heads are repeated
         if their number is not a multiple of the number of ranks. Raises ConfigError if the number of query heads is not

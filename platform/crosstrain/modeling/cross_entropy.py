@@ -17,7 +17,7 @@ from torch import Tensor
 from crosstrain.modeling.context import gathered
 from crosstrain.utils.types import IGNORE_INDEX
 
-# fp16 rounds values below 6e-8 to zero, and such probabilities are common in a large vocabulary. The gradient of a
+# fp16 rounds values below 3e-8 to zero, and such probabilities are common in a large vocabulary. The gradient of a
 # logit lies in [-1, 1], so multiplying it by this factor cannot overflow. Matmuls with this gradient have fp32 outputs,
 # and the backward divides the outputs by the factor.
 _FP16_LIFT = 2.0**15
@@ -80,8 +80,8 @@ def token_cross_entropy(
     `token_losses` replaces -log softmax and must be differentiable. It gets a chunk's logits, in fp32 or better, and
     the chunk's slice of the flattened labels. With a `group`, the ranks first gather the chunk's full logits.
 
-    `traced_rows` is for tracing memory without values: only this number of rows of each chunk goes through the softmax,
-    in one call. The other rows would reuse the same memory, so the peak is the same.
+    `traced_rows` is for memory traces of tensors without data: only this number of rows of each chunk goes through the
+    softmax, in one call. The other rows would reuse the same memory, so the peak is the same.
 
     The result can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes
     that do not match, and the error of `torch.gather` for a label outside the vocabulary.
@@ -218,7 +218,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 losses[chunk] = plan.losses_(logits, labels, chunk, lift)
                 if slope is not None and lift is not None:
                     logits.mul_(slope)
-                # Tokens without a target are masked in the matmuls, because masking the logits is an extra pass.
+                # Tokens without a target are masked in the matmuls, because masking the logits takes an extra pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
                 h, ones = h.masked_fill(skip, 0.0), (~skip).to(dtype)
@@ -232,7 +232,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
                     grad_weight = _exact_addmm(grad_weight, logits.T, h)
                 if needed[2]:
                     grad_bias = _exact_addmm(grad_bias, logits.T, ones)
-            if needed[1] and grad_weight is None:  # no tokens
+            if needed[1] and grad_weight is None:  # there are no tokens
                 grad_weight = torch.zeros_like(weight, dtype=exact)
             if needed[2]:
                 grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if grad_bias is None else grad_bias[:, 0]

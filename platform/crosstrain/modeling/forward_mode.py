@@ -79,7 +79,7 @@ class ForwardMode:
     reduce: Reduce | None = None  # reduces token losses [batch, length] to the returned value; None: to their sum
     hits: Hits | None = None  # called with one boolean per target: True if the target has the highest logit
     token_losses: TokenLosses | None = None  # computes token losses, e.g. for distillation; None: -log p
-    traced_rows: int | None = None  # argument of `token_cross_entropy`, for tracing memory without values
+    traced_rows: int | None = None  # argument of `token_cross_entropy`, for memory traces of tensors without data
 
     def output(
         self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PRODUCTS

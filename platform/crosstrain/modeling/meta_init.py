@@ -63,7 +63,7 @@ def parameters_on_meta(
 
 
 def materialize(model: M, device: torch.device) -> M:
-    """Replace every parameter by zeros on `device`, keep parameters tied, and move the buffers to `device`."""
+    """Replace every parameter by zeros on `device`, keep tied parameters tied, and move the buffers to `device`."""
     made = {p: nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in model.parameters()}
     replace_parameters(model, made)
     for module in model.modules():

@@ -66,7 +66,7 @@ class Objective:
         """Return the sum of the losses of all units (see `units`), an fp32 scalar, differentiable in `losses`.
 
         losses: fp32 [rows, length], 0 for tokens without a target. batch: contains `labels` and the `fields` above.
-        Control flow may depend only on shapes, because a plan traces this method without values.
+        Control flow may depend only on shapes, because a plan traces this method on tensors without data.
         """
         return losses.sum()
 
@@ -107,7 +107,7 @@ class Objective:
             raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; add it")
 
     def inputs(self, batch: Batch, mode: ForwardMode = PLAIN) -> dict[str, Any]:
-        """Return arguments of the model's forward, to make it return the `loss`, or the result requested by `mode`."""
+        """Return arguments that make the model's forward return the `loss`, or the result requested by `mode`."""
         given = {name: value for name, value in batch.items() if name not in self.fields}
         if "labels" in batch and mode.reduce is None and not self.is_plain:
             mode = replace(mode, reduce=partial(self._reduced, batch=batch))

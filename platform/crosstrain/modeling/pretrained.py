@@ -63,14 +63,14 @@ class Source:
     folder: Path
     place: Callable[[str, set[str]], Place]  # (parameter, names in the folder) -> place of the parameter
     covers: Callable[[str], bool] = lambda name: True
-    of_model: bool = False  # True: an earlier run's weights; the model must use all, and checkpoints store them
+    of_model: bool = False  # True: an earlier run's weights; the model must use all of them, and checkpoints store them
 
 
 def downloaded(name: str) -> Path | None:
     """Return the local folder of a downloaded hub model; None if the model or a part of it is not downloaded."""
     from huggingface_hub import snapshot_download
 
-    with suppress(Exception):  # many exception types, also for invalid names
+    with suppress(Exception):  # the library raises many exception types, also for invalid names
         folder = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
         index = folder / "model.safetensors.index.json"
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()

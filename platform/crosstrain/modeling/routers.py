@@ -118,7 +118,7 @@ class Routers:
         seen, self._seen = self._seen or {}, None
         weight, owner, owners = self._tokens(labels, documents)
         here = sorted(seen)
-        if not here:  # a pipeline stage without experts
+        if not here:  # this pipeline stage has no experts
             return weight.new_zeros(())
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_loss):
             parts = [_Layer.of(*seen[n], hasattr(self.modules[n], BIAS), weight, owner, owners) for n in here]

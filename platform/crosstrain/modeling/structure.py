@@ -26,7 +26,7 @@ class Ends:
 class Structure:
     """Describes the modules of a model. The defaults are enough for data parallelism, FSDP and ZeRO."""
 
-    reads_across = False  # True: modules read each other's weights, so a block needs all its weights whole
+    reads_across = False  # True: modules read each other's weights, so a block needs all its weights unsharded
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -27,7 +27,7 @@ class Quantized(Protocol):
     shape: torch.Size  # logical shape
 
     def quantize(self, value: Tensor) -> None:
-        """Set this parameter to the full fp32 `value`, quantized. Called once, after the runner sharded the model."""
+        """Quantize the full fp32 `value` into this parameter. Called once, after the runner has sharded the model."""
 
 
 class Weights:
@@ -87,7 +87,7 @@ class Weights:
         return name
 
     def sources(self) -> list[Source]:
-        """All folders of pretrained weights, by default only `folder`. Parameters in no folder are initialized."""
+        """All folders of pretrained weights, by default only `folder`. Parameters in none of them are initialized."""
         folder = self.folder()
         return [] if folder is None else [Source(folder, self.place)]
 

@@ -64,7 +64,7 @@ class Tracker(ABC):
     def log(self, row: Row) -> None:
         """Record a step that was logged, validated or both. `crosstrain.monitor.metrics` lists the keys of a row.
 
-        A resumed run repeats the steps after its checkpoint, with the same numbers.
+        A resumed run repeats the steps after its checkpoint, with the same step numbers.
         """
 
     def close(self, finished: bool) -> None:  # noqa: B027 - some trackers keep nothing open
@@ -85,7 +85,7 @@ def check_trackers(components: Iterable[Component]) -> None:
 
 
 class IsolatedTracker:
-    """A wrapper that keeps a tracker from stopping or delaying the run; an error loses only the tracker's rows.
+    """A wrapper that keeps a tracker from stopping or delaying the run; an error affects only the tracker's rows.
 
     Calls of a remote tracker run in order, in a separate thread.
     """

@@ -1,4 +1,4 @@
-"""The hook for bad steps (non-finite or spiking loss): find the responsible samples, then stop, skip or roll back."""
+"""The hook for bad steps (loss spikes, non-finite losses or gradients): find suspects, then stop, skip or roll back."""
 
 import json
 import math

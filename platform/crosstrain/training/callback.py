@@ -175,7 +175,7 @@ class Hooks:
         return {name: states[name] for name in self.callbacks}
 
     def shards(self) -> list[Shard]:
-        """Return this rank's shards of all hooks; a prefix of their kinds distinguishes them from optimizer state."""
+        """Return this rank's shards of all hooks; their kinds get a prefix, unlike the kinds of optimizer state."""
         found = [replace(shard, kind=CALLBACK + shard.kind) for own in self.call("shards") for shard in own]
         if len({(shard.kind, shard.name) for shard in found}) < len(found):
             raise TrainingError(

@@ -89,8 +89,8 @@ def _read(checkpoint: Path) -> None:
 def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = False) -> Preflight:
     """Build and check the batch plan, data, model, optimizer, schedule and trackers.
 
-    dry: download, prepare and write nothing; weights and prepared data may be absent. fresh: see `as_begun`. The result
-    has the configuration that `as_begun` returns. Raises UserError for any mistake.
+    dry: do not download, prepare or write anything; weights and prepared data may be absent. fresh: see `as_begun`. The
+    result has the configuration that `as_begun` returns. Raises UserError for any mistake.
     """
     config = as_begun(config, fresh)
     run, runner = config.run, registry.get("runner", config.run.runner.name)
@@ -149,7 +149,7 @@ def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
 
 
 def _without_weights(value: Any, sized: Any, absent: list[str]) -> Any:
-    """Remove pretrained weights that are not on this machine from a component or its options; list them in `absent`.
+    """Remove missing pretrained weights from a component or its options, and list their names in `absent`.
 
     sized: the same value with all sizes from its presets, because the sizes in the missing weights are unknown.
     """

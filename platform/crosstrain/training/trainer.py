@@ -69,7 +69,7 @@ class Trainer:
         self.hooks = Hooks(self, hooks_before, hooks_after)
 
     def fit(self) -> State:
-        """Train until `max_iters` or a request to stop, save, and return the final state."""
+        """Train until `max_iters` or a stop request, then save and return the final state."""
         try:
             self.hooks.call("on_start")
             batches = self.batches()

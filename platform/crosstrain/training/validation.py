@@ -46,7 +46,7 @@ class Validation(Callback):
 
     def _log_perplexity(self, dataset: Dataset) -> None:
         metrics = self.last
-        if metrics is None:  # a resumed run with no steps left
+        if metrics is None:  # a resumed run has no steps left
             metrics = self.measure(dataset)
             log.info("validation %s", metrics.line(".6E"))
         if metrics.of_tokens:
@@ -62,7 +62,7 @@ class Validation(Callback):
 
 
 class BestPointer(Callback):
-    """Tracks the lowest validation loss. With `run.save_best`, `checkpoints/best` points to that step's checkpoint."""
+    """Tracks the lowest validation loss. With `run.save_best`, `checkpoints/best` points to the best checkpoint."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         if (loss := metrics.get("val_loss")) is None:

@@ -46,7 +46,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         log_end(trainer)
     except Exception:
         if runner.world.size == 1:  # with more ranks, a save may wait for a dead rank
-            with suppress(Exception):  # report the first error, not one from the save
+            with suppress(Exception):  # report the first error, not an error of the save
                 trainer.checkpointer.wait()
             trainer.folder.release()  # so that the error can be recorded in the folder
         raise
@@ -105,7 +105,7 @@ def _build_in(
             f"run.resume_from: {start} is at step {state.step}, but this run ends after step {max_iters}: train longer "
             f"(run.max_iters or run.max_epoch), or start a new run from its weights (model.pretrained)"
         )
-    if not own or state.ended_with != to_plain(run.callbacks):  # a different run or different callbacks
+    if not own or state.ended_with != to_plain(run.callbacks):  # the run or its callbacks have changed
         state.ended_with = []
     return Trainer(
         config=config,

@@ -78,7 +78,7 @@ class RankLost(UserError):
 
 @contextmanager
 def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
-    """Turn a library's error in the block into a one-sentence error that starts with `what`. UserErrors are kept."""
+    """Turn an exception in the block into a one-sentence error that starts with `what`; UserErrors stay unchanged."""
     try:
         yield
     except UserError:

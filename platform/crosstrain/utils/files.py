@@ -87,7 +87,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Replace a file. If this fails, raises OSError and keeps the previous file."""
+    """Replace a file. On failure, raises OSError and keeps the previous file."""
     with replacing(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
@@ -98,7 +98,7 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; an `object_pairs_hook` for json. Raises ValueError for a duplicate key.
+    """Build a JSON object, as an `object_pairs_hook` of json. Raises ValueError for a duplicate key.
 
     With duplicate keys, a viewer may show the first value while a program uses the second.
     """
@@ -110,7 +110,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def append(path: Path, data: str | bytes) -> None:
-    """Append `data` to a file. If this fails, raises OSError and leaves the file unchanged."""
+    """Append `data` to a file. On failure, raises OSError and leaves the file unchanged."""
     data = data.encode() if isinstance(data, str) else data
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)

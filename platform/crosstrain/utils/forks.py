@@ -13,7 +13,7 @@ class _CheckedProcess(ForkProcess):
     """A forked process that is forked again if it hangs before `run` is called.
 
     A fork copies locks in their current state. In Python 3.11, the child takes one of the interpreter's locks, and
-    waits forever if a C++ thread, for example one of torch's collectives, held that lock at the fork to release a
+    waits forever if a C++ thread, such as a thread of torch's collectives, held that lock at the fork to release a
     Python object.
     """
 

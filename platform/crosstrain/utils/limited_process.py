@@ -22,7 +22,7 @@ _IDLE = 60.0  # the process ends after this many seconds without a call
 
 
 class LimitError(UserError):
-    """A call that failed in its process, or ended the process."""
+    """A call that raised an error in its process, or brought the process down."""
 
 
 class TooLate(LimitError):
@@ -110,7 +110,7 @@ class LimitedProcess:
             signal.signal(number, signal.SIG_DFL)
         for output in (1, 2):  # hide the output of Rust panics; the error goes to the caller
             os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-        # Close the caller's connections, or they would stay open as long as this process runs.
+        # Close the caller's connections; otherwise, they would stay open as long as this process runs.
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if (torch := sys.modules.get("torch")) is not None:

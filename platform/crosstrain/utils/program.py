@@ -13,7 +13,7 @@ from crosstrain.utils.paths import home, show
 
 
 def command(verb: str, *arguments: object) -> str:
-    """Return the shell-quoted command line that runs a verb in the working directory, or shows its `--help`.
+    """Return the shell-quoted command line that runs a command in the working directory, or shows its `--help`.
 
     The command line runs `crosstrain` if this environment has that program, and `python -m crosstrain` otherwise.
     """

@@ -49,7 +49,7 @@ def local(path: str | Path) -> Path:
 
 
 def origin(path: Path) -> str | None:
-    """Return the URL of a local copy in the cache; None for any other path."""
+    """Return the URL of which `path`, in the cache, is the local copy; None for any other path."""
     if not path.is_relative_to(_copies()):
         return None
     protocol, *names = path.relative_to(_copies()).parts
@@ -165,7 +165,7 @@ def tried(url: str, action: Callable[[Any, str], T]) -> T:
         except FileNotFoundError:
             raise
         except Exception as error:
-            if (status := getattr(error, "status_code", None)) == 404:  # Azure, if the container is missing
+            if (status := getattr(error, "status_code", None)) == 404:  # Azure raises this for a missing container
                 raise FileNotFoundError(_words(error)) from error
             if status in (401, 403) or any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
                 reason = "the credentials were refused, are missing or have expired"

@@ -84,7 +84,7 @@ def is_own(config: Mapping[str, Any], signed: Any) -> bool:
     key = _key(create=False)
     try:
         return key is not None and hmac.compare_digest(_signed(key, config).encode(), str(signed).encode())
-    except (ValueError, RecursionError):  # a lone surrogate, or values nested too deeply
+    except (ValueError, RecursionError):  # `signed` has a lone surrogate, or `config` is nested too deeply
         return False
 
 

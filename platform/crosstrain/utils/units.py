@@ -13,7 +13,7 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent with None, also inside dictionaries and lists."""
+    """Replace numbers that JSON cannot represent with None, including those inside dictionaries and lists."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -24,8 +24,8 @@ def rounding(gaps: Iterable[Gap]) -> str | None:
 
 
 def precision(errors: list[float], fewest: int = 1) -> str | None:
-    """Return the dtype with rounding errors that explain at least 80% of `errors` and at least `fewest`, else None."""
-    # Rounding to p bits has relative errors of up to 2^-p, with a root mean square of 0.3 to 0.6 times 2^-p.
+    """Return the dtype with rounding errors that explain at least 80% and at least `fewest` of `errors`, else None."""
+    # Rounding to p bits causes relative errors of up to 2^-p, with a root mean square of 0.3 to 0.6 times 2^-p.
     for name, epsilon in _ROUNDINGS.items():
         if sum(0.2 * epsilon < error < 0.8 * epsilon for error in errors) >= max(0.8 * len(errors), fewest):
             return name

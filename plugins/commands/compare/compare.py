@@ -214,7 +214,7 @@ def _number(value: float | None) -> str:
 
 
 def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
-    """Return file name -> difference, for files of a checkpoint, such as config.json, with unexpected contents."""
+    """Return file name -> difference for the files of a checkpoint, such as config.json, that are not as expected."""
     reader, model = Reader.open(checkpoint), outline(config, checkpoint)
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)

@@ -31,7 +31,7 @@ class Finding:
 
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance, resumed: bool = False) -> Finding | None:
-    """Return the earliest difference, or None if both runs trained alike."""
+    """Return the earliest difference, or None if the two runs match."""
     return next(_Judge(record, reference, tolerance, resumed).findings(), None)
 
 

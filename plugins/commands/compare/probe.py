@@ -94,7 +94,7 @@ class Probe(Callback):
             self.steps[-1] |= self.against(now, shards)
 
     def against(self, there: Reader, shards: list[Shard]) -> Record:
-        """Compare the state in memory with a checkpoint: missing tensors, extra tensors, measurements. Collective."""
+        """Compare state in memory with a checkpoint; return missing and extra tensors, and measurements. Collective."""
         here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
         missing = [f"{kind} of {name}" for kind, name in there.tensors.keys() - here]
         by_kind = {}

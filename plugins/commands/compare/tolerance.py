@@ -23,7 +23,7 @@ class Gap:
     @property
     def relative(self) -> float:
         """|d| / |r|."""
-        if not math.isfinite(self.dd) and not math.isfinite(self.rr):  # an overflow on both sides
+        if not math.isfinite(self.dd) and not math.isfinite(self.rr):  # both tensors overflowed
             return 0.0
         if self.rr == 0.0 or not math.isfinite(self.dd):
             return 0.0 if self.dd == 0.0 else math.inf

@@ -28,7 +28,7 @@ Role = Literal["reference", "noise", "contestant"]
 
 # While a contestant trains, it does not log, validate or save.
 _HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
-_MOST_PARTS = 16  # maximum number of micro batches in a step for which each gradient is measured separately
+_MOST_PARTS = 16  # a step with more micro batches is not measured one micro batch at a time
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Export a checkpoint, from any runner and number of ranks, as a plain Hugging Face model folder.
+"""Export a checkpoint, saved by any runner on any number of ranks, as a plain Hugging Face model folder.
 
 Tensors are copied one at a time from the checkpoint's boxes to the new files. Memory use depends on the
-largest tensor, not on the model.
+largest tensor, not on the size of the model.
 """
 
 import json
@@ -194,7 +194,7 @@ def _write(
     for name, path in paths.items():
         content = _copy(path, folder / name, progress)
         config = content if name == "config.json" else config
-    if part is not None:  # this configuration has keys that transformers does not know
+    if part is not None:  # the configuration of a part has keys that transformers does not define
         part.export.save_config(folder)
         config = read_json(folder / "config.json")
     if dtype is not None and isinstance(config, dict):
@@ -230,7 +230,7 @@ def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
 
 
 def _known(config: dict[str, Any], of_generation: bool) -> dict[str, Any]:
-    """Return the safe entries: keys that transformers defines for this configuration, and values without strings."""
+    """Return the safe entries: their keys are defined by transformers, or their values contain no strings."""
     from transformers import GenerationConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
@@ -259,7 +259,7 @@ def _without_redirections(value: Any) -> Any:
 
 
 def _architecture(config: Any) -> str | None:
-    """Return the transformers class that a configuration names; None if it does not exist, or several are named."""
+    """Return the transformers class that a configuration names; None if it names several, or an unknown one."""
     named = config.get("architectures") if isinstance(config, dict) else None
     first = named[0] if isinstance(named, list) and len(named) == 1 else None
     if not isinstance(first, str):

@@ -16,7 +16,7 @@ from ..units import show_bytes
 
 _HOST = 8  # GiB of host memory per rank, for libraries, the device's context and samples in flight
 _SHARED = 16  # GiB of shared memory, for NCCL and data loading
-_SAVED = 5e8  # assumed minimum speed of saving a checkpoint, in bytes per second and machine
+_SAVED = 5e8  # assumed minimum speed of saving a checkpoint, in bytes per second per machine
 _RESTARTS = 20
 _VOLUME = "/crosstrain"  # mount path of the volume in the pods' templates
 _GIB = 2**30

@@ -32,7 +32,7 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     }
     with explained(f"{path}: cannot be read"):
         text = read_regular(path, _LARGEST_FILE).decode("utf-8-sig")
-        # tomllib needs much memory for deeply nested keys.
+        # tomllib needs a lot of memory for deeply nested keys.
         if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):
             raise Unreadable(f"expected at most {DEEPEST} levels")
         tree = readers.get(path.suffix.lower(), read_script)(text)
@@ -70,7 +70,7 @@ def _assignments(text: str) -> dict[str, Any]:
 def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
     """Read the arguments that a Python script passes to the functions in `calls`; a computed argument is UNKNOWN.
 
-    The setting "calls" contains the names of the calls that were found. A subclass of a class in `calls` counts as this
+    The setting "calls" contains the names of the calls that were found. A subclass of a class in `calls` counts as that
     class, and its public methods are settings, too.
     """
     found, known, tree = dict[str, Any](), _assignments(text), ast.parse(text)

@@ -186,7 +186,7 @@ class _Migration:
                 self.notes.append(
                     (_LOST, ".".join(key), "commands and references ${...} are not carried over; set the value")
                 )
-            elif one not in quiet and (value is not False or ": " not in answer):  # other settings have no effect
+            elif one not in quiet and (value is not False or ": " not in answer):  # otherwise the setting has no effect
                 self._settle(key, end, value, read, answer)
         return self._project
 

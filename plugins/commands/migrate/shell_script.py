@@ -122,7 +122,7 @@ class _Shell:
             case _ if name not in ("echo", "printf"):
                 self._record(fields, node.start_point.row + 1)
         for option, text in pairwise(rest):
-            if re.fullmatch(r"-\w*c", option) and _SHELLS & {*fields}:  # a script for a new shell
+            if re.fullmatch(r"-\w*c", option) and _SHELLS & {*fields}:  # the text is a script for a new shell
                 self._variables = ChainMap()
                 self.follow("\n" * node.start_point.row + text, sure=False)
 
@@ -131,7 +131,7 @@ class _Shell:
         text = self._text(value, quoted=True).replace(_QUOTED, "") if value else ""
         first, gap, others = (self._variables.get(name) or "").partition(_GAP)
         adds = any(child.type == "+=" for child in node.children)
-        if "[" in name:  # an array element
+        if "[" in name:  # `name` is an array element
             self._forget(node, name, text)
         elif value is None or value.type != "array":
             self._set(name, f"{first if adds else ''}{text.replace(_GAP, ' ')}{gap}{others}", node, sure)
@@ -174,7 +174,7 @@ class _Shell:
     def _unread(self, node: Any) -> str:
         """Return a placeholder for an expansion that is not evaluated.
 
-        The value may come from variables in the expansion, or from the arguments of echo or cat.
+        The placeholder may stand for the values of the expansion's variables, or for text that the expansion prints.
         """
         source = node.text.decode()
         names = self._variables if "${!" in source else re.findall(r"\w+", source)

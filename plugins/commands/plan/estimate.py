@@ -179,7 +179,7 @@ class Project:
             "gathered parameters": layout.gathered,
             "gradients": layout.gradients + made,
             "activations": kept - inputs,
-            "temporary": compute - made - exchanged - kept,  # the logits, for example
+            "temporary": compute - made - exchanged - kept,  # such as the logits
             "communication": layout.buffers + exchanged,
         }
         trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]
@@ -231,7 +231,7 @@ class Project:
 def with_options(
     config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
 ) -> Config:
-    """Return the configuration with new batch sizes or a new checkpointing mode; the sizes set the accumulation."""
+    """Return the configuration with new batch sizes or a new checkpointing mode; new sizes reset the accumulation."""
     run = config.run
     if micro_batch is not None:
         total = global_batch or run.global_batch_size

@@ -49,7 +49,7 @@ def check_memory(project: Project, world_size: int, limit: int, others: Callable
 
 
 def needs(estimate: Estimate, device: str) -> int:
-    """Return the bytes that the fullest rank needs on its device; on a CPU, this includes host memory."""
+    """Return the largest number of bytes that a rank needs on its device; on a CPU, this includes host memory."""
     return estimate.memory.total + (estimate.memory.on_host if device == "cpu" else 0)
 
 
@@ -100,7 +100,7 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
 
 def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:
-    """Yield the project with those options of the model that save memory, and then also with each adapter."""
+    """Yield the project with the model options that save memory, and then also with each adapter."""
     lighter = project.model.structure.lighter(project.config.run.amp.dtype)
     settings = [f"model.{key}={value}" for key, value in lighter.items()]
     yield settings, others.rebuild(settings) if settings else project

@@ -1,8 +1,8 @@
 """Trace the memory of a forward and a backward with fake tensors, which have shapes but no values.
 
-A tensor counts from its allocation until torch releases it, whether the model, autograd, autocast or checkpointing
-holds the tensor, so the trace works for any model. The traced operations are those of torch's CPU backend. For a GPU,
-the trace assumes a fused attention kernel, and a loss that computes one softmax per chunk.
+A tensor counts from its allocation until torch releases it, no matter if the model, autograd, autocast or
+checkpointing holds it, so the trace works for any model. The traced operations are those of torch's CPU backend. For
+a GPU, the trace assumes a fused attention kernel, and a loss that computes one softmax per chunk.
 
 At most two of the equal blocks in a chain are traced. The first trace contains the first and the last block, and the
 second trace contains only the first block. The difference between the traces is the cost of each further block.
@@ -109,7 +109,7 @@ def _alike(chain: list[nn.Module]) -> list[nn.Module]:
 
 
 def _extended(out: Trace, ends: "_Tracker", one: "_Tracker", chain: int, more: int) -> Trace:
-    """Return `out` with `more` blocks in the middle of a chain; a block costs the difference of `ends` and `one`."""
+    """Return `out` with `more` blocks in the middle of a chain; each costs the difference between `ends` and `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
     gradients = max(a.backward)[1] - max(b.backward)[1]

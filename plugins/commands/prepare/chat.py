@@ -59,7 +59,7 @@ class _Encode:
 
     @cached_property
     def process(self) -> LimitedProcess:
-        self.template = ChatTemplate(self.source.tokenizer)  # before the process is forked
+        self.template = ChatTemplate(self.source.tokenizer)  # loaded before the process is forked
         return LimitedProcess(self._read, "")
 
     def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, _Result]]:
@@ -168,7 +168,7 @@ def _objects(url: str) -> list[str]:
 
 
 def _near(path: str, folder: Path) -> str:
-    """Copy the objects of a URL to a folder, and return the path there; return a local path unchanged."""
+    """Copy the objects of a URL to `folder`, and return their local path; return a local path unchanged."""
     if not storage.is_url(path):
         return path
     for url in _objects(path):

@@ -226,7 +226,7 @@ class ChatTemplate:
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
             return ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part]
-        # This tokenizer prepends a space to each text: encode the whole text, if token boundaries match the spans.
+        # This tokenizer prepends a space to each text: encode the whole text; token boundaries must match the spans.
         whole = self.backend.encode(text, add_special_tokens=False)
         starts, stops = {a for a, _ in whole.offsets}, {b for _, b in whole.offsets}
         refuse_if(

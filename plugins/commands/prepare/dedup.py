@@ -17,7 +17,7 @@ from .shards import CorpusShard
 from .stats import EXAMPLES, Counts
 
 _SEED = 42
-_FOUND = 0.99  # probability of finding a pair at the threshold; it is higher for more similar pairs
+_FOUND = 0.99  # probability of finding a pair at the threshold; it is higher for pairs that are more similar
 _MOST_PAIRS = 256  # compare a document with at most this many documents that share a band, the earliest first
 _CACHED = 4096  # sets of shingles kept for later comparisons
 

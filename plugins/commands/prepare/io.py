@@ -23,7 +23,7 @@ from crosstrain.utils.paths import near
 
 from .resource_limits import bounded
 
-_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: per byte of the file, and at least this many
+_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: a multiple of the file's size, with this minimum
 MOST = 1 << 28  # limit in bytes on a line, a document before a separator, and a compressed file read as a whole
 _HELD = 128  # rows of a table held in memory at once
 _VALUE = 16  # bytes of overhead counted for each value of a table
@@ -269,7 +269,7 @@ def files_below(folder: Path) -> list[Path]:
 
     found = []
     for root, folders, names in os.walk(folder, onerror=fail):
-        if {"dataset_dict.json", "dataset_info.json"} & set(names):  # from save_to_disk: list only the tables
+        if {"dataset_dict.json", "dataset_info.json"} & set(names):  # written by save_to_disk: list only the tables
             names = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
         for path in (Path(root, name) for name in folders + names if not name.startswith(".")):
             if path.is_file():

@@ -105,7 +105,7 @@ def _locked(path: Path, wait: bool) -> Iterator[None]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.fstat(file).st_nlink:  # otherwise the last holder removed the file
+            if os.fstat(file).st_nlink:  # otherwise the previous holder has removed the file
                 try:
                     yield
                 finally:

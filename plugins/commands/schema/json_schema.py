@@ -111,7 +111,7 @@ class _Definitions(dict[str, Schema]):
         return _mapping(properties, [option.name for option in known if option.required])
 
     def value(self, hint: Any, default: Any = None) -> Schema:
-        """Return a schema that accepts values of the type `hint`, and interpolations."""
+        """Return a schema that accepts values of type `hint`, and interpolations."""
         alternatives = self._alternatives(hint, default)
         return {} if {} in alternatives else {"anyOf": [*alternatives, _INTERPOLATION]}
 

@@ -95,7 +95,7 @@ def picture(url: str, most_pixels: int, param: str) -> Any:
         raise wrong(param, "a data: URL must be base64-encoded", "invalid_base64_image")
     try:
         content = base64.b64decode(data, validate=True)
-    except ValueError:  # also raised for characters beyond ASCII
+    except ValueError:  # also raised for non-ASCII characters
         raise wrong(param, "the data is not valid base64", "invalid_base64_image") from None
     try:
         return open_image(content, "this", formats=_FORMATS, most_pixels=most_pixels)

@@ -30,7 +30,7 @@ _CHUNK = re.compile(rb"[0-9A-Fa-f]{1,16}")
 
 
 class StrictHttp(h11.Connection):
-    """An h11 connection (tested with 0.16) that refuses requests if a proxy may interpret them differently."""
+    """An h11 connection (tested with 0.16) that refuses requests that a proxy may interpret differently."""
 
     def next_event(self) -> Any:
         """Return the next event. Raises RemoteProtocolError if the request is not HTTP, or is ambiguous."""

@@ -33,7 +33,7 @@ class ResponseBuilder(ABC):
         self.unfinished -= piece.reason is not None
 
     def whole(self) -> Document:
-        """Return the whole response, for a request without streaming."""
+        """Return the whole response, for a non-streaming request."""
         choices = [self.choice(choice) for choice in self._choices]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 

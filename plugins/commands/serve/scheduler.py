@@ -141,7 +141,7 @@ class Scheduler:
         job = self._running[slot]
         try:
             token = job.advance(logits)
-        except Exception as error:  # NaN logits, for example; the other jobs go on
+        except Exception as error:  # such as NaN logits; the other jobs go on
             log.exception("a completion failed")
             job.fail(_broken(error))
             return

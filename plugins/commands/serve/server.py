@@ -124,7 +124,7 @@ def listen(options: ServerOptions) -> socket.socket:
         raise UserError(
             f"--host {options.host} --port {options.port}: cannot listen on this address ({reason})"
         ) from None
-    # Connections inherit this option, which asyncio does not set. With the option, the first token comes 40 ms earlier.
+    # Connections inherit this option, which asyncio does not set. With it, the first token arrives 40 ms earlier.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

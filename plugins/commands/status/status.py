@@ -1,4 +1,4 @@
-"""Read the state of a run from the files in its folder: running, finished, stopped or died."""
+"""Read a run's state (running, finished, stopped or died) from the files in its folder."""
 
 import json
 import re

@@ -25,7 +25,7 @@ _OTHER_MEDIA = re.compile(r"^\s*<(?:video|audio)>|<(?:video|audio)>\s*$", re.MUL
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _REMEMBERED = 1 << 14  # number of texts whose tokens are cached
 _START, _END = "<|im_start|>", "<|im_end|>"
-_BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # in newer Qwen tokenizers
+_BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # tokens of newer Qwen tokenizers
 
 
 class ConversationEncoder:

@@ -13,7 +13,7 @@ from crosstrain import SampleError, os_errors_as, read_regular
 
 LARGEST_IMAGE = 1 << 29  # maximum size of a file, in bytes
 # For 16-bit multi-channel images, Pillow keeps only the high bytes. These raw modes read the low bytes into the same
-# channels; for gray with alpha, into the second and the last channel. N is the machine's byte order.
+# channels; for gray with alpha, into the second and last channels. N is the machine's byte order.
 _LOW_BYTES = {
     f"{mode};16{order}": (f"{mode};16{other}", [0, 1, 2, 3])
     for mode in ("RGB", "RGBA", "RGBX")
@@ -47,7 +47,7 @@ def open_image(
     except ImageTooLarge:
         raise
     except Exception as error:  # PIL's decoders may raise anything
-        reason = str(error).partition(" <_io.")[0]  # without the memory address
+        reason = str(error).partition(" <_io.")[0]  # drop the memory address
         raise SampleError(f"{name} is not a readable image ({' '.join(reason.split())})") from None
 
 
@@ -65,7 +65,8 @@ def _check_known(image: Any) -> None:
         "it is a PostScript program, which is not executed: convert it to PNG": image.format == "EPS",
         f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"
         or image.mode == "F"
-        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # 16-bit PNG and PPM, in some Pillow versions
+        # some Pillow versions open 16-bit PNG and PPM files in mode I
+        or (image.mode == "I" and image.format not in ("PNG", "PPM")),
         "its channels are stored in planes, which is not supported: interleave them": planes
         and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
     }
@@ -91,7 +92,7 @@ def _eight_bits(image: Any, data: bytes) -> Any:
         levels = levels[::-1]  # Pillow inverts only 8-bit values
     values = values.reshape(image.height, image.width, -1)
     made = np.stack([levels[row] for row in values])  # by rows, to save memory
-    if (hidden := image.info.get("transparency")) is not None:  # one transparent color, in 16 bits
+    if (hidden := image.info.get("transparency")) is not None:  # one 16-bit color is transparent
         made = np.dstack([made, (values != hidden).any(2).astype(np.uint8) * 255])
     return Image.frombytes(("L", "LA", "RGB", "RGBA")[made.shape[2] - 1], image.size, made.tobytes())
 

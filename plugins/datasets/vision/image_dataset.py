@@ -133,7 +133,7 @@ class VqaDataset(Dataset):
 
     @abstractmethod
     def examples(self, index: int) -> list[Example]:
-        """Return questions about sample `index` with known answers."""
+        """Return questions with known answers about sample `index`."""
 
 
 @dataclass(kw_only=True)

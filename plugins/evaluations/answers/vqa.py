@@ -30,9 +30,9 @@ _LONG = 4  # words; if the answers to a kind of question are longer on average, 
 _BATCH = 64  # questions per batch
 _BLOCK = 32  # consecutive samples per rank; batches stay within a block, so they do not depend on the number of ranks
 _ON_SHEET = 48  # maximum number of images on a contact sheet
-_SIDE, _COLUMNS = 144, 6  # pixels of an image's side, images per row
+_SIDE, _COLUMNS = 144, 6  # side of an image in pixels, images per row
 _LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines per text, characters per line, pixels per line
-TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its three texts
+TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # width and height in pixels of an image with its three texts
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def answer_questions(
             questions = next(work, [])
             if not runner.dp.all_reduce_sum(len(questions), tag="questions")[0]:
                 break
-            # A forward may be a collective, so a rank without questions runs it on a dummy prompt.
+            # A forward may communicate, so a rank without questions runs it on a dummy prompt.
             prompts = [example.prompt for _, example in questions] or [as_prompt([], end)]
             answers, guesses = (
                 _greedy(runner, tokenizer, end, prompts, max_new_tokens, text_only) for text_only in (False, True)

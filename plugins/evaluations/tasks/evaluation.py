@@ -23,7 +23,7 @@ class Tasks(Evaluation):
         parser.add_argument("--task-path", metavar="DIR", help="folder with additional task files for the harness")
 
     def is_asked(self, given: Mapping[str, Any]) -> bool:
-        """Return True with --tasks. Raises UserError without the harness, and for --task-path without --tasks."""
+        """Return True with --tasks. Raises UserError if the harness is missing, or for --task-path without --tasks."""
         if given["tasks"]:
             require("lm_eval", "--tasks")
         elif given["task_path"]:

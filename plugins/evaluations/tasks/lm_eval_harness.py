@@ -68,7 +68,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return each text's log-likelihood after the prefix token, computed in windows of the model's length."""
+        """Return each text's log-likelihood given the prefix token, in windows of the model's maximum length."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             tokens = self.tok_encode(request.args[0])
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> float:
-        """Return log p(continuation | context); if the tokens exceed the model's length, the first are dropped."""
+        """Return log p(continuation | context); if there are too many tokens for the model, the first are dropped."""
         ids = (context + continuation)[-(self._length + 1) :]
         labels = torch.tensor([ids[1:]])
         labels[0, : max(0, len(ids) - 1 - len(continuation))] = IGNORE_INDEX
@@ -131,7 +131,7 @@ def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int
         if name not in known:
             hint = did_you_mean(name, known, "--task-path adds a folder of task files")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
-    with model.runner.evaluating(), explained("--tasks: the harness failed"):  # missing data or a bad task file
+    with model.runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or bad
         found = simple_evaluate(
             HarnessModel(model),
             tasks=tasks,

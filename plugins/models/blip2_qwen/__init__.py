@@ -1,1 +1,1 @@
-"""BLIP-2 with a causal language model; `options` has the YAML keys, and `model` has the model class."""
+"""BLIP-2 with a causal language model; `options` defines the YAML keys, and `model` the model class."""

@@ -296,7 +296,7 @@ class _Export(Export):
         return {part: (weights.owned(part, _PREFIXES), models.get(part)) for part in _PREFIXES}
 
     def merges(self) -> dict[str, Merge]:
-        """Return the merges of the language model's adapters."""
+        """Return how to merge the language model's adapters."""
         prefix = _PREFIXES["language_model"]
         return {
             prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)

@@ -56,7 +56,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _kind(folder: Path) -> str:
-    """Return the kind of a folder, as in `_KINDS`; the kind of a timm folder is empty."""
+    """Return the kind of a folder, as in `_KINDS`; an empty string for a timm folder."""
     config = _config(folder)
     return _RUN if config.get("arch") == "blip2_qwen" else _BLIP2 if config.get("model_type") == "blip-2" else ""
 

@@ -41,7 +41,7 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
 
     Raises ConfigError if the model, the machine or the installation does not support the requested attention.
     """
-    capped = bool(getattr(config, "attn_logit_softcapping", None))  # not supported by transformers' sdpa
+    capped = bool(getattr(config, "attn_logit_softcapping", None))  # transformers' sdpa cannot cap logits
     has = {
         "sdpa": model._supports_sdpa and not capped, "eager": True,
         "flash attention": model._supports_flash_attn,
@@ -57,7 +57,7 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
             raise ConfigError(f"model.attention: {asked} needs a CUDA GPU and the package {missing}; use sdpa")
         try:
             lazy_import_flash_attention(asked)
-        except Exception as error:  # such as a kernel built for a different torch version, or a failed download
+        except Exception as error:  # a kernel may not fit the torch version, or a download may fail
             raise ConfigError(f"model.attention: {asked} cannot be loaded ({error}); use sdpa") from None
     return asked
 
@@ -92,8 +92,8 @@ class Documents:
     def of(cls, position_ids: Tensor, context: Context | None = None) -> Self | None:
         """Find the documents in position_ids [batch, length]; the positions of each document start at 0.
 
-        Returns None if each row is a single document and there is no context. position_ids without values, as in a
-        plan, are treated as one document per row, so a plan estimates attention without packing.
+        Returns None if each row is a single document and there is no context. Meta or fake position_ids, as in a memory
+        plan, count as one document per row, so a plan estimates attention without packing.
         """
         rows, length = position_ids.shape
         starts = [*range(0, rows * length, length)]
@@ -167,7 +167,7 @@ def _sdpa(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Call transformers' sdpa attention; dropout on a CPU uses our own kernel, because torch has no fused one."""
+    """Call transformers' sdpa attention; CPU dropout uses our kernel, because torch's fused kernel has no dropout."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
     if dropout and plain and dropped_attention.has_no_kernel(query.device):
@@ -233,7 +233,7 @@ class _Seen:
 
 def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """Call transformers' attention function `name`."""
-    if name == "eager":  # each family defines its own function in its module
+    if name == "eager":  # each model family defines this function in its own module
         return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
     compute: Compute = _each_apart if name == "sdpa" else ALL_ATTENTION_FUNCTIONS[name]
     return compute(_Seen(module, name) if is_flash(name) else module, *args, **kwargs)
@@ -242,8 +242,9 @@ def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tup
 def register_attention(name: str, masked: str) -> str:
     """Register a wrapper of transformers' attention function `name`, and return the wrapper's name.
 
-    `eager` is not wrapped. The wrapper records modules in `documents`, and does the all-to-alls of context parallelism.
-    For masks, caches and tensors without values, the wrapper calls the function `masked`, which is sdpa or eager.
+    `eager` is not wrapped. The wrapper records each module that calls it in its argument `documents`, and performs the
+    all-to-alls of context parallelism. With an attention mask, cached keys, or meta or fake tensors, the wrapper calls
+    `masked` (sdpa or eager) instead.
     """
     own = f"crosstrain_{name}_or_{masked}".replace("/", "_")
     if name == "eager" or own in ALL_ATTENTION_FUNCTIONS:

@@ -71,7 +71,7 @@ class TransformersModel(LanguageModel):
     lm: PreTrainedModel
 
     def __init__(self, options: Any, config: PreTrainedConfig, lm: PreTrainedModel, source: Path | None) -> None:
-        """Wrap `lm`. config: without padding. source: folder of the initial weights; None: random initialization."""
+        """Wrap `lm`. `config` is not padded. `source`: folder of the initial weights; None: random initialization."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
         self._block_lists = internals.block_lists(lm)
@@ -118,7 +118,7 @@ class TransformersModel(LanguageModel):
         documents, attention = None, self.attention
         given = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None or cache is not None or (given is not None and not has_values(given)):
-            attention = self._under_masks  # also in a plan, which can only trace torch's kernels
+            attention = self._under_masks  # a plan needs this too: it can only trace torch's kernels
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
@@ -135,7 +135,7 @@ class TransformersModel(LanguageModel):
         # If the head is a plain linear layer, skip it, so that the full logits are never materialized.
         called: nn.Module = self.lm if self.product is None else self.lm.base_model
         out = called(input_ids, use_cache=cache is not None, **more)
-        if documents is not None and attention != "eager" and has_values(out[0]):  # skipped in a plan
+        if documents is not None and attention != "eager" and has_values(out[0]):  # a plan skips this check
             documents.check_seen(self.blocks())
         if self.product is None:
             result = mode.output(out.logits, None, labels, self.vocab_size)

@@ -91,14 +91,14 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
     config, family = lm.config, lm.config.model_type
     decodes = getattr(config, "is_decoder", None)
     causal = {getattr(module, "is_causal", None) for module in lm.modules()}
-    sees_all = False in causal and True not in causal  # causal models may also contain attention to layers or images
+    sees_all = False in causal and True not in causal  # causal models may also have other attention, such as to images
     if family in NOT_CAUSAL or (decodes is False and (sees_all or family not in PRODUCTS)):
         raise ConfigError(
             f"model: {family} does not predict the next token from the tokens before it; only causal models can be "
             f"trained{', such as this one with config.is_decoder: true' if decodes is False else ''}"
         )
     other = type(lm.get_output_embeddings()) is not nn.Linear or lm.base_model is lm
-    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # model adds a router loss
+    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # it adds a router loss
         return None
     attribute, exponent = SCALES.get(family, ("", 1))
     scale = getattr(config, attribute, None)

@@ -1,4 +1,4 @@
-"""Memory and traffic of a rank under ZeRO, for memory plans, and the dtypes in which ZeRO gathers and sends.
+"""Memory and traffic of a rank under ZeRO, for memory plans, and the dtypes in which ZeRO communicates.
 
 The stages are defined in Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps a separate fp32 copy of the
 parameters for the optimizer, even if the parameters themselves are fp32.
@@ -25,7 +25,7 @@ def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Paramet
     too, because they are never gathered.
     """
     whole = options.stage == 0 or options.stage3_use_all_reduce_for_fetch_params
-    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # offloading sums in the weights' dtype
+    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # with offloading, sums have the weights' dtype
     if options.param_dtype != "amp" or whole or not computes_in_half(run, model):
         return []
     weights = [p for p in linear_weights(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
@@ -57,7 +57,7 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
     half = sent.trainable < elements * _FP32
     once = options.reduce_scatter and (half or not options.use_multi_rank_bucket_allreduce)
     sums = scattered(gradients, ranks) if once else all_reduced(gradients, ranks)
-    # Stage 2 reduces after each micro batch and keeps this rank's part; stage 1 reduces after the last micro batch.
+    # Stage 2 reduces gradients and keeps this rank's part after each micro batch; stage 1 reduces after the last one.
     waiting = 0 if rounds == 1 else part if partitioned else gradients
     bucket = _buckets(options, gradients, at, 2 if options.overlap_comm else 1)
     # The bucket stays allocated until the step. On a CPU, the bucket's pages take memory only once they are written.

@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of a group holds some of the experts, and tokens are sent to their experts' ranks.
 
 transformers 5.24 has an implementation (`transformers.distributed.expert_parallel`), but older supported versions do
-not, and it does not support pipeline parallelism. The implementation also reads split sizes from tensors, and
-tensors have no values when a run is planned. The forward of the experts is taken from transformers.
+not, and it does not support pipeline parallelism. transformers' code also reads split sizes from tensors, which
+have no values when a run is planned. The forward of the experts is taken from transformers.
 """
 
 import math
@@ -70,7 +70,7 @@ class ExpertParallel:
     def shard(self, model: Model) -> set[str]:
         """Keep only this rank's experts of a model on the meta device, and replace their forward.
 
-        The new forward exchanges tokens with the other ranks. Returns the sharded parameters' names in the model.
+        The new forward exchanges tokens with the other ranks. Returns the names of the sharded parameters in the model.
         """
         names = set()
         for name, experts in model.structure.experts().items():

@@ -196,14 +196,14 @@ class Stage(nn.Module):
             return out, self.rng.state().to(out.device)
 
     def tokens(self, batch: Inputs) -> int:
-        """Return the number of tokens per row between the blocks of this rank."""
+        """Return the row length of the hidden states between this rank's blocks, in tokens."""
         context, length = self.model.context, batch["input_ids"].shape[1]
         if context is not None and "labels" in batch:
             length = context.share(length)
         return length // self.tensor.size if self.tensor is not None and self.tensor.splits_sequence else length
 
     def compute(self, inputs: Inputs) -> Tensor:
-        """Run the model's forward with stubs in place of this rank's other stages."""
+        """Run the model's forward, with stubs in place of the other stages on this rank."""
         before = replace_modules(self.model, self._stubs)
         try:
             with self.autocast():
@@ -244,7 +244,7 @@ class Pipeline:
         weight: float,
         last: Callable[[bool], None],
     ) -> Tensor:
-        """Run forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
+        """Run the forward and backward passes of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` returns a micro batch and seeds dropout for it. Losses are multiplied by `weight` before their
         backward. `last(is_last)` is called before each backward, with True in the last backward of a step. Returns this

@@ -194,7 +194,7 @@ class TPRegion:
             self.tensor.rng.leave()
         self._entered.clear()
         y = self.tensor.leave(_product(module, x, None))
-        return y if module.bias is None else y + module.bias.to(y.dtype)  # half precision under autocast
+        return y if module.bias is None else y + module.bias.to(y.dtype)  # y has half precision under autocast
 
 
 def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

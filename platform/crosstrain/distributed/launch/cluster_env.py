@@ -38,7 +38,7 @@ def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
         return {key: env[key] for key in ("RANK", "WORLD_SIZE")} | {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
     port = 29500
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun, not the batch script
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # a task of srun, not the batch script
         rank, size, local = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]
         # Rank 0 is on the first node of the list, not on the launch node, which is the machine that ran srun.
         nodes = re.match(r"([^\[,]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", ""))

@@ -170,7 +170,7 @@ class _Agent(LocalElasticAgent):
             signals = [number for number in result.return_values.values() if number]
             return 128 + (self._stop or signals)[0] if signals else 0
         if self._stop and all(-f.exitcode in (signal.SIGUSR1, signal.SIGTERM) for f in result.failures.values()):
-            return 128 + self._stop[0]  # killed on a second Ctrl-C, or before there was anything to save
+            return 128 + self._stop[0]  # the workers were killed by a second Ctrl-C, or had nothing to save yet
         assert self._failure is not None
         if (most := self._worker_group.spec.max_restarts) and not self._failure.is_final and not self._stop:
             print(

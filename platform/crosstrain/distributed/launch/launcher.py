@@ -32,7 +32,7 @@ class Launch:
     def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> "Launch":
         """Detect from the environment whether torchrun, srun or mpirun started this process as a worker.
 
-        Otherwise, compute the number of workers from flags, GPUs and nodes.
+        If not, compute the number of workers from flags, GPUs and nodes.
         """
         # With --nnodes, a process starts the workers of its machine itself, even under srun or Kubeflow. Kubeflow sets
         # RANK to the machine's index and does not set LOCAL_RANK.

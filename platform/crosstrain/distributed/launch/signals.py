@@ -14,14 +14,14 @@ from types import FrameType
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that request a stop. SIGHUP (closed terminal) is left out if it is ignored, as by nohup."""
+    """Return the signals that request a stop. SIGHUP (closed terminal) is left out if it is ignored, as under nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 @contextmanager
 def sigint_kills() -> Iterator[None]:
-    """Let Ctrl-C kill the process inside the block, because libraries may swallow KeyboardInterrupt during import."""
+    """Let Ctrl-C in the block kill the process, because libraries may swallow KeyboardInterrupt during import."""
     handler = signal.getsignal(signal.SIGINT)
     in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # SIG_DFL cannot kill PID 1
     if handler is not signal.default_int_handler or not in_charge:
@@ -57,8 +57,8 @@ class StopRequest:
 
     Under our own launcher, SIGTERM keeps its default action: the launcher sends SIGTERM to ranks that wait for a dead
     rank, and after a second Ctrl-C. The launcher forwards the user's signals as SIGUSR1. If the launcher is killed, the
-    kernel sends SIGINT to the worker once for each launcher thread that becomes its parent. Repeated signals must not
-    interrupt the save.
+    kernel sends SIGINT to the worker once for each launcher thread that becomes the worker's parent. Repeated
+    signals must not interrupt the save.
     """
 
     def __init__(self, under_launcher: bool) -> None:

@@ -56,7 +56,7 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
 
 
 def report_error(error: Exception) -> None:
-    """Report `error` to our launcher, to print when this process ends; under other launchers, print `error` now."""
+    """Report `error` to our launcher, which prints it when this process ends; under other launchers, print it now."""
     error = refusal(error) or _lost_connection(error) or error
     if not _launcher_shows_errors:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)

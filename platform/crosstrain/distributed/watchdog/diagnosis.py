@@ -17,7 +17,7 @@ def find_desync(
 ) -> str | None:
     """Describe a call of another rank that does not match this rank's collective at the same position.
 
-    Only idle ranks are compared, unless a collective `failed` or a rank is aborting. desynced: a group in which the
+    Only idle ranks are compared, unless a collective has failed or a rank is aborting. desynced: a group in which the
     latest calls are known to mismatch, even if only their locations differ.
     """
     for group, here in mine.histories.items():

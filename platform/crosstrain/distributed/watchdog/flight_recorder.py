@@ -40,7 +40,7 @@ _TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_singl
 _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _DISTRIBUTED = Path(__file__).parent.parent
-_LAUNCH = str(_DISTRIBUTED / "launch") + os.sep  # files that call the worker function
+_LAUNCH = str(_DISTRIBUTED / "launch") + os.sep  # folder of the files that call the worker function
 _BUILT_IN = tuple(f"{folder}{os.sep}" for folder in (_DISTRIBUTED.parent.resolve(), paths.home() / "plugins"))
 
 
@@ -66,7 +66,7 @@ class Call:
     """A call to a collective, with the properties that ranks can compare."""
 
     operation: str
-    size: str  # such as "7 float32"; empty if it may differ between ranks
+    size: str  # such as "7 float32"; empty if the size may differ between ranks
     location: Location
 
     def matches(self, other: "Call") -> bool:
@@ -112,7 +112,7 @@ class RankReport:
     location: Location  # location of the main thread
     # User code that called the code at `location`; None if no user code did, or if `location` is in user code.
     external_caller: Location | None
-    idle_seconds: float  # how long the main thread has been at this instruction
+    idle_seconds: float  # seconds since the main thread last made progress
     aborting: bool  # the backend is about to end the process
     waiting: Waiting | None
     histories: dict[str, History] = field(default_factory=dict)  # group name -> history

@@ -27,10 +27,10 @@ from crosstrain.utils.errors import RankLost, TrainingError, UserError
 from crosstrain.utils.logging import log
 
 _POLL = 0.5  # polling interval in seconds
-_ANSWER = 1.5  # seconds that the other ranks have to send their reports
+_ANSWER = 1.5  # time limit for the other ranks' reports, in seconds
 _FEW_CALLS = 64  # calls per group in the first reports
 _ALL_CALLS_AFTER = 3 * SETTLED  # idle seconds after which reports hold all recorded calls
-_EXIT_DELAY = 5.0  # seconds until other ranks exit; the rank with the error exits first, so the launcher blames it
+_EXIT_DELAY = 5.0  # seconds until other ranks exit; the rank with the error exits first, so that the launcher blames it
 
 _watchdog: "Watchdog | None" = None
 
