@@ -81,7 +81,7 @@ def test_an_opened_model_agrees_with_evaluate(
             model.chat("ban")
         with pytest.raises(UserError, match="temperature must not be negative"):
             model.generate("ban", temperature=-1.0)
-        with pytest.raises(UserError, match="shorten it"):
+        with pytest.raises(UserError, match="shorten the prompt"):
             model.loss("ban " * 200)
         children = set(multiprocessing.active_children()) - before
         assert children  # that encode

@@ -182,7 +182,7 @@ def test_a_bucket_that_fails_is_no_damage(root: Path, bucket: Bucket, monkeypatc
     busy = refuse(1000, "503 Slow Down", "SlowDown")
     with (
         bucket.interfered(lambda environ: busy(environ) if "model.saf" in environ["PATH_INFO"] else None),
-        pytest.raises(StorageError, match=r"model\.safetensors: no success"),
+        pytest.raises(StorageError, match=r"model\.safetensors: failed after"),
     ):
         starting_point(root, None, Group())
 

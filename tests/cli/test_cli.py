@@ -107,7 +107,7 @@ def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
         (["train", "--cfg-path", "projects/quikstart.yaml"], "quickstart.yaml"),
         (["trian", "--cfg-path", "x.yaml"], "did you mean train?; see "),
         (["train", "--config", "x.yaml"], "unknown flag --config; pass the project file with --cfg-path; see "),
-        (["train", "--learning_rate", "1"], "call so is run.init_lr; set it in the project file, or "),
+        (["train", "--learning_rate", "1"], "use this name for run.init_lr; set it in the project file, or "),
         (["train", "--max-iters", "1"], "unknown flag --max-iters; the option is run.max_iters; set it in "),
         (["train", "--cfg-paht", "x.yaml"], "unknown flag --cfg-paht; did you mean --cfg-path?; see "),
         (["train", "--cfg-path", "x.yaml", "--optons", "a=1"], "did you mean --options?; see "),
@@ -340,7 +340,7 @@ def test_conversation_ends_at_stop(workspace: Workspace) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "`stop` to end" in done.stdout
-    assert "shorten it" in done.stdout
+    assert "shorten the prompt" in done.stdout
     assert "not read" not in done.stdout
 
 

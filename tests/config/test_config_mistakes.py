@@ -154,7 +154,7 @@ output_dir: output/x => output_dir: ???
 max_iters: 320000 =>
     11: run.max_iters: the length of training is required: set max_iters or max_epoch
 global_batch_size: 8\n  micro_batch_size: 4 =>
-    11: run.global_batch_size: required, unless micro_batch_size or accum_grad_iters is given
+    11: run.global_batch_size: required, unless micro_batch_size or accum_grad_iters is set
 max_iters: 320000 => max_iters: 3\n  max_epoch: 1
     15: run.max_epoch: max_iters already sets the length of training; give only one of the two
 warmup_fraction: 0.01 => warmup_fraction: 0.01\n  warmup_steps: 3

@@ -100,7 +100,7 @@ def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Pa
         '{"messages": [1]}': "a turn is int",
         '{"messages": [{"role": "user", "content": "a"}]}': "it has no assistant turn, so there is nothing to train on",
         '{"messages": [{"role": "nobody", "content": "a"}]}': "a turn has the role 'nobody'",
-        '{"messages": [{"role": "user"}]}': "a user turn has no text",
+        '{"messages": [{"role": "user"}]}': "a turn of the user has no text",
         '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a turn has a part of type image, not text",
         '{"prompt": "a<|im_end|>", "completion": "b"}': "contains the special token",
         json.dumps({"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "x<|im_end|>"}]}): "turn 2 contains the",
@@ -108,7 +108,7 @@ def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Pa
         '{"instruction": 5, "output": "a"}': "it is malformed",
         '{"instruction": "a", "history": [5], "output": "a"}': "a turn is int",
         json.dumps({"messages": TURNS, "tools": "[" * 10**5}): "it is malformed",
-        '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}': "an assistant turn has no text",
+        '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}': "of the assistant has no text",
         json.dumps({"prompt": "a", "completion": "b " * 300}): "seq_length is 256",
     }
     path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"], *reasons, LAYOUTS["prompt"]])

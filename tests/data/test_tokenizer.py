@@ -111,17 +111,17 @@ def test_a_tokenizer_that_transformers_would_rebuild_is_warned_of(
     for name, warned in (("PreTrainedTokenizerFast", False), ("GPT2Tokenizer", False), ("Qwen2Tokenizer", True)):
         (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
         prepare(PrepareOptions(input=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t")), tmp_path / name)
-        assert ("differs from its tokenizer.json" in caplog.text) == warned, name
+        assert ("encodes differently from the tokenizer.json" in caplog.text) == warned, name
         caplog.clear()
         load_cached.cache_clear()
         for _ in range(2):  # as datasets of conversations do; once
             load_cached(str(tmp_path / "t"))
             load_cached.cache_clear()
-        assert caplog.text.count("differs from its tokenizer.json") == warned, name
+        assert caplog.text.count("encodes differently from the tokenizer.json") == warned, name
         caplog.clear()
     (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "t" / "config.json").write_text('{"model_type": "qwen2"}')  # for which transformers has that class
     prepare(PrepareOptions(input=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t")), tmp_path / "again")
-    assert "differs from its tokenizer.json" in caplog.text
+    assert "encodes differently from the tokenizer.json" in caplog.text
     (tmp_path / "t" / "tokenizer.json").unlink()
     warn_if_rebuilt(str(tmp_path / "t"))  # an exported model without a tokenizer

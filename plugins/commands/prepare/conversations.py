@@ -179,7 +179,7 @@ class _RowReader:
             turn["content"] = "".join(map(self._text, turn["content"]))
         refuse_if(
             not isinstance(turn["content"], str) and (turn["content"] is not None or not calls),
-            f"a {turn['role']} turn has no text",
+            f"a turn of the {turn['role']} has no text",
         )
         if calls:
             turn["tool_calls"] = [self._call(call) for call in calls]
