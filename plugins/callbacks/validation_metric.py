@@ -24,7 +24,7 @@ class Follower(Callback):
         if run.eval_interval is None:
             raise ConfigError(f"run.callbacks: {options.metric} needs validations; set run.eval_interval")
         known = [f"val_{name}" for name in ("loss", "perplexity", *(metric.name for metric in run.metrics))]
-        # Models and objectives add metrics, so an unknown val_ name is an error only if it resembles a known one.
+        # Models and objectives can add metrics, so an unknown val_ name is an error only if it resembles a known one.
         near = get_close_matches(options.metric, known, 1, 0.87)
         if options.metric not in known and (near or not options.metric.startswith("val_")):
             raise ConfigError(

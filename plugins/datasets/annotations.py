@@ -124,7 +124,7 @@ def _reference(given: Any, unread: set[str]) -> str:
         unread |= {f"image.{key}" for key in beside}
         held = name.get(source)
         name = f"{_DATA};base64,{held}" if source == "bytes" and isinstance(held, str) else held
-    if isinstance(name, bytes):  # from a Parquet table
+    if isinstance(name, bytes):  # the content of an image, from a Parquet table
         name = f"{_DATA};base64,{base64.b64encode(name).decode()}"
     refuse_if(
         not isinstance(name, str) or not name or name.startswith(("http:", "https:")),

@@ -32,7 +32,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 class ImageText(ImageDataset):
     """Samples in tar shards: KEY.jpg, or KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt (a caption) or both.
 
-    Samples are read by index, so the platform shuffles them and resumes exactly.
+    Samples are read by index, so the platform can shuffle them and resume exactly.
     """
 
     @dataclass(kw_only=True)

@@ -179,7 +179,7 @@ class TokenFile:
         return isinstance(self._bin, RemoteBytes)
 
     def announce(self, ranges: list[tuple[int, int]]) -> None:
-        """Start to fetch token ranges [start, stop) that will be read soon."""
+        """Start fetching token ranges [start, stop) that will be read soon."""
         if isinstance(self._bin, RemoteBytes):
             width = self.dtype.itemsize
             self._bin.announce((start * width, stop * width) for start, stop in ranges)

@@ -180,7 +180,7 @@ class Mixture(VqaDataset):
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
-        """Return the prompt builder of the first part with conversations; log a warning if prompts differ by part."""
+        """Return the prompt builder of the first part with conversations; warn if the parts' prompts differ."""
         kinds = [(part, registry.get("dataset", part.dataset.name)) for part in options.parts]
         talking = [(part, kind) for part, kind in kinds if issubclass(kind, VqaDataset)] or kinds[:1]
         builders = [kind.prompt_builder(part.dataset.options, tokenizer, encode) for part, kind in talking]

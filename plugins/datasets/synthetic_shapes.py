@@ -53,7 +53,7 @@ class Shapes(ImageText):
 
         path: FilePath  # folder of the shards and their tokenizer; created if it does not exist
         vis_processor: Processors = field(
-            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # never flips
+            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # images are never flipped
         )
         text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
         # annotation keys that are not reported as unused; every sample has the three default keys

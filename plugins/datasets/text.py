@@ -147,7 +147,7 @@ class TextDataset(Dataset):
         """Return the token range [first, end) of a split."""
         rounding = self.options.split_rounding
         parts, start = self.file.num_documents, self.file.document_start
-        if rounding == "core":  # Megatron Core counts sequences, such as sentences
+        if rounding == "core":  # Megatron Core splits by sequences (a document may have several), not by documents
             parts, start = self.file.num_sequences, self.file.sequence_start
         if parts == 1:  # a single document is split by tokens
             parts, start = self.file.num_tokens, int

@@ -33,7 +33,7 @@ class Evaluation(ABC):
         return ()
 
     def needs_one_process(self, given: Mapping[str, Any]) -> bool:
-        """Return True if the evaluation, such as a dialogue, is possible only in one process."""
+        """Return True if the evaluation must run in one process, like an interactive dialogue."""
         return False
 
     @abstractmethod

@@ -144,7 +144,7 @@ class Checkpointer:
     """Writes the checkpoints of one run under `root`.
 
     If `run`, the ID of the run, is given, checkpoints of other runs are neither replaced nor deleted. `group` must be a
-    separate process group, so that background saves do not mix with training's collectives. On rank 0,
+    separate process group, so that collectives of background saves do not mix with training's. On rank 0,
     `write_assets(folder, reader)` writes the Hugging Face configuration, and files derived from the parameters if there
     are any. The newest `keep_last` checkpoints (None: all) and all checkpoints at multiples of `keep_every` steps are
     kept.

@@ -82,7 +82,7 @@ def write_safetensors(
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file, flush it to disk, and return its {"bytes", "xxh3"} as `file_sum` does."""
+    """Write a new file, flush it to disk, and return {"bytes", "xxh3"}, as `file_sum` does."""
     size, sums = 0, list[xxh3_128]()
     with open(path, "xb") as file:
         for part in parts:
@@ -137,7 +137,7 @@ def fsync(path: Path) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Return True for a checkpoint. In a bucket, a checkpoint exists as soon as its manifest exists."""
+    """Return True if `folder` is a checkpoint, that is, has a manifest, on this machine or in its bucket."""
     url = storage.origin(folder)
     return os.path.lexists(folder / MANIFEST) if url is None else MANIFEST in storage.listing(url)
 
@@ -277,8 +277,8 @@ class Reader:
 
         Raises CheckpointError, before anything is read, for a tensor that is missing or has a different shape.
         """
-        # Sort parameters first, so that an error names the parameter, not its optimizer state. Sort the rest as in the
-        # files, for sequential reads.
+        # Sort parameters first, so that an error names the parameter, not its optimizer state. Keep the rest in file
+        # order, for sequential reads.
         shards = sorted(shards, key=lambda shard: (shard.kind != "param", shard.kind, shard.name))
         for shard in shards:
             tensor = shard.name if shard.kind == "param" else f"{shard.kind} {shard.name}"

@@ -21,7 +21,7 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, UserError
 from crosstrain.utils.logging import log
 
-RENEWAL = 10.0  # seconds between renewals
+RENEWAL = 10.0  # seconds between two renewals of a claim
 _LEASE = 6  # number of missed renewals after which a process counts as killed
 _FOLDER, _NUMBER = ".writers", re.compile("[0-9]{6,18}")
 _LONGEST = 1 << 16  # maximum number of bytes read from an object

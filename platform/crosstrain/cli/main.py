@@ -57,7 +57,7 @@ def _main(argv: Sequence[str] | None) -> int:
     debug = bool(os.environ.get("CROSSTRAIN_DEBUG"))
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        if not debug:  # torch's warnings about a lost node have dozens of C++ frames
+        if not debug:  # hides torch's warnings about a lost node, which have dozens of C++ frames
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         check_arguments(arguments)
         return arguments.run(arguments)
@@ -89,7 +89,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _origin(error: Exception) -> str:
     """Return the location of an error's last frame in a plugin or script, as a prefix for its message, or ""."""
-    homes = (Path(os.__file__), Path(sysconfig.get_path("purelib"), "package"), Path(__file__).parent)  # not plugins
+    # Code in the parent folders of these paths belongs to no plugin or script of the user.
+    homes = (Path(os.__file__), Path(sysconfig.get_path("purelib"), "package"), Path(__file__).parent)
     installed = (*(str(home.parent) for home in homes), "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: " if frames else ""

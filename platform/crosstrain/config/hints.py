@@ -14,7 +14,7 @@ class Hints(ABC):
     def of_key(self, key: str) -> str | None:
         """Return a hint about the option that replaces a key of a different program; None for an unknown key.
 
-        The hint is the end of an error message.
+        The hint is appended to an error message.
         """
 
     @abstractmethod

@@ -150,7 +150,7 @@ class _Builder:
                 name = sources.named(self.tree, key)
                 if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
                     with mistakes, self.check.located(at):
-                        registry.get(kind, name, files)  # raises
+                        registry.get(kind, name, files)  # raises the error for an unknown name
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
         if left := [self.check.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:

@@ -75,7 +75,7 @@ class Dataset(ABC):
     row_layout: str | None = None  # layout of the rows of a sample, for an objective; None: rows are independent
     digest: str = ""  # hash of the samples' contents; identifies cached reference values of the samples
     reference: np.ndarray | None = None  # reference values [samples, rows]; `get` includes them as "reference"
-    notice: str = ""  # a sentence to show at each start, for example about dropped rows
+    notice: str = ""  # a sentence to log at each start, for example about dropped rows
     far: bool = False  # True: samples are fetched remotely, so `announce` is called before `get`
 
     def __init__(self, options: Any, split: Split) -> None:

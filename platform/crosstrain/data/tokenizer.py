@@ -100,7 +100,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> TextTokenizer:
-    """Load a tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
+    """Load a tokenizer from a folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), a file, or the Hub.
 
     In a folder of prepared data, load the tokenizer in the subfolder `tokenizer`; in a run's folder, load the tokenizer
     of the last checkpoint. Raises DataError if there is no such tokenizer, or if it has no end-of-text token.

@@ -35,7 +35,7 @@ class Layout:
 
     parameters: int  # parameters that stay on the device
     updated: int  # elements that this rank's optimizer updates and keeps state for
-    held: int  # elements of parameters that this rank keeps between steps, on the device or the host
+    held: int  # parameter elements that this rank keeps between steps, on the device or the host
     whole: int | None = None  # elements of the model over all ranks, with padding; None: the same number as on one rank
     gradients: int = 0  # gradients that stay allocated during the whole micro batch
     retained_grad_fraction: float = 0.0  # fraction of each gradient that is kept from the backward until the step

@@ -100,11 +100,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     and for state in parameter groups, because checkpoints do not store such state.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]  # an engine may keep its buffers in `grad`
+    gradients = [p.grad for p in parameters]  # restored later, because an engine may keep its buffers in `grad`
     for p in parameters:
         p.grad = torch.zeros_like(p)
     settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    still = {"lr", "weight_decay"}  # weight decay would change the momentum
+    still = {"lr", "weight_decay"}  # set to zero; weight decay would change the momentum
     for group in optimizer.param_groups:
         group.update(dict.fromkeys(still & group.keys(), 0.0))
     optimizer.step()

@@ -84,7 +84,7 @@ class Precision:
 
     @property
     def overflows(self) -> bool:
-        """True if occasional non-finite gradients are expected and lower the loss scale."""
+        """True if occasional gradient overflows are expected; they lower the loss scale."""
         return self.options.dtype == "fp16"
 
     def update_scale(self, attempted: bool, applied: bool) -> None:

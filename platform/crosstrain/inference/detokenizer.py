@@ -20,7 +20,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stops: Iterable[str] = (), strip: bool = False) -> None:
         self._tokenizer, self._stops, self._strip = tokenizer, tuple(stops), strip
         self._ids: list[int] = []
-        self._text = ""  # decoded from all tokens, without an incomplete character at the end
+        self._text = ""  # text of all tokens, without an incomplete character at the end
         self._shown = 0
         self.stopped = False  # a stop string was found; the text is complete
 

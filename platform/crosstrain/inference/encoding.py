@@ -63,8 +63,8 @@ def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
 class Encoders:
     """Processes that encode texts and chats as token IDs.
 
-    Each call has its own process, so calls do not delay each other. The constructor raises CheckpointError if the
-    tokenizer cannot be loaded.
+    Concurrent calls use separate processes, so they do not delay each other. The constructor raises CheckpointError if
+    the tokenizer cannot be loaded.
     """
 
     def __init__(self, checkpoint: Path) -> None:

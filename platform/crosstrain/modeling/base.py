@@ -66,7 +66,7 @@ class Model(nn.Module, ABC):
 
     takes_positions = False  # True: `forward` takes position_ids and attention_mask; see `LanguageModel.forward`
     routers: Routers | None = None  # routers watched for router losses and expert loads; None: no routers
-    context: Context | None = None  # ranks that share the rows of batches with targets; None: no context parallelism
+    context: Context | None = None  # ranks that split the rows of batches with labels; None: no context parallelism
 
     def __init__(self, options: Any) -> None:
         super().__init__()

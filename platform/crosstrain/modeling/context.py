@@ -23,7 +23,7 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that share each row of a batch; rows are padded at the end, so that all parts have the same length."""
+    """The ranks that each take a part of every row; rows are padded at the end, so that all parts are equally long."""
 
     group: dist.ProcessGroup
 

@@ -64,7 +64,7 @@ def token_cross_entropy(
 
     hidden: [*, H]. weight: [V, H], the weight of the head; rows `vocab_size` and above are padding and get no
     probability. labels: [*] int64, IGNORE_INDEX where there is no target. logits: converts hidden @ weight.T to logits.
-    Matmuls use autocast's dtype if autocast is enabled; the softmax and the sums over chunks are in fp32 or better.
+    Matmuls use autocast's dtype if autocast is enabled; the softmax and the sums over chunks are in at least fp32.
     Memory: the gradients, and one chunk's logits, `chunk_tokens` x V (twice as much with a softcap).
 
     With a `group` of P ranks, rank r passes V/P rows of the head's weight and bias, starting at row r V/P. The ranks
@@ -77,7 +77,7 @@ def token_cross_entropy(
 
     `hits` is called with a boolean for each target: True if the target is the argmax.
 
-    `token_losses` replaces -log softmax and must be differentiable. It gets a chunk's logits, in fp32 or better, and
+    `token_losses` replaces -log softmax and must be differentiable. It gets a chunk's logits, in at least fp32, and
     the chunk's slice of the flattened labels. With a `group`, the ranks first gather the chunk's full logits.
 
     `traced_rows` is for memory traces of tensors without data: only this number of rows of each chunk goes through the
@@ -222,7 +222,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
                 h, ones = h.masked_fill(skip, 0.0), (~skip).to(dtype)
-                if factors is not None:  # not multiplied into the logits' gradient, because fp16 would underflow
+                if factors is not None:  # the logits' gradient is not multiplied, because fp16 would underflow
                     factor = factors[chunk, None].masked_fill(skip, 0.0)
                     losses[chunk] *= factor[:, 0]
                     h, ones = h * factor.to(dtype), factor.to(dtype)

@@ -107,7 +107,7 @@ class Objective:
             raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; add it")
 
     def inputs(self, batch: Batch, mode: ForwardMode = PLAIN) -> dict[str, Any]:
-        """Return arguments that make the model's forward return the `loss`, or the result requested by `mode`."""
+        """Return keyword arguments with which the model's forward returns the `loss`, or the result for `mode`."""
         given = {name: value for name, value in batch.items() if name not in self.fields}
         if "labels" in batch and mode.reduce is None and not self.is_plain:
             mode = replace(mode, reduce=partial(self._reduced, batch=batch))

@@ -35,7 +35,7 @@ class Documents(Protocol):
     """The documents in packed rows. A model masks attention between documents."""
 
     starts: list[int]  # start of each document in the flattened rows, then the total number of tokens
-    context: Context | None  # ranks that share each row; None: no context parallelism
+    context: Context | None  # ranks that each take a part of every row; None: no context parallelism
 
     def numbers(self) -> Tensor:
         """Return the index of each token's document, counted from 1."""

@@ -10,7 +10,7 @@ from crosstrain.monitor.metrics import StepMetrics
 
 
 class Throughput:
-    """Measures throughput since the last logged step. The time of saves and validations is excluded."""
+    """Measures throughput since the last logged step. Time spent in saves and validations is excluded."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -50,7 +50,7 @@ class Throughput:
         else:
             metrics.samples_per_second = rate
         metrics.timers = {phase: 1000 * s for phase, s in timers.items()}
-        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # `step_ms` is an average
+        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # of this step only; `step_ms` is a mean
         metrics.memory = memory_mb(device)
         peak = peak_flops(device, self._runner.precision.dtype)
         if peak and (flops := self._runner.model.structure.flops_per_token(sequence_length)):

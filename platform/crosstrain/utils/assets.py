@@ -65,8 +65,9 @@ _MOST_BYTES = 1 << 28  # maximum size of one file; the largest tokenizers take t
 def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return the files with these names that are in `folder`.
 
-    Raises DataError for a file that is larger than 256 MiB, is not a plain file, or is a link out of the folder. Links
-    into the folder `blobs` of the hub cache are accepted, because the hub cache stores the files of snapshots there.
+    Raises DataError for a file that is larger than 256 MiB, is not a plain file, or is a link that leads out of the
+    folder. Links into the folder `blobs` of the hub cache are accepted, because the hub cache stores the files of
+    snapshots there.
     """
     paths = [folder / name for name in sorted(names) if os.path.lexists(folder / name)]
     home = folder.resolve()

@@ -50,7 +50,7 @@ class DataError(UserError):
 
 
 class EmptySplit(DataError):
-    """A split without samples. Arguments: the reason, and advice if the data can still be changed."""
+    """A split without samples. Arguments: the reason, and optionally advice on changing the options."""
 
     def __str__(self) -> str:
         return ": ".join(self.args)

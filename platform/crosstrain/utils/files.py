@@ -17,7 +17,7 @@ from typing import IO, Any
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
     """Open a regular file to read bytes. `follow=False` refuses links, because they may lead out of a folder.
 
-    Raises OSError, with a `strerror` that fits into a sentence, if the file cannot be opened. Other kinds of files are
+    Raises OSError if the file cannot be opened; its `strerror` fits into an error message. Other kinds of files are
     never opened: opening a FIFO waits for its writer, and opening some devices has side effects.
     """
     try:

@@ -39,6 +39,6 @@ class _CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """A multiprocessing context: `start` returns when the process runs, or raises OSError if the process never runs."""
+    """A multiprocessing context: a process's `start` returns once it runs, or raises OSError if it never runs."""
 
     Process = _CheckedProcess

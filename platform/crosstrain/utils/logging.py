@@ -38,7 +38,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # Names in a checkpoint and generated text may contain control characters.
+            # Generated text, and names in a checkpoint, may contain control characters.
             self.write(printable(self.format(record)) + "\n")
         except OSError as error:
             if not self.failed:

@@ -76,7 +76,7 @@ def signature(config: Mapping[str, Any]) -> str | None:
     `run.runner`.
     """
     key = _key(create=True)
-    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # in the form that is read back
+    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # sign the form that is read back
 
 
 def is_own(config: Mapping[str, Any], signed: Any) -> bool:
@@ -102,7 +102,7 @@ def _key(create: bool) -> bytes | None:
         path = folder / "signing.key"
         if create and not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # Only this user can read the file. A link is atomic, and keeps the key of a concurrent run that was faster.
+            # Only this user can read the file. os.link is atomic, and fails if a concurrent run has stored a key.
             with tempfile.NamedTemporaryFile(dir=folder) as new, suppress(FileExistsError):
                 new.write(secrets.token_bytes(_KEY_BYTES))
                 new.flush()

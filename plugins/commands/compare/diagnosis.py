@@ -475,7 +475,7 @@ class _Judge:
 
 
 def _apart(measured: Record, most: float) -> list[str]:
-    """Return the parameters with copies that differ between ranks by more than `most`, largest difference first."""
+    """Return the parameters whose copies differ between ranks by more than `most`, largest difference first."""
     apart = measured["apart"]
     return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
 

@@ -77,7 +77,7 @@ class Routing:
         self._seen.append(nearly_tied(seen, self._near))
 
     def record(self, step: Iterable[MicroBatch]) -> dict[str, Any]:
-        """Return the near ties of a step and the loss that the routers add. Collective."""
+        """Return the near ties of a step, and the loss that the routers add. Collective."""
         numbers = [micro_batch.first_sample for micro_batch in step]
         mine = {
             f"{layer} {number} {token}": found

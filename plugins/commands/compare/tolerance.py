@@ -81,7 +81,7 @@ class Tolerance:
     """
 
     numbers: float  # relative limit for losses and gradient norms
-    floor: float  # minimum of a tensor's limit, relative to the norm of its gradient or update
+    floor: float  # lower bound on a tensor's limit, relative to the norm of its gradient or update
     shows: float  # a relative error of the weights that is large enough to change gradients
     noise: Record | None = None  # None: only the floors apply
 

@@ -194,7 +194,7 @@ def _write(
     for name, path in paths.items():
         content = _copy(path, folder / name, progress)
         config = content if name == "config.json" else config
-    if part is not None:  # the configuration of a part has keys that transformers does not define
+    if part is not None:  # `_copy` has dropped the keys that transformers does not define
         part.export.save_config(folder)
         config = read_json(folder / "config.json")
     if dtype is not None and isinstance(config, dict):

@@ -26,7 +26,7 @@ class Origin:
     aliases: tuple[str, ...]
     answers: ChainMap[str, str]  # key -> answer: this program's answers, then the answers of included programs
     neutral: ChainMap[str, list[object]]  # key -> values that have no effect
-    calls: dict[str, str]  # Python functions with settings as arguments -> key of the first argument
+    calls: dict[str, str]  # Python function that takes settings as arguments -> key of its first argument
 
 
 @lru_cache

@@ -263,7 +263,7 @@ def _lines(notes: list[Note]) -> list[str]:
     together = dict[tuple[str, str], dict[str, None]]()
     for title, names, why in sorted(notes, key=lambda note: _TITLES.index(note[0])):
         together.setdefault((title, why), {})[names] = None
-    return [  # a name may contain line breaks
+    return [  # `split` removes the line breaks that a name may contain
         printable(" ".join(f"{title}: {', '.join(names)}: {why}".split())) for (title, why), names in together.items()
     ]
 

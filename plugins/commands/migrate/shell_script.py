@@ -18,7 +18,7 @@ _OWN = re.compile(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}")
 _WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
 _OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"\s*\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
-_FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # one word may become several
+_FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # expand to several words
 # Kind of statement -> number of its leading parts that always execute.
 _ALL, _LOOP = 10**6, 0
 _CERTAIN = {
@@ -204,7 +204,7 @@ class _Shell:
                 return _GAP.join(field for child in node.named_children for field in self._fields(child))
             case "simple_expansion" | "expansion":
                 return self._variable(node, quoted)
-            case "variable_name" if node.parent.type not in ("concatenation", "expansion"):  # in arithmetic
+            case "variable_name" if node.parent.type not in ("concatenation", "expansion"):  # a variable in arithmetic
                 return f"({self._variables.get(source) or self._doubt(node)})"
             case "word" | "number" | "string_content" | "variable_name":
                 escaped = r'\\(["$`\\\n])' if kind == "string_content" else r"\\([\s\S])"

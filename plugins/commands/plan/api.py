@@ -26,7 +26,7 @@ def plan(
 ) -> Plan:
     """Estimate memory, FLOPs and traffic of a project on `world_size` ranks, without starting any rank.
 
-    The ranks do not have to exist. The last four arguments are strings as on the command line, such as "24GiB".
+    The ranks do not have to exist. The last four arguments are strings in the command line's format, such as "24GiB".
     `print` shows the plan, and `Plan.as_json` returns it as JSON values. Raises UserError if no plan is possible.
     """
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None

@@ -1,6 +1,6 @@
 """Trace the memory of a forward and a backward with fake tensors, which have shapes but no values.
 
-A tensor counts from its allocation until torch releases it, no matter if the model, autograd, autocast or
+A tensor counts from its allocation until torch releases it, whether the model, autograd, autocast or
 checkpointing holds it, so the trace works for any model. The traced operations are those of torch's CPU backend. For
 a GPU, the trace assumes a fused attention kernel, and a loss that computes one softmax per chunk.
 

@@ -22,7 +22,7 @@ class Budget:
 
     device_memory: int | None = None  # bytes
     throughput: float | None = None  # FLOP/s of one device, including recomputation
-    tokens_per_second: float | None = None  # all ranks together
+    tokens_per_second: float | None = None  # speed of all ranks together
     tokens: float | None = None  # training tokens of the run; None: run.max_iters sets the length
 
 

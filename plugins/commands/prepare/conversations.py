@@ -14,7 +14,7 @@ from .chat_template import ChatError, refuse_if
 from .conversation_files import Row
 
 KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
-_SYSTEM = ("system", "developer")  # roles
+_SYSTEM = ("system", "developer")  # roles of a system message
 _PLACEHOLDERS = re.compile("|".join(map(re.escape, KEYS["placeholders"])))
 _ROLES = ", ".join(sorted(set(KEYS["roles"].values())))
 
@@ -93,7 +93,7 @@ class _RowReader:
         return "messages" in self.rest or any(self.rest.keys() >= set(pair) for pair in KEYS["pairs"])
 
     def answers(self) -> dict[bool, Any]:
-        """Remove and return the answers: True (good) or False (bad) -> answer; None: the last turn is the answer."""
+        """Remove and return the answers: True (good) or False (bad) -> answer, or None for the last turn."""
         for _, column in KEYS["pairs"]:
             match self.rest.get(column):
                 case [str(good), str(bad)]:

@@ -91,7 +91,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def _packing(path: Path) -> str:
-    """Return the suffix for the compression or encoding that a file's first bytes show, else the file's suffix."""
+    """Return the suffix for the compression or encoding that a file's first bytes indicate, else the file's suffix."""
     with open_regular(path) as file:
         head = file.read(16)
     return next((suffix for suffix, sign in _PACKED.items() if re.match(sign, head, re.DOTALL)), path.suffix.lower())
@@ -161,7 +161,7 @@ class _Decompressed:
 def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[bytes]:
     """Yield the content in pieces that end with a separator and have at least `least` bytes, except perhaps the last.
 
-    Separators are searched from the beginning, as in `bytes.split`. The stream is read in blocks of `least` bytes, or
+    Separators are matched from the beginning, as in `bytes.split`. The stream is read in blocks of `least` bytes, or
     of 1 MiB if `least` is smaller. Raises ValueError if there is no separator for more than `MOST` bytes.
     """
     held, start = bytearray(), 0  # start: where the next separator may begin

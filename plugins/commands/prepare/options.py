@@ -15,7 +15,7 @@ class NearOptions:
     # minimum Jaccard similarity of two documents' shingles at which the later document is dropped
     threshold: Annotated[float, Interval(gt=0, le=1)] = 0.8
     shingle: Annotated[int, Interval(ge=1, le=1000)] = 5  # consecutive units in a shingle
-    unit: Literal["words", "characters"] = "words"  # use characters for scripts without spaces between words
+    unit: Literal["words", "characters"] = "words"  # use characters for languages written without spaces
     # hash values in a signature; more values find more pairs and take longer
     permutations: Annotated[int, Interval(ge=1, le=4096)] = 128
 

@@ -66,7 +66,7 @@ def _tokens(row: Sample) -> Iterator[_Token]:
 
 
 def _beginnings(row: Sample, length: int) -> dict[int, str]:
-    """Return position -> heading where a new document, or a new conversation about the same images, begins."""
+    """Return position -> heading where a new document begins, or a new conversation about the same images."""
     if "segments" in row:
         segments = np.asarray(row["segments"]).tolist()
         changes = (i for i in range(1, length) if SHARED != segments[i - 1] != segments[i])

@@ -266,7 +266,8 @@ def _event(document: dict[str, Any]) -> str:
 
 def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)  # unknown route
+    # For an unknown route, the web framework raises an HTTPException that is not an ApiError.
+    known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)
     return JSONResponse(known.document, error.status_code, headers=error.headers)
 
 

@@ -143,7 +143,7 @@ class Service:
 
 @contextmanager
 def _blamed_on(param: str, code: str = "invalid_value") -> Iterator[None]:
-    """Turn a UserError inside the block into an ApiError about a parameter."""
+    """Turn a UserError raised in the block into an ApiError about the parameter `param`."""
     try:
         yield
     except NoProcess as error:

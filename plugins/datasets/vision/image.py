@@ -60,7 +60,7 @@ def open_image_file(path: Path) -> Any:
 def _check_known(image: Any) -> None:
     """Raise ValueError for images with values of unknown range, and for images that Pillow decodes wrongly."""
     tags = getattr(image, "tag_v2", {})
-    planes = tags.get(_PLANAR) == 2 and image.tile[0][0] == "raw"  # uncompressed
+    planes = tags.get(_PLANAR) == 2 and image.tile[0][0] == "raw"  # raw: uncompressed
     reasons = {
         "it is a PostScript program, which is not executed: convert it to PNG": image.format == "EPS",
         f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"

@@ -104,7 +104,7 @@ def answer_questions(
             questions = next(work, [])
             if not runner.dp.all_reduce_sum(len(questions), tag="questions")[0]:
                 break
-            # A forward may communicate, so a rank without questions runs it on a dummy prompt.
+            # The forward may be collective, so a rank without questions runs it on a dummy prompt.
             prompts = [example.prompt for _, example in questions] or [as_prompt([], end)]
             answers, guesses = (
                 _greedy(runner, tokenizer, end, prompts, max_new_tokens, text_only) for text_only in (False, True)

@@ -2,7 +2,7 @@
 
 transformers passes keyword arguments of a model's forward on to the attention functions. Flash attention gets the
 document boundaries as `cu_seq_lens_q` and related arguments. `sdpa` takes no boundaries, so it is called once per
-document. All functions but `eager` are wrapped here, and the wrappers are registered under new names. The
+document. All attention functions except `eager` are wrapped, and the wrappers are registered under new names. The
 wrappers record the modules that respect the boundaries, and do the all-to-alls of context parallelism. transformers can
 detect restarting positions itself, but an attention mask or a cache silently disables the detection, so this module
 does not use it.

@@ -48,7 +48,7 @@ DropRate = Annotated[float, Interval(ge=0, lt=1)]
 # transformers' name -> our name for a style in `Structure.tensor_parallel_plan`.
 _STYLES = {
     "colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed",
-    "embedding_rowwise": "vocabulary",  # tied embeddings, in older transformers versions
+    "embedding_rowwise": "vocabulary",  # older transformers versions use this style for tied embeddings
     "moe_tp_experts": "experts",
 }  # fmt: skip
 # Stacked expert weight -> names of its parts in a single MLP: first the names in most families, then Mixtral's.
@@ -118,7 +118,7 @@ class TransformersModel(LanguageModel):
         documents, attention = None, self.attention
         given = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None or cache is not None or (given is not None and not has_values(given)):
-            attention = self._under_masks  # a plan needs this too: it can only trace torch's kernels
+            attention = self._under_masks  # also for a plan, which can only trace torch's kernels
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
@@ -274,8 +274,8 @@ class TransformersStructure(Structure):
         return super().checkpointing(mode)
 
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
-        """Yield each module's number of matrix elements and the fraction used per token. experts: only experts."""
-        for module in self.model.skeleton.modules():  # never sharded
+        """Yield each module's matrix size and the fraction used per token. experts: skip modules without experts."""
+        for module in self.model.skeleton.modules():  # the skeleton is never sharded
             expert = internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:
                 share = self.model.config.num_experts_per_tok / module.num_experts if expert else 1.0

@@ -23,8 +23,8 @@ def has_no_kernel(device: torch.device) -> bool:
 def dropped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
     """Compute dropout(softmax(scale * query @ key.T)) @ value with a causal mask; all [batch, heads, length, width].
 
-    The dropout rate is rounded to a multiple of 2**-16. The backward needs the arguments, the result, and half of the
-    matrix [length, length] of each head.
+    The dropout rate is rounded to a multiple of 2**-16. For the backward, autograd saves the arguments, the result,
+    and half of each head's [length, length] matrix.
     """
     shape = query.shape
     query, key, value = (x.reshape(-1, *shape[2:]) for x in (query * scale, key, value))

@@ -98,7 +98,8 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
             f"trained{', such as this one with config.is_decoder: true' if decodes is False else ''}"
         )
     other = type(lm.get_output_embeddings()) is not nn.Linear or lm.base_model is lm
-    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # it adds a router loss
+    # With `output_router_logits`, the model's own forward adds a router loss.
+    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):
         return None
     attribute, exponent = SCALES.get(family, ("", 1))
     scale = getattr(config, attribute, None)
@@ -115,7 +116,7 @@ def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
     planned = [lists[at] for name in lm.config.base_model_pp_plan or {} if (at := f"{prefix}{name}") in lists]
     whole = {str(name) for name in lm._no_split_modules or ()}
     kept = [blocks for blocks in lists.values() if any(type(block).__name__ in whole for block in blocks)]
-    if len(kept) > 1 and lm.config.get_text_config() is not lm.config:  # images and text
+    if len(kept) > 1 and lm.config.get_text_config() is not lm.config:  # a model of images and text
         return kept
     count = getattr(lm.config, "num_hidden_layers", None)
     counted = [blocks for blocks in lists.values() if len(blocks) == count]

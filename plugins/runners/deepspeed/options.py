@@ -19,13 +19,14 @@ from crosstrain import ContextOptions, OptionError, PositiveInt
 from crosstrain.config.describe import meanings
 
 _NOT_OFFERED = {
-    "stage",  # declared below
-    "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # checkpointing
+    "stage",  # our own option, declared below
+    "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # for checkpoints
     "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # results would differ from other runners'
     "stage3_module_granularity_threshold",  # DeepSpeed 0.19 fails with this option
     "ratio", "super_offload", "cpuadam_cores_perc",  # need a DeepSpeed optimizer
-    "round_robin_gradients", "zero_hpz_partition_size",  # state ranges would repeat, or differ from DeepSpeed's mapping
-    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; GPUs only
+    "round_robin_gradients",  # checkpoints could not determine which part of the state each rank holds
+    "zero_hpz_partition_size",  # loading a checkpoint does not update its second copy of the parameters
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; need a GPU
 }  # fmt: skip
 
 _STAGES_1_2 = {

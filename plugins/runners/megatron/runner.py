@@ -249,7 +249,7 @@ class MegatronRunner(Runner):
         return torch.device("cpu") if offloads else self.device
 
     def _hook_blocks(self, model: Model) -> None:
-        """Hook the first and last block of each stage of this rank.
+        """Register hooks on the first and last block of each of this rank's stages.
 
         The pre-hooks run before FSDP's pre-hook, which reads the inputs.
         """

@@ -245,7 +245,7 @@ def _compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPar
     for name, style in styles.items():
         module = model.get_submodule(name)
         if style == "vocabulary":
-            if isinstance(module, nn.Embedding):  # a head needs no forward: `ParallelHead` uses its weight
+            if isinstance(module, nn.Embedding):  # a head's forward is not replaced: `ParallelHead` uses its weight
                 module.forward = partial(_embed, tensor, module)
             continue
         if style == "experts":

@@ -35,7 +35,7 @@ def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
 
     Returns None if this process is not a worker of one of these launchers.
     """
-    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun has set them
         return {key: env[key] for key in ("RANK", "WORLD_SIZE")} | {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
     port = 29500
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # a task of srun, not the batch script

@@ -32,12 +32,12 @@ from crosstrain.distributed.launch.worker_errors import Failure, WorkerFailure, 
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.processes import Bond
 
-if TYPE_CHECKING:  # the launcher imports this file
+if TYPE_CHECKING:  # a real import would be circular: the launcher imports this file
     from crosstrain.distributed.launch.launcher import Launch
     from crosstrain.distributed.launch.rendezvous import Nodes
 
 _QUIET = 10.0  # seconds until a node that waits for the others prints a note
-_SHUTDOWN_TIMEOUT = 5  # seconds until ranks that wait for a dead rank and ignore SIGTERM are killed
+_SHUTDOWN_TIMEOUT = 5  # seconds before SIGKILL for ranks that wait for a dead rank and ignore SIGTERM
 _EXIT_TIMEOUT = 30  # seconds to wait for the other nodes' launchers after all workers have ended
 
 

@@ -21,7 +21,7 @@ from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, s
 from crosstrain.utils.processes import on_parents_death
 
 _AGAIN = "run the same command again: training resumes from the last checkpoint, if there is one"
-_BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # messages of gloo and TCP
+_BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # messages for a lost connection
 _launcher_shows_errors = False  # our own launcher started this process
 
 

@@ -108,7 +108,7 @@ class RankReport:
     """The state of a rank, reported by its watchdog."""
 
     rank: int
-    question: int  # sequence number of the latest question received
+    question: int  # sequence number of the latest request for reports that the rank received
     location: Location  # location of the main thread
     # User code that called the code at `location`; None if no user code did, or if `location` is in user code.
     external_caller: Location | None

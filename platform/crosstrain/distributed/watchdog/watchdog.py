@@ -64,7 +64,7 @@ class Watchdog:
         self._limit = limit
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident or 0
-        self._question = 0  # sequence number of the latest question received
+        self._question = 0  # sequence number of the latest request for reports that this rank received
         self._progress: Any = None  # last position of the main thread
         self._moved = time.monotonic()
         self._mute: set[int] | None = None  # ranks without an answer since training became idle; None: not asked yet
@@ -142,19 +142,19 @@ class Watchdog:
     # ---- messages between the ranks' watchdogs
 
     def _answer(self) -> None:
-        """Answer the latest question from any rank; exit if a rank has ended the run."""
+        """Answer the latest request for reports; exit if a rank has ended the run."""
         question = self._store.add("question", 0)
         if question != self._question:
             self._question = question
             if self._store.add("ended", 0):
                 worker_errors.exit_silently(_EXIT_DELAY)
-            depth = int(self._store.get("depth"))  # set before the first question
+            depth = int(self._store.get("depth"))  # set before the first request
             self._store.set(str(self._rank), self._report(depth).dumps())  # type: ignore[arg-type]  # bytes also work
 
     def _ask(self, seconds: float, depth: int) -> tuple[list[RankReport], list[RankReport], list[int]]:
         """Ask the other ranks for reports with their latest `depth` calls on each group.
 
-        Returns the latest report of each rank, the reports that answer this question, and the ranks without an answer.
+        Returns the latest report of each rank, the reports that answer this request, and the ranks without an answer.
         """
         self._store.set("depth", str(depth))
         question, deadline = self._store.add("question", 1), time.monotonic() + seconds
