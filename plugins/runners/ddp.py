@@ -45,6 +45,12 @@ class DDPRunner(Runner):
     _used: UsedParameters | None = None  # None: unused parameters are not detected
 
     @classmethod
+    def bitwise(cls) -> type[Runner]:
+        from .bitwise.ddp import BitwiseDDP
+
+        return BitwiseDDP
+
+    @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         out = data_parallel(at)
         if at.world_size > 1:

@@ -67,6 +67,12 @@ class FSDPRunner(Runner):
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class
 
     @classmethod
+    def bitwise(cls) -> type[Runner]:
+        from .bitwise.fsdp import BitwiseFSDP
+
+        return BitwiseFSDP
+
+    @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
         if world_size % (options.shard_size or world_size):
             raise ConfigError(

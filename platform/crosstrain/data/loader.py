@@ -91,10 +91,15 @@ def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) ->
         yield list(islice(following, plan.global_batch))
 
 
-def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[list[int]]:
-    """Return the sample numbers of each micro batch of a data-parallel rank. numbers: the step's sample numbers."""
-    size = plan.micro_batch
-    return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
+def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int], consecutive: bool = False) -> list[list[int]]:
+    """Return the sample numbers of each micro batch of a data-parallel rank, given those of a step.
+
+    consecutive: the rank gets consecutive micro batches, not every `dp_size`-th.
+    """
+    micro_batches = [numbers[i : i + plan.micro_batch] for i in range(0, len(numbers), plan.micro_batch)]
+    if consecutive:
+        return micro_batches[dp_rank * plan.accumulation : (dp_rank + 1) * plan.accumulation]
+    return micro_batches[dp_rank :: plan.dp_size]
 
 
 def _check_ids(
@@ -124,6 +129,7 @@ def training_steps(
     lengths: Iterator[int] | None = None,
     left_out: Ranges | None = None,
     vocab_size: int | None = None,
+    consecutive: bool = False,
 ) -> Iterator[Step]:
     """Yield this rank's micro batches of each step, endlessly, starting at sample number `start`.
 
@@ -132,8 +138,9 @@ def training_steps(
     lengths: length in tokens to which the samples of each step are shortened; None: full length.
     left_out: sample numbers to skip.
     vocab_size: upper bound of token IDs; DataError is raised for larger IDs. None: token IDs are not checked.
+    consecutive: see `share_of_rank`.
     """
-    own = partial(share_of_rank, plan, dp_rank)
+    own = partial(share_of_rank, plan, dp_rank, consecutive=consecutive)
     mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # DataLoader reads these ahead
     index_of = partial(dataset.training_index, seed)
     batches = _batches(dataset, seed, index_of, mine, num_workers)

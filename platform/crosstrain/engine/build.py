@@ -24,7 +24,7 @@ from crosstrain.engine.checks import check_held
 from crosstrain.engine.float8 import convert
 from crosstrain.engine.held_state import REFERENCE
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, runner_class
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
 from crosstrain.modeling.context import Context
@@ -40,7 +40,7 @@ _LONGEST_BUILD = 120.0  # seconds
 
 def make_runner(config: Config) -> Runner:
     """Create the configured runner. The caller has to call `Runner.setup`."""
-    return registry.get("runner", config.run.runner.name)(config.run.runner.options, config.run)
+    return runner_class(config.run)(config.run.runner.options, config.run)
 
 
 def make_model(config: Config) -> Model:

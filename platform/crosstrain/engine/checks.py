@@ -6,11 +6,10 @@ from pathlib import Path
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
-from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.engine.float8 import check_float8
-from crosstrain.engine.runner import Runner, context_size
+from crosstrain.engine.runner import Runner, context_size, runner_class
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import ConfigError
@@ -23,7 +22,7 @@ def check_layout(config: Config, world_size: int, hint: Callable[[int], str] | N
 
     The message ends with `hint(size)`. `size` is the next larger world size that fits, in increments of `step`.
     """
-    size_of = partial(registry.get("runner", config.run.runner.name).data_parallel_size, config.run.runner.options)
+    size_of = partial(runner_class(config.run).data_parallel_size, config.run.runner.options)
     try:
         size_of(world_size)
     except ConfigError as error:
@@ -46,7 +45,7 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
     Raises ConfigError if the layout, the batch sizes or the run's other settings are incompatible.
     """
     name, run = config.run.runner.name, config.run
-    runner = registry.get("runner", name)
+    runner = runner_class(run)
     runner.check(run.runner.options, run)
     if not runner.capabilities.exact and run.amp.dtype == "fp16":
         raise ConfigError(f"run.amp: fp16 needs one loss scale for all ranks, which {name} does not support; use bf16")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crosstrain.config.bounds import PositiveInt
+from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.wait_for_ranks import wait_for_ranks
@@ -57,6 +58,7 @@ class Capabilities:
     takes_float8: bool = True  # False: `run.amp.linear: float8`, which replaces modules in blocks, is rejected
     saves_memory: tuple[str, ...] = ()  # memory-saving settings, option=value, that `crosstrain plan` also tries
     cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes the part
+    consecutive_micro_batches: bool = False  # True: a rank takes consecutive micro batches of a step, not every n-th
 
 
 @dataclass
@@ -125,6 +127,15 @@ class Runner:
         """Memory and communication of each kind of rank, for `crosstrain plan`. Called before workers start."""
         return [data_parallel(at)]
 
+    @classmethod
+    def bitwise(cls) -> "type[Runner]":
+        """The class for `run.bitwise`. Raises ConfigError if the results depend on the number of ranks."""
+        raise ConfigError("run.bitwise: this runner's results depend on the number of ranks; use ddp, fsdp or zero2")
+
+    def backend(self) -> str:
+        """Backends of torch's process groups, as for `init_process_group`."""
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+
     def setup(self) -> None:
         """Choose the device and join the other ranks. An existing process group, such as a fake group, is reused."""
         local_rank, size = world()
@@ -135,7 +146,7 @@ class Runner:
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
             store = wait_for_ranks(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                self.backend(),
                 store=store,
                 rank=rank,
                 world_size=size,
@@ -290,6 +301,12 @@ class Runner:
         """The model's output for a batch, valid on every rank. Validation and generation call this in `evaluating`."""
         with self.precision.autocast():
             return self.model(**self.objective.inputs(to_device(batch, self.device), mode))
+
+
+def runner_class(run: RunOptions) -> type[Runner]:
+    """Return the class of the configured runner. Raises ConfigError if it has none for `run.bitwise`."""
+    chosen: type[Runner] = registry.get("runner", run.runner.name)
+    return chosen.bitwise() if run.bitwise else chosen
 
 
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:

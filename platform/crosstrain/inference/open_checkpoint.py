@@ -20,7 +20,7 @@ from crosstrain.config.sources import Overrides, escape, pairs
 from crosstrain.config.yaml_text import LARGEST_TREE
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.build import build_model, make_model
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, runner_class
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, sentence
@@ -151,7 +151,7 @@ def open_on_workers(
     how = Launch.detect(nproc_per_node or (1 if alone else None), config.run.device)
     if alone and how.world_size > 1:
         raise UserError("--interactive: expected one process; use --nproc-per-node 1")
-    runner = registry.get("runner", config.run.runner.name)
+    runner = runner_class(config.run)
     try:
         runner.data_parallel_size(config.run.runner.options, how.world_size)
     except ConfigError as error:

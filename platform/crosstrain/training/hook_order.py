@@ -18,4 +18,5 @@ AFTER_CALLBACKS: HookKinds = {
     "best": BestPointer,
     "tracking": Tracking,
     "saving": Saving,
+    "digests": None,
 }

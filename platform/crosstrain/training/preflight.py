@@ -29,7 +29,7 @@ from crosstrain.distributed.launch.signals import sigint_kills
 from crosstrain.engine.build import freeze, make_objective, make_schedule, model_on_meta
 from crosstrain.engine.checks import batch_plan, check_fit, check_held, check_vocabulary
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, runner_class
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.pretrained import downloaded
 from crosstrain.monitor.tracker import check_trackers
@@ -51,7 +51,7 @@ class Preflight:
 
     @property
     def runner(self) -> type[Runner]:
-        return registry.get("runner", self.config.run.runner.name)
+        return runner_class(self.config.run)
 
     @cached_property
     def sample(self) -> Batch | None:
@@ -93,7 +93,7 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
     result has the configuration that `as_begun` returns. Raises UserError for any mistake.
     """
     config = as_begun(config, fresh)
-    run, runner = config.run, registry.get("runner", config.run.runner.name)
+    run, runner = config.run, runner_class(config.run)
     plan = batch_plan(config, world_size)
     with sigint_kills():
         model, absent = _model_without_weights(config) if dry else (model_on_meta(config), [])

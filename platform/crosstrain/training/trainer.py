@@ -183,6 +183,7 @@ class Trainer:
             lengths=lengths,
             left_out=self.state.left_out,
             vocab_size=self.runner.model.vocab_size,
+            consecutive=self.runner.capabilities.consecutive_micro_batches,
         )
         objective, policy, timers = self.runner.objective, RunnerPolicy(self.runner), self.runner.timers
         for read in steps:

@@ -1,10 +1,11 @@
 """Plan a project: estimate its costs under each runner before anything starts."""
 
-from crosstrain import Config, ProjectLike, UserError, load_config, registry
+from crosstrain import Config, ProjectLike, UserError, load_config
 from crosstrain.config.load import preset_files
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.checks import check_layout
+from crosstrain.engine.runner import runner_class
 from crosstrain.training.preflight import dry_run
 
 from ..units import read_bytes, read_number
@@ -55,7 +56,7 @@ def alternatives(
     for name in preset_files("runner") if presets else ():
         try:
             found[name] = config = load_config(project, [*pairs(options), ("run.runner", name)])
-            for option in registry.get("runner", config.run.runner.name).capabilities.saves_memory:
+            for option in runner_class(config.run).capabilities.saves_memory:
                 more = [f"run.runner={name}", f"run.runner.{option}"]
                 found[f"{name} {option}"] = load_config(project, [*pairs(options), *more])
         except UserError as error:

@@ -24,14 +24,13 @@ from crosstrain import (
     explained,
     first_line,
     log,
-    registry,
 )
 from crosstrain.config.batch import BatchPlan
 from crosstrain.engine.build import make_objective
 from crosstrain.engine.checks import batch_plan, check_held
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.precision import DTYPES
-from crosstrain.engine.runner import context_size
+from crosstrain.engine.runner import context_size, runner_class
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
 
@@ -98,7 +97,7 @@ class Project:
     def estimate(self, config: Config, world_size: int) -> Estimate:
         """Estimate a step of `config`, a variant of the project. Raises ConfigError if the runner rejects the model."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
-        runner = registry.get("runner", config.run.runner.name)
+        runner = runner_class(config.run)
         check_held(self.model, runner, config)
         runner.check_model(config.run.runner.options, self.model)
         with fake_world(world_size):
@@ -121,7 +120,7 @@ class Project:
 
     def layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
         """Return the runner's layout of each kind of rank. Call this method within `fake_world`."""
-        runner, options = registry.get("runner", config.run.runner.name), config.run.runner.options
+        runner, options = runner_class(config.run), config.run.runner.options
         model, sharing = self.model, context_size(options)
         if sharing > 1:
             model = copy.deepcopy(model)
@@ -246,7 +245,7 @@ def with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Conf
 
     The micro batch size is the largest one possible, at most `batch.micro_batch`.
     """
-    runner = registry.get("runner", config.run.runner.name)
+    runner = runner_class(config.run)
     try:
         each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.run.runner.options, world_size))
     except UserError:

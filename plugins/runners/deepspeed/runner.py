@@ -66,6 +66,12 @@ class DeepSpeedRunner(Runner):
     half = False  # True: some parameters are bf16 or are gathered in bf16
 
     @classmethod
+    def bitwise(cls) -> type[Runner]:
+        from ..bitwise.zero import BitwiseZeRO
+
+        return BitwiseZeRO
+
+    @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         if options.param_dtype == "bf16" and run.amp.dtype != "bf16":
             raise ConfigError("run.runner.param_dtype: bf16 needs run.amp=bf16")

@@ -1,0 +1,161 @@
+"""A backend for torch's process groups whose sums of floating-point numbers are fixed trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions, Backend, ReduceOp
+
+from .partial_sums import PartialSums
+
+_NAME = "tree"
+_PASSED = (
+    "broadcast", "allgather", "allgather_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "send",
+    "recv", "recv_anysource", "barrier", "all_gather_single", "all_gather_single_coalesced", "monitored_barrier",
+    "alltoall_base", "_allgather_base",
+)  # fmt: skip
+
+
+class Rounds:
+    """The round of gradient accumulation to which the collectives of a backward belong.
+
+    Round k of a step sums the gradients of micro batches k * ranks to (k + 1) * ranks - 1. An engine adds the results of
+    its rounds one after the other. So all rounds but the last return zeros, and the last returns the sum of all leaves.
+    """
+
+    def __init__(self) -> None:
+        self.active = self.last = False
+        self.number = self._call = 0
+        self._sums: dict[tuple[int, int], PartialSums] = {}
+
+    @contextmanager
+    def __call__(self, number: int, last: bool) -> Iterator[None]:
+        """Treat every sum over ranks in this block as a sum of gradients of round `number`."""
+        self.active, self.number, self.last, self._call = True, number, last, 0
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def sums(self, backend: TreeBackend) -> PartialSums:
+        """Return the partial sums of the next collective in the backward; rounds call collectives in one order."""
+        self._call += 1
+        return self._sums.setdefault((id(backend), self._call), PartialSums())
+
+
+rounds = Rounds()
+
+
+class Done(dist.Work):
+    """A collective that has ended."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self._future.value()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class TreeBackend(Backend):
+    """gloo, except for sums of floating-point numbers: an all-to-all, a fixed tree over the ranks, and an all-gather.
+
+    It sends as many bytes as a ring does. torch's own process group holds it, so DDP, FSDP2, DTensor and DeepSpeed run
+    on it unchanged.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner: Any = inner
+
+    def getBackendName(self) -> str:
+        return _NAME
+
+    # ---- sums
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        (tensor,) = tensors
+        if not _is_float_sum(tensor, opts.reduceOp):
+            return self.inner.allreduce(tensors, opts)
+        flat, size = tensor.reshape(-1), self.size()
+        width = -(-flat.numel() // size)
+        padded = torch.cat([flat, flat.new_zeros(width * size - flat.numel())])
+        total = self._sum(list(padded.split(width)))
+        out = torch.empty_like(padded)
+        self.inner._allgather_base(out, total).wait()
+        tensor.copy_(out[: flat.numel()].view(tensor.shape))
+        return Done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        for tensor in tensors:
+            self.allreduce([tensor], opts)
+        return Done(tensors)
+
+    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any) -> dist.Work:
+        if not _is_float_sum(given, opts.reduceOp):
+            return self.inner._reduce_scatter_base(out, given, opts)
+        out.copy_(self._sum(list(given.reshape(-1).chunk(self.size()))).view(out.shape))
+        return Done([out])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _sum(self, parts: list[Tensor]) -> Tensor:
+        """Return the sum over the ranks of this rank's part; `parts` has one flat tensor of equal length per rank."""
+        size, first = self.size(), rounds.number * self.size() if rounds.active else 0
+        sums = rounds.sums(self) if rounds.active else PartialSums()
+        sent = torch.cat(parts)
+        received = torch.empty_like(sent)
+        self.inner.alltoall_base(received, sent, [], [], AllToAllOptions()).wait()
+        for rank, leaf in enumerate(received.view(size, -1).unbind()):
+            # A clone, because kept nodes would keep the whole buffer.
+            sums.add((0, first + rank), leaf.clone() if rounds.active and not rounds.last else leaf)
+        total = torch.zeros_like(parts[0]) if rounds.active and not rounds.last else sums.total()
+        assert total is not None
+        return total
+
+
+def _passed(name: str) -> Any:
+    return lambda self, *arguments, **named: getattr(self.inner, name)(*arguments, **named)
+
+
+for _name in _PASSED:
+    setattr(TreeBackend, _name, _passed(_name))
+
+
+def _is_float_sum(tensor: Tensor, operation: Any) -> bool:
+    """Return True for sums that depend on the order. `in` does not work with ReduceOp: it compares by its left side."""
+    if operation == ReduceOp.AVG:
+        raise RuntimeError("a mean over ranks divides inexactly; sum instead")
+    return tensor.is_floating_point() and bool(operation == ReduceOp.SUM)
+
+
+def register() -> str:
+    """Register the backend with torch, and return its name for `init_process_group`."""
+    if _NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            _NAME,
+            lambda store, rank, size, timeout: TreeBackend(dist.ProcessGroupGloo(store, rank, size, timeout)),
+            devices=["cpu"],
+        )
+    return _NAME

@@ -1,0 +1,66 @@
+"""The parts of a bitwise runner that do not depend on the engine."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crosstrain import ConfigError, Group, MakeOptimizer, MatrixOptimizer, Model, NamedParameters, Runner, RunOptions
+
+from .norm import exact_norm
+
+
+class Bitwise(Runner):
+    """A runner that trains to the same bits on every number of ranks.
+
+    Gradients are summed in a fixed tree over the micro batches of a step, and are never divided by the number of ranks.
+    The norm is exact, and optimizers run without fused kernels, whose bits depend on the sizes of shards. Losses are
+    fp32 numbers summed in fp64, which is exact as long as they differ by less than a factor of 2**29.
+    """
+
+    @classmethod
+    def check(cls, options: Any, run: RunOptions) -> None:
+        super().check(options, run)
+        if run.micro_batch_size is None:
+            raise ConfigError("run.bitwise: set run.micro_batch_size; without it, the number of ranks determines it")
+        if run.amp.dtype == "fp16" or run.amp.linear is not None:
+            raise ConfigError("run.bitwise: fp16 and float8 are not supported; use run.amp=bf16 or fp32")
+        if run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available()):
+            raise ConfigError("run.bitwise: GPUs are not supported yet; use run.device=cpu")
+        if getattr(options, "context_parallel", 1) > 1:
+            raise ConfigError("run.bitwise: context parallelism is not supported; use context_parallel=1")
+
+    @classmethod
+    def check_model(cls, options: Any, model: Model) -> None:
+        super().check_model(options, model)
+        if model.structure.routers():
+            raise ConfigError("run.bitwise: models with experts are not supported, because routers sum over ranks")
+
+    @property
+    def gradient_scale(self) -> float:
+        return self.precision.scaler.scale
+
+    @property
+    def shards_of_gradients(self) -> Group:
+        """The ranks that hold different elements of the gradients."""
+        return Group()
+
+    def gradient_norm(self, gradients: list[Tensor]) -> float:
+        return exact_norm(gradients, self.shards_of_gradients)
+
+
+def unfused(make_optimizer: MakeOptimizer | None) -> MakeOptimizer | None:
+    """Return `make_optimizer` without fused kernels: they treat the last elements of a shard differently."""
+    if make_optimizer is None:
+        return None
+
+    def make(parameters: NamedParameters, *shape_of: Any) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(parameters, *shape_of)
+        if isinstance(optimizer, MatrixOptimizer):
+            raise ConfigError("run.bitwise: optimizers of whole matrices are not supported; use adamw or sgd")
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                group.update(fused=False, foreach=True)
+        return optimizer
+
+    return make

@@ -1,0 +1,43 @@
+"""Data parallelism to the same bits: gradients are summed after the last micro batch of a step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from crosstrain import MakeOptimizer, MicroBatch, Model, Runner
+
+from ..ddp import DDPRunner
+from .base import Bitwise, unfused
+from .gradients import WholeGradients
+
+
+class BitwiseDDP(Bitwise, DDPRunner):
+    """DDP without torch's wrapper, which adds the micro batches of a rank one after the other."""
+
+    capabilities: ClassVar = replace(DDPRunner.capabilities, consecutive_micro_batches=True)
+    gradients: WholeGradients
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        Runner.prepare(self, model, unfused(make_optimizer))
+        self.gradients = WholeGradients([p for p in model.parameters() if p.requires_grad], self.dp)
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
+        self.gradients.begin_step(len(micro_batches))
+        return super().forward_backward(micro_batches, num_targets)
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        yield
+        with self.timers("allreduce"):
+            self.gradients.take()
+            if last:
+                self.gradients.finish()
+
+    def backward(self, loss: Tensor) -> None:
+        Runner.backward(self, loss)
+
+    def gradient_norm(self, gradients: list[Tensor]) -> float:
+        return super().gradient_norm(gradients)

@@ -1,0 +1,69 @@
+"""FSDP to the same bits: every micro batch is reduced to shards, and each rank adds those of its shard in a tree."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, RunOptions
+
+from ..fsdp import FSDPRunner
+from .backend import register, rounds
+from .base import Bitwise, unfused
+from .gradients import WholeGradients
+
+
+class BitwiseFSDP(Bitwise, FSDPRunner):
+    """FSDP2 on process groups whose sums are fixed trees."""
+
+    _round, _last = 0, True
+    _alone: WholeGradients | None = None  # sums of a single rank, because FSDP2 then exchanges nothing
+
+    @classmethod
+    def check(cls, options: Any, run: RunOptions) -> None:
+        super().check(options, run)
+        if options.shard_size is not None or options.reduce_dtype != "fp32" or options.cpu_offload:
+            raise ConfigError("run.bitwise: fsdp must not set shard_size, cpu_offload or reduce_dtype")
+
+    def backend(self) -> str:
+        return register()
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        super().prepare(model, unfused(make_optimizer))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # sum, do not average
+                module.set_force_sum_reduction_for_comms(True)
+        if self.world.size == 1:
+            self._alone = WholeGradients([p for p in model.parameters() if p.requires_grad], self.world)
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
+        if self._alone is not None:
+            self._alone.begin_step(len(micro_batches))
+        return super().forward_backward(micro_batches, num_targets)
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        self.module.set_requires_gradient_sync(True)
+        self.module.set_is_last_backward(last)
+        self._last = last
+        yield
+        if self._alone is not None:
+            self._alone.take()
+            if last:
+                self._alone.finish()
+        self._round = 0 if last else self._round + 1
+
+    def backward(self, loss: Tensor) -> None:
+        with rounds(self._round, self._last):
+            super().backward(loss)
+
+    @property
+    def shards_of_gradients(self) -> Group:
+        return self.world
+
+    def gradient_norm(self, gradients: list[Tensor]) -> float:
+        return super().gradient_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])

@@ -1,0 +1,97 @@
+"""ZeRO to the same bits: every micro batch is reduced, and sums, norm and clipping do not depend on the ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from crosstrain import ConfigError, Group, MakeOptimizer, Model, RunOptions
+
+from ..deepspeed.runner import DeepSpeedRunner
+from .backend import register, rounds
+from .base import Bitwise, unfused
+
+_SCATTER = "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced"
+
+
+class BitwiseZeRO(Bitwise, DeepSpeedRunner):
+    """DeepSpeed's ZeRO on process groups whose sums are fixed trees. Stage 1 reduces gradients as stage 2 does."""
+
+    _round, _last, _norm = 0, True, 0.0
+
+    @classmethod
+    def check(cls, options: Any, run: RunOptions) -> None:
+        super().check(options, run)
+        if options.stage == 0:
+            raise ConfigError("run.bitwise: DeepSpeed's stage 0 is not supported; use ddp")
+        if options.offloads_optimizer or options.nvme_paths or options.param_dtype != "amp":
+            raise ConfigError("run.bitwise: DeepSpeed must not set offload_optimizer, offload_param or param_dtype")
+
+    def backend(self) -> str:
+        return register()
+
+    def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
+        config = super()._config(micro_batch, accumulation)
+        section = config["zero_optimization"]
+        return config | {"zero_optimization": section | {"stage": max(section["stage"], 2)}}
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        super().prepare(model, unfused(make_optimizer))
+        if self.optimizer is None:
+            return
+        zero = self.engine.optimizer
+        zero.sequence_parallel_size = self.world.size  # DeepSpeed divides by the ranks over this number: 1
+        if self.options.stage == 3:
+            zero._get_norm_groups = lambda: [self._measured()]
+            zero.unscale_and_clip_grads = lambda group, _: self._clip([zero.fp32_partitioned_groups_flat[group].grad])
+        else:
+            zero.scaled_global_norm = lambda *_, **__: self._measured()
+            zero.unscale_and_clip_grads = lambda gradients, _: self._clip(gradients)
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        self._last = last
+        with super().gradient_sync(last):
+            yield
+        self._round = 0 if last else self._round + 1
+
+    def backward(self, loss: Tensor) -> None:
+        with rounds(self._round, self._last), patch(_SCATTER, _reduce_scatter):
+            super().backward(loss)
+
+    @property
+    def shards_of_gradients(self) -> Group:
+        return self.world
+
+    def _measured(self) -> Tensor:
+        averaged = self.engine.optimizer.averaged_gradients
+        self._norm = self.gradient_norm([g for gradients in averaged.values() for g in gradients])
+        return torch.tensor(self._norm, dtype=torch.float64)
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        """Scale gradients by the factor of `Runner.optimizer_step`; DeepSpeed rounds it differently."""
+        scale, limit = self.gradient_scale, self.run.grad_norm_clip
+        factor = (min(1.0, limit / (self._norm / scale + 1e-6)) if limit else 1.0) / scale
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+
+def _reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
+    """Reduce-scatter several tensors as DeepSpeed does: equal parts of each, padded at the end; without a division."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = []
+    for tensor in tensors:
+        width = -(-tensor.numel() // size)
+        flat = tensor.new_zeros(size * width)
+        flat[: tensor.numel()] = tensor.flatten()
+        rows.append(flat.view(size, width))
+    sent = torch.cat(rows, 1)
+    out = sent.new_empty(sent.shape[1])
+    dist.reduce_scatter_tensor(out, sent.flatten(), group=group)
+    parts = out.split([row.shape[1] for row in rows])
+    lengths = [max(0, min(row.shape[1], t.numel() - rank * row.shape[1])) for row, t in zip(rows, tensors, strict=True)]
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]

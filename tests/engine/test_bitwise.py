@@ -1,0 +1,163 @@
+"""`run.bitwise`: the same bits under every runner and on every number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crosstrain_plugins.builtin.runners.bitwise.norm import exact_norm
+from crosstrain_plugins.builtin.runners.bitwise.partial_sums import PartialSums, nodes_of
+
+from conftest import Run, Workspace
+from crosstrain.checkpoint.digests import digests
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.config.load import load_config
+from crosstrain.distributed.group import Group
+from crosstrain.engine.checks import batch_plan
+from crosstrain.utils.errors import ConfigError
+from fixtures_ranks import mostly_slow
+
+# 12 micro batches: every number of ranks from 1 to 4 has a part of the tree that is not a subtree of another's.
+COMMON = (
+    "run.bitwise=true",
+    "run.global_batch_size=12",
+    "run.micro_batch_size=1",
+    "run.max_iters=6",
+    "run.grad_norm_clip=0.3",
+)
+OTHERS = [
+    "ddp@2",
+    "ddp@3",
+    "ddp@4",
+    "fsdp@1",
+    "fsdp@2",
+    "fsdp@3",
+    "fsdp@4",
+    *(f"zero{s}@{n}" for s in (1, 2, 3) for n in (1, 2, 3, 4)),
+]
+
+
+def digest(run: Run | Path) -> dict[str, str]:
+    folder = run if isinstance(run, Path) else run.folder
+    found = digests(Reader.open(find_checkpoint(folder)))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return found | {"metrics": repr([(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row])}
+
+
+def train(workspace: Workspace, name: str, *options: str) -> Run:
+    runner, _, size = name.partition("@")
+    label = name + "".join(options).replace("/", "")
+    threads = {"OMP_NUM_THREADS": "1"}
+    return workspace.train(label, f"run.runner={runner}", *COMMON, *options, nproc=int(size), env=threads)
+
+
+@pytest.fixture(scope="module", params=mostly_slow(["fp32", "bf16"], ["fp32"]))
+def reference(request: pytest.FixtureRequest, shared_workspace: Workspace) -> Any:
+    amp = f"run.amp={request.param}"
+    run = train(shared_workspace, "ddp@1", amp)
+    losses = run.column("loss")
+    assert losses[-1] < losses[0], "nothing was learned"
+    return shared_workspace, amp, run
+
+
+@pytest.mark.parametrize("other", mostly_slow(OTHERS, ["ddp@3", "fsdp@2", "zero2@2"]))
+def test_every_runner_and_number_of_ranks_gives_the_same_bits(reference: Any, other: str) -> None:
+    workspace, amp, one = reference
+    run = train(workspace, other, amp)
+    assert digest(run) == digest(one)
+    assert f"sha256:{digest(one)['weights']}" in run.stdout + run.stderr + (run.folder / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_engines_own_sums_differ(reference: Any) -> None:
+    """The control: without `bitwise`, the digests of one and of three ranks differ."""
+    workspace, amp, _ = reference
+    one, three = (train(workspace, name, amp, "run.bitwise=false") for name in ("ddp@1", "ddp@3"))
+    assert digest(one)["weights"] != digest(three)["weights"]
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_runner_and_ranks_gives_the_same_bits(reference: Any) -> None:
+    workspace, amp, one = reference
+    for end, name in ((2, "zero3@2"), (3, "ddp@4"), (5, "fsdp@3"), (6, "zero1@1")):
+        runner, _, size = name.partition("@")
+        run = workspace.train(
+            f"changed {amp}", f"run.runner={runner}", *COMMON, amp, f"run.max_iters={end}", "run.lr_decay_iters=6",
+            nproc=int(size), env={"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    assert {k: v for k, v in digest(run).items() if k != "metrics"} == {
+        k: v for k, v in digest(one).items() if k != "metrics"
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["run.micro_batch_size=null"], "set run.micro_batch_size"),
+        (["run.amp=fp16"], "fp16"),
+        (["run.runner=megatron"], "use ddp, fsdp or zero2"),
+        (["run.runner=zero2_offload"], "offload_optimizer"),
+        (["run.runner={name: fsdp, shard_size: 1}"], "shard_size"),
+    ],
+)
+def test_what_cannot_be_bitwise_is_refused(workspace: Workspace, options: list[str], part: str) -> None:
+    with pytest.raises(ConfigError, match=f"run.bitwise: .*{part}"):
+        batch_plan(load_config(workspace.project, [*COMMON, *options]), 2)
+
+
+def tree(leaves: list[float]) -> float:
+    """Sum as the definition of the tree says: halves at the largest power of two, in fp32."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = 1 << (len(leaves) - 1).bit_length() - 1
+    return (torch.tensor(tree(leaves[:half])) + torch.tensor(tree(leaves[half:]))).item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_sums_are_those_of_the_tree_on_any_number_of_ranks(ranks: int) -> None:
+    rng = random.Random(0)
+    leaves = [rng.uniform(-1, 1) * 10 ** rng.randint(-6, 3) for _ in range(24)]
+    leaves = torch.tensor(leaves).tolist()  # fp32 numbers
+    count = len(leaves) // ranks
+    total = PartialSums()
+    for rank in range(ranks):
+        own = PartialSums()
+        for leaf in range(rank * count, (rank + 1) * count):
+            own.add((0, leaf), torch.tensor([leaves[leaf]]))
+        assert [node for node, _ in own.nodes] == nodes_of(rank * count, count)
+        for node, value in own.nodes:
+            total.add(node, value)
+    found = total.total()
+    assert found is not None
+    assert found.item() == tree(leaves)
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "tiny tail", "denormal", "huge", "one", "zero"])
+def test_the_norm_is_that_of_fsum_for_every_order_and_cut(kind: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    x = {
+        "normal": torch.randn(100_003, generator=g),
+        "wide": torch.randn(100_003, generator=g) * 2.0 ** torch.randint(-40, 40, (100_003,), generator=g),
+        "tiny tail": torch.cat([torch.full((1,), 3e4), torch.randn(100_000, generator=g) * 1e-4]),
+        "denormal": torch.randn(10_000, generator=g) * 1e-42,
+        "huge": torch.randn(10_000, generator=g) * 1e38,
+        "one": torch.tensor([1.1]),
+        "zero": torch.zeros(5),
+    }[kind]
+    found = exact_norm([x], Group())
+    assert found == pytest.approx(math.sqrt(math.fsum((x.double() ** 2).tolist())), rel=1e-14)
+    for _ in range(10):
+        shuffled = x[torch.randperm(x.numel(), generator=g)]
+        cut = int(torch.randint(0, x.numel() + 1, (), generator=g))
+        assert exact_norm([shuffled[:cut], shuffled[cut:]], Group()) == found
+
+
+def test_a_norm_that_is_not_finite_is_not_hidden() -> None:
+    assert exact_norm([torch.tensor([1.0, math.inf])], Group()) == math.inf
+    assert math.isnan(exact_norm([torch.tensor([1.0, math.nan])], Group()))
