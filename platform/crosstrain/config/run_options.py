@@ -156,7 +156,7 @@ class RunOptions:
     plugins: list[FilePath] = field(default_factory=list)  # additional folders and .py files with plugins
     # maximum number of restarts; if a worker dies, all workers restart from the newest checkpoint
     max_restarts: NonNegativeInt = 0
-    # train to the same bits under every runner and number of ranks; slower
+    # train to the same bits under every runner and on every number of ranks; slower
     bitwise: bool = False
 
     # Length of the run: set exactly one of these two.

@@ -24,8 +24,9 @@ _PASSED = (
 class Rounds:
     """The round of gradient accumulation to which the collectives of a backward belong.
 
-    Round k of a step sums the gradients of micro batches k * ranks to (k + 1) * ranks - 1. An engine adds the results of
-    its rounds one after the other. So all rounds but the last return zeros, and the last returns the sum of all leaves.
+    Round k of a step sums the gradients of micro batches k * ranks to (k + 1) * ranks - 1. An engine adds the results
+    of its rounds one after the other. So all rounds except the last return zeros, and the last round returns the sum of
+    all leaves.
     """
 
     def __init__(self) -> None:

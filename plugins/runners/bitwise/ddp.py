@@ -38,6 +38,3 @@ class BitwiseDDP(Bitwise, DDPRunner):
 
     def backward(self, loss: Tensor) -> None:
         Runner.backward(self, loss)
-
-    def gradient_norm(self, gradients: list[Tensor]) -> float:
-        return super().gradient_norm(gradients)
