@@ -6,7 +6,7 @@ A single process trains without communication.
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from crosstrain import (
+    Capabilities,
     ContextOptions,
     Layout,
     MakeOptimizer,
@@ -41,14 +42,9 @@ class DDPRunner(Runner):
         bucket_cap_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25
         find_unused_parameters: bool = False  # True: allow steps that do not use every parameter
 
+    capabilities: ClassVar = Capabilities(bitwise="crosstrain_plugins.builtin.runners.bitwise.ddp:BitwiseDDP")
     _bucket_ready: float | None = None
     _used: UsedParameters | None = None  # None: unused parameters are not detected
-
-    @classmethod
-    def bitwise(cls) -> type[Runner]:
-        from .bitwise.ddp import BitwiseDDP
-
-        return BitwiseDDP
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:

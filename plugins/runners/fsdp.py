@@ -63,14 +63,12 @@ class FSDPRunner(Runner):
         # dtype in which gradients are reduced, for weights gathered in bf16
         reduce_dtype: Literal["fp32", "bf16"] = "fp32"
 
-    capabilities: ClassVar = Capabilities(needs_process_group=True, saves_memory=("sync_each_micro_batch=true",))
+    capabilities: ClassVar = Capabilities(
+        bitwise="crosstrain_plugins.builtin.runners.bitwise.fsdp:BitwiseFSDP",
+        needs_process_group=True,
+        saves_memory=("sync_each_micro_batch=true",),
+    )
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class
-
-    @classmethod
-    def bitwise(cls) -> type[Runner]:
-        from .bitwise.fsdp import BitwiseFSDP
-
-        return BitwiseFSDP
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:

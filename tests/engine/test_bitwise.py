@@ -71,7 +71,7 @@ def test_every_runner_and_number_of_ranks_gives_the_same_bits(reference: Any, ot
     workspace, amp, one = reference
     run = train(workspace, other, amp)
     assert digest(run) == digest(one)
-    assert f"sha256:{digest(one)['weights']}" in run.stdout + run.stderr + (run.folder / "log.txt").read_text()
+    assert f"sha256:{digest(one)['weights']}" in (run.folder / "log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_run_that_changes_its_runner_and_ranks_gives_the_same_bits(reference: 
     [
         (["run.micro_batch_size=null"], "set run.micro_batch_size"),
         (["run.amp=fp16"], "fp16"),
-        (["run.runner=megatron"], "use ddp, fsdp or zero2"),
+        (["run.runner=megatron"], "use a different runner"),
         (["run.runner=zero2_offload"], "offload_optimizer"),
         (["run.runner={name: fsdp, shard_size: 1}"], "shard_size"),
     ],

@@ -73,6 +73,7 @@ def test_callbacks_stand_between_the_platforms_hooks_or_in_the_place_of_one(work
         "best",
         "tracking",
         "saving",
+        "digests",
     ]
 
 

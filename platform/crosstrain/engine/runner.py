@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from importlib import import_module
 from typing import Any, ClassVar, cast
 
 import torch
@@ -58,6 +59,8 @@ class Capabilities:
     takes_float8: bool = True  # False: `run.amp.linear: float8`, which replaces modules in blocks, is rejected
     saves_memory: tuple[str, ...] = ()  # memory-saving settings, option=value, that `crosstrain plan` also tries
     cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes the part
+    bitwise: str | None = None  # "module:class" of the subclass for `run.bitwise`; None: `run.bitwise` is rejected
+    backend: str | None = None  # backend of torch's process groups; None: gloo, and nccl for tensors on GPUs
     consecutive_micro_batches: bool = False  # True: a rank takes consecutive micro batches of a step, not every n-th
 
 
@@ -127,15 +130,6 @@ class Runner:
         """Memory and communication of each kind of rank, for `crosstrain plan`. Called before workers start."""
         return [data_parallel(at)]
 
-    @classmethod
-    def bitwise(cls) -> "type[Runner]":
-        """The class for `run.bitwise`. Raises ConfigError if the results depend on the number of ranks."""
-        raise ConfigError("run.bitwise: this runner's results depend on the number of ranks; use ddp, fsdp or zero2")
-
-    def backend(self) -> str:
-        """Backends of torch's process groups, as for `init_process_group`."""
-        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-
     def setup(self) -> None:
         """Choose the device and join the other ranks. An existing process group, such as a fake group, is reused."""
         local_rank, size = world()
@@ -146,7 +140,7 @@ class Runner:
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
             store = wait_for_ranks(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
-                self.backend(),
+                self.capabilities.backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"),
                 store=store,
                 rank=rank,
                 world_size=size,
@@ -304,9 +298,20 @@ class Runner:
 
 
 def runner_class(run: RunOptions) -> type[Runner]:
-    """Return the class of the configured runner. Raises ConfigError if it has none for `run.bitwise`."""
+    """Return the class of the configured runner, for `run.bitwise` its variant `Capabilities.bitwise`.
+
+    Raises ConfigError if the runner has no such variant.
+    """
     chosen: type[Runner] = registry.get("runner", run.runner.name)
-    return chosen.bitwise() if run.bitwise else chosen
+    if not run.bitwise:
+        return chosen
+    module, _, name = (chosen.capabilities.bitwise or "").partition(":")
+    variant = getattr(import_module(module), name) if module else None
+    if variant is None or not issubclass(variant, chosen):  # a subclass inherits the capabilities of its base
+        raise ConfigError(
+            f"run.bitwise: the results of {run.runner.name} depend on the number of ranks; use a different runner"
+        )
+    return variant
 
 
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:

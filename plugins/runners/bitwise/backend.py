@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllToAllOptions, Backend, ReduceOp
 
 from .partial_sums import PartialSums
 
-_NAME = "tree"
+BACKEND = "tree"
 _PASSED = (
     "broadcast", "allgather", "allgather_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "send",
     "recv", "recv_anysource", "barrier", "all_gather_single", "all_gather_single_coalesced", "monitored_barrier",
@@ -91,7 +91,7 @@ class TreeBackend(Backend):
         self.inner: Any = inner
 
     def getBackendName(self) -> str:
-        return _NAME
+        return BACKEND
 
     # ---- sums
 
@@ -151,12 +151,9 @@ def _is_float_sum(tensor: Tensor, operation: Any) -> bool:
     return tensor.is_floating_point() and bool(operation == ReduceOp.SUM)
 
 
-def register() -> str:
-    """Register the backend with torch, and return its name for `init_process_group`."""
-    if _NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            _NAME,
-            lambda store, rank, size, timeout: TreeBackend(dist.ProcessGroupGloo(store, rank, size, timeout)),
-            devices=["cpu"],
-        )
-    return _NAME
+if BACKEND not in dist.Backend.backend_list:
+    dist.Backend.register_backend(
+        BACKEND,
+        lambda store, rank, size, timeout: TreeBackend(dist.ProcessGroupGloo(store, rank, size, timeout)),
+        devices=["cpu"],
+    )

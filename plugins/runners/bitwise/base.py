@@ -1,5 +1,7 @@
 """The parts of a bitwise runner that do not depend on the engine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,6 +9,8 @@ from torch import Tensor
 
 from crosstrain import ConfigError, Group, MakeOptimizer, MatrixOptimizer, Model, NamedParameters, Runner, RunOptions
 
+from ..used_parameters import UsedParameters
+from .backend import rounds
 from .norm import exact_norm
 
 
@@ -47,6 +51,31 @@ class Bitwise(Runner):
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
         return exact_norm(gradients, self.shards_of_gradients)
+
+
+class Rounded(Bitwise):
+    """A bitwise runner whose engine reduces the gradients of every micro batch to shards, as a round of `rounds`."""
+
+    _round, _last = 0, True
+    _rounded: UsedParameters | None = None  # parameters with a gradient from this round
+
+    @property
+    def shards_of_gradients(self) -> Group:
+        return self.world
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        self._last = last
+        with super().gradient_sync(last):
+            yield
+        self._round = 0 if last else self._round + 1
+
+    def backward(self, loss: Tensor) -> None:
+        used = self._rounded = self._rounded or UsedParameters(self.model)
+        used.clear()
+        with rounds(self._round, self._last):
+            super().backward(loss)
+        used.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
 
 
 def unfused(make_optimizer: MakeOptimizer | None) -> MakeOptimizer | None:

@@ -2,24 +2,25 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, RunOptions
+from crosstrain import ConfigError, MakeOptimizer, MicroBatch, Model, RunOptions
 
 from ..fsdp import FSDPRunner
-from .backend import register, rounds
-from .base import Bitwise, unfused
+from .backend import BACKEND
+from .base import Rounded, unfused
 from .gradients import WholeGradients
 
 
-class BitwiseFSDP(Bitwise, FSDPRunner):
+class BitwiseFSDP(Rounded, FSDPRunner):
     """FSDP2 on process groups whose sums are fixed trees."""
 
-    _round, _last = 0, True
+    capabilities: ClassVar = replace(FSDPRunner.capabilities, backend=BACKEND)
     _alone: WholeGradients | None = None  # sums of a single rank, because FSDP2 then exchanges nothing
 
     @classmethod
@@ -27,9 +28,6 @@ class BitwiseFSDP(Bitwise, FSDPRunner):
         super().check(options, run)
         if options.shard_size is not None or options.reduce_dtype != "fp32" or options.cpu_offload:
             raise ConfigError("run.bitwise: fsdp must not set shard_size, cpu_offload or reduce_dtype")
-
-    def backend(self) -> str:
-        return register()
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         super().prepare(model, unfused(make_optimizer))
@@ -47,23 +45,13 @@ class BitwiseFSDP(Bitwise, FSDPRunner):
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
-        self.module.set_requires_gradient_sync(True)
-        self.module.set_is_last_backward(last)
-        self._last = last
-        yield
+        with super().gradient_sync(last):
+            self.module.set_requires_gradient_sync(True)
+            yield
         if self._alone is not None:
             self._alone.take()
             if last:
                 self._alone.finish()
-        self._round = 0 if last else self._round + 1
-
-    def backward(self, loss: Tensor) -> None:
-        with rounds(self._round, self._last):
-            super().backward(loss)
-
-    @property
-    def shards_of_gradients(self) -> Group:
-        return self.world
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
         return super().gradient_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])

@@ -1,27 +1,27 @@
 """ZeRO to the same bits: every micro batch is reduced, and sums, norm and clipping do not depend on the ranks."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crosstrain import ConfigError, Group, MakeOptimizer, Model, RunOptions
+from crosstrain import ConfigError, MakeOptimizer, Model, RunOptions
 
 from ..deepspeed.runner import DeepSpeedRunner
-from .backend import register, rounds
-from .base import Bitwise, unfused
+from .backend import BACKEND
+from .base import Rounded, unfused
 
 _SCATTER = "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced"
 
 
-class BitwiseZeRO(Bitwise, DeepSpeedRunner):
+class BitwiseZeRO(Rounded, DeepSpeedRunner):
     """DeepSpeed's ZeRO on process groups whose sums are fixed trees. Stage 1 reduces gradients as stage 2 does."""
 
-    _round, _last, _norm = 0, True, 0.0
+    capabilities: ClassVar = replace(DeepSpeedRunner.capabilities, backend=BACKEND)
+    _norm = 0.0
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -30,9 +30,6 @@ class BitwiseZeRO(Bitwise, DeepSpeedRunner):
             raise ConfigError("run.bitwise: DeepSpeed's stage 0 is not supported; use ddp")
         if options.offloads_optimizer or options.nvme_paths or options.param_dtype != "amp":
             raise ConfigError("run.bitwise: DeepSpeed must not set offload_optimizer, offload_param or param_dtype")
-
-    def backend(self) -> str:
-        return register()
 
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         config = super()._config(micro_batch, accumulation)
@@ -52,20 +49,9 @@ class BitwiseZeRO(Bitwise, DeepSpeedRunner):
             zero.scaled_global_norm = lambda *_, **__: self._measured()
             zero.unscale_and_clip_grads = lambda gradients, _: self._clip(gradients)
 
-    @contextmanager
-    def gradient_sync(self, last: bool) -> Iterator[None]:
-        self._last = last
-        with super().gradient_sync(last):
-            yield
-        self._round = 0 if last else self._round + 1
-
     def backward(self, loss: Tensor) -> None:
-        with rounds(self._round, self._last), patch(_SCATTER, _reduce_scatter):
+        with patch(_SCATTER, _reduce_scatter):
             super().backward(loss)
-
-    @property
-    def shards_of_gradients(self) -> Group:
-        return self.world
 
     def _measured(self) -> Tensor:
         averaged = self.engine.optimizer.averaged_gradients

@@ -59,17 +59,16 @@ class DeepSpeedRunner(Runner):
 
     Options = Options
 
-    capabilities: ClassVar = Capabilities(needs_process_group=True, takes_quantized=False, takes_float8=False)
+    capabilities: ClassVar = Capabilities(
+        bitwise="crosstrain_plugins.builtin.runners.bitwise.zero:BitwiseZeRO",
+        needs_process_group=True,
+        takes_quantized=False,
+        takes_float8=False,
+    )
     engine: Any = None  # None in evaluation below stage 3, where parameters are not sharded
     partition: Partition | None = None  # this rank's part of the state; None: nothing is sharded
     _used: UsedParameters | None = None  # None: unused parameters are not detected
     half = False  # True: some parameters are bf16 or are gathered in bf16
-
-    @classmethod
-    def bitwise(cls) -> type[Runner]:
-        from ..bitwise.zero import BitwiseZeRO
-
-        return BitwiseZeRO
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
