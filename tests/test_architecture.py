@@ -90,7 +90,7 @@ def test_the_core_names_no_plugin() -> None:
     packages = {"optional_deps.py", "flight_recorder.py"}  # name packages, one of which a runner is called after
     defaults = {"ddp", "causal_lm", "adamw", "cosine", "jsonl", "tensorboard"}  # of keys that nothing sets
     notation = {"megatron"}  # of log lines, before it is a runner
-    hooks = {"profile", "stragglers", "prompt_samples"}  # of every run
+    hooks = {"profile", "stragglers", "prompt_samples", "digests"}  # of every run
     names = {name for kind in KINDS if kind != "command" for name in registry.names(kind)} - allowed
     allowed_in = {"run_options.py": defaults | notation, "log_lines.py": notation}
     allowed_in |= {"hook_order.py": hooks, "run_folder.py": hooks}
