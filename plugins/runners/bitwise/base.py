@@ -57,7 +57,10 @@ class Rounded(Bitwise):
     """A bitwise runner whose engine reduces the gradients of every micro batch to shards, as a round of `rounds`."""
 
     _round, _last = 0, True
-    _rounded: UsedParameters | None = None  # parameters with a gradient from this round
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        super().prepare(model, unfused(make_optimizer))
+        self._reduced = UsedParameters(model)  # parameters with a gradient from this round
 
     @property
     def shards_of_gradients(self) -> Group:
@@ -71,11 +74,10 @@ class Rounded(Bitwise):
         self._round = 0 if last else self._round + 1
 
     def backward(self, loss: Tensor) -> None:
-        used = self._rounded = self._rounded or UsedParameters(self.model)
-        used.clear()
+        self._reduced.clear()
         with rounds(self._round, self._last):
             super().backward(loss)
-        used.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
+        self._reduced.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
 
 
 def unfused(make_optimizer: MakeOptimizer | None) -> MakeOptimizer | None:

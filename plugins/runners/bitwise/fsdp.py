@@ -13,7 +13,7 @@ from crosstrain import ConfigError, MakeOptimizer, MicroBatch, Model, RunOptions
 
 from ..fsdp import FSDPRunner
 from .backend import BACKEND
-from .base import Rounded, unfused
+from .base import Rounded
 from .gradients import WholeGradients
 
 
@@ -30,7 +30,7 @@ class BitwiseFSDP(Rounded, FSDPRunner):
             raise ConfigError("run.bitwise: fsdp must not set shard_size, cpu_offload or reduce_dtype")
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        super().prepare(model, unfused(make_optimizer))
+        super().prepare(model, make_optimizer)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # sum, do not average

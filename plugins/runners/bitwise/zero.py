@@ -12,7 +12,7 @@ from crosstrain import ConfigError, MakeOptimizer, Model, RunOptions
 
 from ..deepspeed.runner import DeepSpeedRunner
 from .backend import BACKEND
-from .base import Rounded, unfused
+from .base import Rounded
 
 _SCATTER = "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced"
 
@@ -37,7 +37,7 @@ class BitwiseZeRO(Rounded, DeepSpeedRunner):
         return config | {"zero_optimization": section | {"stage": max(section["stage"], 2)}}
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        super().prepare(model, unfused(make_optimizer))
+        super().prepare(model, make_optimizer)
         if self.optimizer is None:
             return
         zero = self.engine.optimizer
