@@ -169,6 +169,7 @@ def test_a_server_on_which_two_could_write_is_refused(bucket: Bucket, machines: 
     assert storage.files(RUN) == {}
 
 
+@pytest.mark.slow
 def test_ranks_of_another_layout_go_on(bucket: Bucket, machines: Iterator[Machine]) -> None:
     next(machines).train("run.runner=fsdp", "run.max_iters=2", "run.lr_decay_iters=4", size=2)
     next(machines).train("run.runner=megatron_tp2", "run.lr_decay_iters=4", size=2)

@@ -87,6 +87,7 @@ def test_a_run_leaves_nothing_behind_but_its_folder(workspace: Workspace) -> Non
     assert [path.name for path in place.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_launcher(workspace: Workspace) -> None:
     process = start_as_user(workspace, "out", "run.max_iters=1000000", nproc=2)
     wait_until(lambda: logged_step(workspace.path / "out") >= 2, process)
