@@ -6,8 +6,9 @@ import torch
 
 from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, whole_pieces
 from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.manifest import DTYPES
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def digests(reader: Reader) -> dict[str, str]:
@@ -20,7 +21,7 @@ def digests(reader: Reader) -> dict[str, str]:
         if kind.startswith((CALLBACK, RUNNER)):
             continue
         stored = reader.tensors[kind, name]
-        value = torch.empty(stored.shape, dtype=_DTYPES.get(stored.dtype, torch.float32))
+        value = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
         reader.fill([Shard(kind, name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
         digest = found["weights" if kind == "param" else "moments"]
         digest.update(f"{kind} {name} {[*value.shape]}".encode())

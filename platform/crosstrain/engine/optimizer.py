@@ -144,6 +144,13 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
+def unscale_and_clip_(gradients: list[Tensor], norm: float, scale: float, limit: float | None) -> None:
+    """Divide gradients by `scale`, and clip them. norm: their global norm without `scale`; limit: its maximum."""
+    factor = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / scale
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
 def global_norm(tensors: list[Tensor]) -> float:
     """Return the 2-norm over all elements of all tensors; every DTensor counts once. Collective for DTensors.
 

@@ -21,7 +21,7 @@ from crosstrain.distributed.wait_for_ranks import wait_for_ranks
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
-from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of
+from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of, unscale_and_clip_
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
@@ -239,10 +239,7 @@ class Runner:
         norm = self.gradient_norm(gradients) / scale
         applied = apply and norm < float("inf")  # also False for NaN
         if applied:
-            limit = self.run.grad_norm_clip
-            clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-            if clip / scale != 1.0:
-                torch._foreach_mul_(gradients, clip / scale)
+            unscale_and_clip_(gradients, norm, scale, self.run.grad_norm_clip)
             self.update()
         self.model.zero_grad(set_to_none=True)  # the optimizer may hold only a part of the parameters
         self.precision.update_scale(apply, applied)

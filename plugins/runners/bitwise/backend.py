@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, Backend, ReduceOp
+from torch._C._distributed_c10d import AllToAllOptions, Backend, ReduceOp, _create_work_from_future
 
 from .partial_sums import PartialSums
 
@@ -52,31 +52,11 @@ class Rounds:
 rounds = Rounds()
 
 
-class Done(dist.Work):
-    """A collective that has ended."""
-
-    def __init__(self, result: list[Tensor]) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._future.set_result(result)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return self._future.value()
-
-    def synchronize(self) -> None:
-        pass
+def _done(result: list[Tensor]) -> dist.Work:
+    """Return the handle of a collective that has ended."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
 
 
 class TreeBackend(Backend):
@@ -106,32 +86,32 @@ class TreeBackend(Backend):
         out = torch.empty_like(padded)
         self.inner._allgather_base(out, total).wait()
         tensor.copy_(out[: flat.numel()].view(tensor.shape))
-        return Done(tensors)
+        return _done(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         for tensor in tensors:
             self.allreduce([tensor], opts)
-        return Done(tensors)
+        return _done(tensors)
 
     def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any) -> dist.Work:
         if not _is_float_sum(given, opts.reduceOp):
             return self.inner._reduce_scatter_base(out, given, opts)
         out.copy_(self._sum(list(given.reshape(-1).chunk(self.size()))).view(out.shape))
-        return Done([out])
+        return _done([out])
 
     _reduce_scatter_base = reduce_scatter_single
 
     def _sum(self, parts: list[Tensor]) -> Tensor:
         """Return the sum over the ranks of this rank's part; `parts` has one flat tensor of equal length per rank."""
-        size, first = self.size(), rounds.number * self.size() if rounds.active else 0
-        sums = rounds.sums(self) if rounds.active else PartialSums()
+        size, more = self.size(), rounds.active and not rounds.last  # more: other rounds of this step follow
+        first, sums = (rounds.number * size, rounds.sums(self)) if rounds.active else (0, PartialSums())
         sent = torch.cat(parts)
         received = torch.empty_like(sent)
         self.inner.alltoall_base(received, sent, [], [], AllToAllOptions()).wait()
         for rank, leaf in enumerate(received.view(size, -1).unbind()):
             # A clone, because kept nodes would keep the whole buffer.
-            sums.add((0, first + rank), leaf.clone() if rounds.active and not rounds.last else leaf)
-        total = torch.zeros_like(parts[0]) if rounds.active and not rounds.last else sums.total()
+            sums.add((0, first + rank), leaf.clone() if more else leaf)
+        total = torch.zeros_like(parts[0]) if more else sums.total()
         assert total is not None
         return total
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crosstrain import ConfigError, MakeOptimizer, Model, RunOptions
+from crosstrain.engine.optimizer import unscale_and_clip_
 
 from ..deepspeed.runner import DeepSpeedRunner
 from .backend import BACKEND
@@ -59,11 +60,9 @@ class BitwiseZeRO(Rounded, DeepSpeedRunner):
         return torch.tensor(self._norm, dtype=torch.float64)
 
     def _clip(self, gradients: list[Tensor]) -> None:
-        """Scale gradients by the factor of `Runner.optimizer_step`; DeepSpeed rounds it differently."""
-        scale, limit = self.gradient_scale, self.run.grad_norm_clip
-        factor = (min(1.0, limit / (self._norm / scale + 1e-6)) if limit else 1.0) / scale
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+        """Clip as other runners do; DeepSpeed rounds the factor differently."""
+        scale = self.gradient_scale
+        unscale_and_clip_(gradients, self._norm / scale, scale, self.run.grad_norm_clip)
 
 
 def _reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
