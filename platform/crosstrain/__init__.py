@@ -1,7 +1,7 @@
 """Crosstrain: train any model with any runner, both chosen in one YAML file.
 
-Plugins import the names below, as in `from crosstrain import Runner, registry`. Programs and notebooks call the
-functions, as in `crosstrain.train(...)`. A name is imported when it is first used, so importing this package does not
+Plugins import the names below, as in `from crosstrain import Runner, registry`. Programs and notebooks call
+functions such as `crosstrain.train(...)`. A name is imported when it is first used, so importing this package does not
 import torch. The Python function of a command plugin has the command's name, such as `crosstrain.plan`.
 """
 

@@ -1,4 +1,4 @@
-"""The package of all plugins. Its modules are found by the registry, which this import starts in a new process."""
+"""The package of all plugins. In a new process, the import below sets up the registry, which finds the modules."""
 
 import crosstrain.config.registry  # noqa: F401
 

@@ -163,7 +163,7 @@ class AdaptedExport(Around):
     adapter: Lora
 
     def merges(self) -> dict[str, Merge]:
-        """Return how to merge adapters into their linear layers."""
+        """Return the model's merges, and a merge of each adapter into the weight of its linear layer."""
         found = self.inner.merges()
         for name, module in self.model.named_modules():
             if hasattr(module, "lora_A"):
@@ -194,7 +194,7 @@ def _covers_base(source: Source, name: str) -> bool:
 
 
 def _peft_name(name: str, available: set[str]) -> str:
-    """Return a parameter's name in a peft file or in a checkpoint, with the prefix that a larger model may add."""
+    """Return a parameter's name in a peft file or a checkpoint; a larger model may have added a prefix to the name."""
     return next((key for key in available if f".{key}".endswith(f".{name}")), _saved_name(name))
 
 

@@ -29,9 +29,9 @@ def read_annotations(path: Path, audit: RowAudit, max_dropped: float = 0.1) -> I
     """Yield (location, annotation) of each sample; annotations have the form that `annotation_of` returns.
 
     The file contains rows in a format that `conversation_files.rows` reads, or an object with the rows under
-    `annotations`. In COCO's layout, the file names are under `images`. `audit` counts rows and dropped rows; if it has
-    keys to ignore, it also counts all other keys. Raises DataError if the file cannot be read, and if the fraction of
-    dropped rows is above `max_dropped`.
+    `annotations`. In COCO's layout, the file names are under `images`. `audit` counts rows and dropped rows, and also
+    the keys outside its `ignore_columns`, unless that is empty. Raises DataError if the file cannot be read, or if the
+    fraction of dropped rows is above `max_dropped`.
     """
     used = audit.ignore_columns
     for entry, place in _entries(path, audit):
@@ -69,7 +69,7 @@ def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
 def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set[str]]:
     """Normalize an entry: return `images`, a list of names, with `conversations`, `caption` or `questions`.
 
-    Also returns the paths of ignored keys. A conversation becomes a list of turns in normal form; a question and its
+    Also returns the paths of unread keys. A conversation becomes a list of turns in normal form; a question and its
     answers become `questions`. Keys that this function does not read are kept. beside: the images are stored next to
     the entry, so the entry does not name them. Raises SampleError for an entry that is not an object, contains other
     media, or refers to images in an unknown form.

@@ -20,7 +20,7 @@ _HELD = 64 << 20  # maximum number of bytes that are announced but not read
 
 
 def byte_source(place: str | Path) -> "LocalBytes | RemoteBytes":
-    """Open a file or an object. Raises OSError, such as FileNotFoundError, and StorageError."""
+    """Open a file or an object. Raises OSError (such as FileNotFoundError) or StorageError."""
     return RemoteBytes(place) if isinstance(place, str) and storage.is_url(place) else LocalBytes(Path(place))
 
 

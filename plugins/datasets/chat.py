@@ -121,7 +121,7 @@ class ConversationDataset(Dataset):
 def padded_rows(rows: list[Sample], most: int) -> Batch:
     """Right-pad rows of arrays [length] to equal length; the padding is a separate document.
 
-    The length is rounded up to a multiple of 8, but not above `most`, for tensor cores and sequence parallelism.
+    For tensor cores and sequence parallelism, the length is rounded up to a multiple of 8, but not above `most`.
     """
     longest = max(len(row["input_ids"]) for row in rows)
     longest = max(longest, min(-(-longest // 8) * 8, most))

@@ -103,7 +103,7 @@ class TokenFile:
         return TokenFile, (self.prefix,)
 
     def _check(self, first: int, stop: int) -> None:
-        """Raise DataError unless each of the sequences [first, stop) begins where the previous one ends."""
+        """Raise DataError unless each of the sequences [first, stop) ends where the next one begins."""
         starts, sizes = self.pointers[first : stop + 1], self.sizes[first:stop]
         if stop == self.num_sequences:
             starts = np.append(starts, self._bin.size)
@@ -147,7 +147,7 @@ class TokenFile:
         return start
 
     def document_at(self, position: int) -> int:
-        """Return the index of the document with the token at offset `position`."""
+        """Return the index of the document that contains the token at offset `position`."""
         low = max(position * self.num_documents // max(self.num_tokens, 1) - _NEAR, 0)
         high = min(low + 2 * _NEAR, self.num_documents)
         if not self.document_start(low) <= position < self.document_start(high):

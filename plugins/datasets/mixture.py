@@ -41,7 +41,7 @@ class MixturePart:
     """A dataset and its share of the samples."""
 
     dataset: Annotated[Component, "dataset"]  # any registered dataset
-    ratio: PositiveFloat | None = None  # share relative to other parts; None for all parts: proportional to size
+    ratio: PositiveFloat | None = None  # share relative to other parts; None (in all parts): in proportion to size
     label: str | None = None  # name in samples, scores and errors; None: the part's index and dataset name
 
 
@@ -192,7 +192,7 @@ class Mixture(VqaDataset):
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
-    """Return each part's number of samples, rounded up, in the shortest epoch with all samples in the given ratios."""
+    """Return the parts' sample counts, rounded up, in the shortest epoch that has all samples and keeps the ratios."""
     if ratios[0] is None:
         return lengths
     shares = [(r or 0.0) / sum(r or 0.0 for r in ratios) for r in ratios]

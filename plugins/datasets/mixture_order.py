@@ -39,7 +39,7 @@ class MixtureOrder:
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.period = list(counts), sum(counts)
         self._turn = _turns(self.counts)
-        self._before = np.zeros(self.period, np.int64)  # earlier turns of the same source in the period
+        self._before = np.zeros(self.period, np.int64)  # number of earlier turns of the same source in the period
         for k in range(len(self.counts)):
             mine = np.flatnonzero(self._turn == k)
             self._before[mine] = np.arange(len(mine))

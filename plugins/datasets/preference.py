@@ -73,7 +73,7 @@ class Preference(ConversationDataset):
     def _mismatched(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a prompt followed by the next conversation's answer, truncated to seq_length."""
         ids, targets = self.tokens(index)
-        after = 2 if self.answers[index] == 1 else 1  # the next conversation may have this prompt's rejected answer
+        after = 2 if self.answers[index] == 1 else 1  # a pair's rejected answer comes right after its good one
         others, other_targets = self.tokens((index + after) % self.count)
         prompt = int((targets != IGNORE_INDEX).argmax())
         answer = int((other_targets != IGNORE_INDEX).argmax())

@@ -28,7 +28,7 @@ class RowAudit:
         self.add({"rows": 1, "unread": {path: [1, place] for path in unread}})
 
     def drop(self, place: str, reason: str) -> None:
-        """Count a dropped row. Reasons that differ only in their digits are the same kind."""
+        """Count a dropped row. Reasons that differ only in their digits are counted together."""
         said = f"{place}: {reason}"
         self.add({"rows": 1, "dropped": 1, "reasons": {re.sub(r"\d+", "N", reason): [1, said]}, "named": [said]})
 

@@ -20,7 +20,7 @@ KINDS = ("colour", "shape", "count", "above", "left")  # kinds of questions
 
 Kind = tuple[str, str]  # (colour, shape)
 COMBINATIONS: list[Kind] = list(itertools.product(COLOURS, SHAPES))
-NOVEL = [("red", "cross"), ("green", "circle"), ("blue", "triangle"), ("yellow", "square")]  # only in the split novel
+NOVEL = [("red", "cross"), ("green", "circle"), ("blue", "triangle"), ("yellow", "square")]  # only in the split `novel`
 KNOWN = [c for c in COMBINATIONS if c not in NOVEL]
 
 

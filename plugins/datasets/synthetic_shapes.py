@@ -41,7 +41,7 @@ _CHATML = (
 
 @registry.register_dataset("shapes")
 class Shapes(ImageText):
-    """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 60 words.
+    """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 51 tokens.
 
     The splits are train, val and test. With the option `novel`, every picture of the test split has a combination of
     colour and shape that never occurs in training.

@@ -207,7 +207,7 @@ def _scan(path: Path) -> dict[str, Files]:
 
 
 class Shards:
-    """Samples of several prepared shards, concatenated; `audit` counts samples, and keys that are not in `used`."""
+    """Samples of several prepared shards, concatenated; `audit` counts the samples and the keys outside `used`."""
 
     def __init__(self, names: list[str], cache: Path, used: Collection[str] = ()) -> None:
         self.paths = [_local(name, cache) for name in names]

@@ -15,7 +15,7 @@ def cosine(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[flo
 
 @registry.register_lr_scheduler("cosine_megatron_v1")
 def cosine_megatron_v1(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """Cosine decay with angle pi*(n-w)/D, as in Megatron-LM's first release; above `min_lr` at step D unless w is 0."""
+    """Cosine decay with angle pi*(n-w)/D, as in Megatron-LM's first release; it ends above `min_lr` unless w is 0."""
     return lambda applied: _half_cosine((applied - warmup_steps) / decay_steps)
 
 

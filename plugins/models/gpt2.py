@@ -60,7 +60,7 @@ class GPT2(TransformersModel):
         if config.n_embd % config.n_head:
             raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
         made = padded(config, options.make_vocab_size_divisible_by, options.attention, GPT2LMHeadModel)
-        # gelu_pytorch_tanh is gelu_new as one operator: it is faster, and keeps a third of the MLP's activations.
+        # gelu_pytorch_tanh is gelu_new as one operator: it is faster, and autograd saves a third as many activations.
         if made.activation_function == "gelu_new":
             made.activation_function = "gelu_pytorch_tanh"
         with without_initial_values():

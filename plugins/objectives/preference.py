@@ -83,9 +83,9 @@ class ORPO(_OfPairs):
 class KTO(_OfPairs):
     """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), on answers labelled good or bad.
 
-    Rows 2 i are answers. Rows 2 i + 1 combine the same prompts with answers to different prompts. As in the paper,
-    the mean log-ratio of rows 2 i + 1 estimates the divergence from the reference model, once per micro batch and
-    without a gradient.
+    Rows 2 i are the labelled answers. Rows 2 i + 1 combine the same prompts with answers to different prompts. As in
+    the paper, the mean log-ratio of rows 2 i + 1 estimates the divergence from the reference model, once per micro
+    batch and without a gradient.
     """
 
     @dataclass

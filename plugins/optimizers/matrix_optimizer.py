@@ -28,7 +28,7 @@ class Matrix:
 
 
 def assign_owners(by_rank: list[Holdings]) -> list[list[Matrix]]:
-    """Choose an owner for each matrix, the one with the most work first.
+    """Choose an owner for each matrix, in order of decreasing work.
 
     The owner is the rank with the least work so far, among the ranks that hold a shard. The work of a matrix is
     m n min(m, n). Returns rounds; in each round, a rank owns at most one matrix. The result is the same on every rank.

@@ -11,7 +11,8 @@ from crosstrain import Chunk, DataError, Document, registry
 from ..commands.prepare import io
 from ..commands.prepare.reader import ColumnReader, check_column, row_document, split_file
 
-csv.field_size_limit(1 << 28)  # characters per value: an unclosed quotation mark makes the rest of the file one value
+# Maximum number of characters per value; an unclosed quotation mark makes the rest of the file one value.
+csv.field_size_limit(1 << 28)
 
 
 @registry.register_reader("jsonl")

@@ -50,7 +50,7 @@ class WarcReader(FileReader):
             try:
                 for number, record in enumerate(archive, 1):
                     document = _page(record, f"{chunk.file}: {record.rec_headers.get_header('WARC-Target-URI')}")
-                    with redirect_stderr(StringIO()):  # warcio prints errors and continues
+                    with redirect_stderr(StringIO()):  # warcio prints errors instead of raising them
                         archive.read_to_end()
                     size, end = record.rec_headers.get_header("Content-Length"), archive.offset
                     if (

@@ -85,7 +85,8 @@ class WikipediaReader(FileReader):
             if page.find("redirect") is not None or page.findtext("ns", "0") not in namespaces:
                 continue
             title = page.findtext("title", "")
-            revisions = reversed(page.findall("revision"))  # reversed, so that max takes the last of equally new ones
+            # Reversed, so that max returns the last of equally new revisions.
+            revisions = reversed(page.findall("revision"))
             newest = max(revisions, key=lambda found: found.findtext("timestamp", ""), default=page)
             model, form = newest.findtext("model", "wikitext"), newest.findtext("format", "text/x-wiki")
             if (model, form) != ("wikitext", "text/x-wiki"):

@@ -54,7 +54,7 @@ class FSDPRunner(Runner):
         elsewhere: ClassVar = {"expert_parallel": "the runner `megatron` has it, with data_parallel_style: fsdp"}
         former: ClassVar = {"expert_parallel": 1}
 
-        shard_size: PositiveInt | None = None  # ranks that share a copy of the model (hybrid sharding); None: all ranks
+        shard_size: PositiveInt | None = None  # ranks per copy of the model (hybrid sharding); None: all ranks
         reshard_after_forward: bool = True  # False: keep blocks gathered until their backward (ZeRO-2)
         cpu_offload: bool = False  # keep shards and optimizer state in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch; slower, but saves memory

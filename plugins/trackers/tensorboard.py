@@ -49,7 +49,7 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # torch's SummaryWriter opens its file later, in a thread, when a new run's folder may already be at this path.
+        # torch's SummaryWriter opens its file later, in a thread; by then, a new run may have a folder at this path.
         RecordWriter(self).write(Event(wall_time=time.time(), **event).SerializeToString())
 
     def write(self, record: bytes) -> None:

@@ -90,6 +90,7 @@ def test_an_opened_model_agrees_with_evaluate(
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_opens_as_the_checkpoint_that_it_was_exported_from(
     speaker: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,11 +68,11 @@ def test_boxes_cover_a_tensor_if_each_element_is_in_just_one(shape: tuple[int, .
 
 def test_many_boxes_are_compared_in_seconds() -> None:
     start = time.monotonic()
-    boxes = [Box((0, i), (1, 1)) for i in range(200_000)]
+    boxes = [Box((0, i), (1, 1)) for i in range(50_000)]
     assert check_cover(boxes, (1, len(boxes))) is None
     boxes[-1] = boxes[0]
     assert check_cover(boxes, (1, len(boxes))) is not None
-    assert time.monotonic() - start < 60  # every pair would take hours
+    assert time.monotonic() - start < 20  # every pair would take hours
 
 
 @given(shapes, st.data())

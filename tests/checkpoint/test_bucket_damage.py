@@ -170,6 +170,7 @@ def _start(environment: dict[str, str], url: str, cache: str) -> str | None:
     return found.name if found is not None and found.is_dir() else None
 
 
+@pytest.mark.slow
 def test_ranks_on_two_machines_pass_it_over_together(root: Path, bucket: Bucket, tmp_path: Path) -> None:
     url = at(NEWER, "training-00000.safetensors")  # which one of the ranks checks
     storage.write(url, storage.read(url)[::-1])

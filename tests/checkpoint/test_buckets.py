@@ -86,7 +86,8 @@ def sums(step: int, run: str = RUN) -> dict[str, str]:
     return {name: entry["xxh3"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.timeout(1800))])
+@pytest.mark.slow
 def test_whatever_put_is_the_last_no_checkpoint_is_half_and_none_is_lost(
     bucket: Bucket, machines: Iterator[Machine], every: bool
 ) -> None:
@@ -233,6 +234,7 @@ def test_damage_in_the_bucket_is_found_when_it_is_read(bucket: Bucket, machines:
         storage.write(url, data)
 
 
+@pytest.mark.slow
 def test_commands_take_urls(
     bucket: Bucket, machines: Iterator[Machine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

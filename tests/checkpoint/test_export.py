@@ -178,6 +178,7 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
     assert all(torch.equal(found[name].to(t.dtype), t) for name, t in tensors.items())
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
@@ -209,6 +210,7 @@ print("PEAK", peak() - before)
     assert all(found[f"w{i:02d}"].eq(i).all() for i in range(24))
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_nothing_that_looks_finished(tmp_path: Path, large: Path) -> None:
     out = tmp_path / "out"
     arguments = ["export", "--checkpoint", str(large), "--output", str(out), "--max-shard-size", "16MiB"]

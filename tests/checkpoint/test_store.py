@@ -111,6 +111,7 @@ def test_a_hole_is_refused_before_the_checkpoint_appears(tmp_path: Path) -> None
     assert folders.steps(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     program = f"""

@@ -243,6 +243,7 @@ def test_a_replaced_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "is not the tokenizer that encoded the tokens beside it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
     program = (
         "import os, sys, time\nfrom test_pipeline import Sleep\n"

@@ -30,6 +30,7 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
 from fixtures_bucket import Bucket, slow
 from fixtures_chat import SHAPES, write_tokenizer
+from fixtures_ranks import mostly_slow
 from fixtures_shards import jpeg, module_of, write_shard
 
 TextDataset = registry.get("dataset", "text")
@@ -79,7 +80,7 @@ def test_samples_are_those_of_the_disk(dataset: Path, memory: str, options: dict
         opened(memory + "/nothing.bin")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_slow([0, 2], [0]))
 def test_batches_of_any_rank_and_start_are_those_of_the_disk(
     dataset: Path, memory: str, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
@@ -215,7 +216,7 @@ def test_shards_come_from_a_bucket(memory: str, home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # both take 450 s one after the other at a load of 10 on two cores
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_slow([0, 2], [0]))
 def test_a_run_from_a_bucket_has_the_losses_of_a_local_one(
     workspace: Workspace, dataset: Path, bucket: Bucket, workers: int
 ) -> None:

@@ -76,7 +76,7 @@ def chi_square_bound(degrees: int) -> float:
     return degrees + 2 * np.sqrt(degrees * t) + 2 * t
 
 
-@pytest.mark.parametrize("n", [2, 3, 7, 16, 50])
+@pytest.mark.parametrize("n", [2, 3, 7, 16, pytest.param(50, marks=pytest.mark.slow)])
 def test_every_sample_is_equally_likely_at_every_place(n: int) -> None:
     trials = 100 * n
     orders = np.stack([images(n, key) for key in range(trials)])

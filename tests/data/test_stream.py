@@ -110,7 +110,7 @@ class Tokens(Dataset):
         return f"line {index} of a file"
 
 
-@pytest.mark.parametrize(("key", "workers"), [("input_ids", 0), ("labels", 2)])
+@pytest.mark.parametrize(("key", "workers"), [("input_ids", 0), pytest.param("labels", 2, marks=pytest.mark.slow)])
 def test_an_id_that_is_no_token_of_the_model_is_refused_before_a_forward(key: str, workers: int) -> None:
     harmless = {(3, "input_ids", 0): IMAGE_ID, (4, "labels", 0): IGNORE_INDEX}
     plan = BatchPlan(12, 4, 3, 1)

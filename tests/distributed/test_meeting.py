@@ -109,7 +109,7 @@ def few(cases: list[tuple], quick: list[tuple]) -> list:
 CASES = [(launcher, rank, number) for launcher in LAUNCHERS for rank in (0, 1) for number in ("SIGTERM", "SIGINT")]
 
 
-@pytest.mark.parametrize(("launcher", "rank", "number"), few(CASES, [("srun", 0, "SIGTERM")]))
+@pytest.mark.parametrize(("launcher", "rank", "number"), few(CASES, []))
 def test_a_rank_without_the_others_says_so_and_leaves_when_told(
     workspace: Workspace, launcher: str, rank: int, number: str
 ) -> None:

@@ -333,6 +333,7 @@ def _sees(folders: list[str]) -> str:
     return "shared"
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_ranks_do_not_share(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()

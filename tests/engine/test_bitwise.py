@@ -23,6 +23,7 @@ from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.errors import ConfigError
 from fixtures_processes import train_as_user
 from fixtures_ranks import mostly_slow
+from fixtures_training import compare
 
 # 12 micro batches: every number of ranks from 1 to 4 has a part of the tree that is not a subtree of another's.
 COMMON = (
@@ -41,6 +42,9 @@ OTHERS = [
     "fsdp@3",
     "fsdp@4",
     *(f"zero{s}@{n}" for s in (1, 2, 3) for n in (1, 2, 3, 4)),
+    "megatron_pp2@2",
+    "{name: megatron, pipeline_parallel: 2, pipeline_schedule: gpipe}@2",
+    "megatron_pp2@4",
 ]
 
 
@@ -75,6 +79,18 @@ def test_every_runner_and_number_of_ranks_gives_the_same_bits(reference: Any, ot
 
 
 @pytest.mark.slow
+def test_one_bit_of_one_gradient_is_found_with_its_tensor_and_step(workspace: Workspace) -> None:
+    """Rank 1 of 2 has six micro batches a step, so its eighth one is in step 2. All other runners agree."""
+    found = compare(workspace, "ddp@1", "zero2@2", "one_bit@2", options=(*COMMON, "model.dropout=0.1"))
+    assert found.returncode == 1
+    results = json.loads((workspace.path / "compare.json").read_text())
+    assert results["zero2@2"]["finding"] is None
+    finding = results["one_bit@2"]["finding"]
+    assert (finding["phase"], finding["parameters"]) == ("gradients", ["transformer.h.1.mlp.c_fc.weight"])
+    assert "in step 2" in finding["sentence"]
+
+
+@pytest.mark.slow
 def test_the_engines_own_sums_differ(reference: Any) -> None:
     """The control: without `bitwise`, the digests of one and of three ranks differ."""
     workspace, amp, _ = reference
@@ -98,7 +114,8 @@ def test_a_run_that_changes_its_runner_and_ranks_gives_the_same_bits(reference: 
     [
         (["run.micro_batch_size=null"], "set run.micro_batch_size"),
         (["run.amp=fp16"], "fp16"),
-        (["run.runner=megatron"], "use a different runner"),
+        (["run.runner=megatron_tp2"], "tensor_parallel is not supported"),
+        (["run.runner={name: megatron, data_parallel_style: zero1}"], "data_parallel_style"),
         (["run.runner=zero2_offload"], "offload_optimizer"),
         (["run.runner={name: fsdp, shard_size: 1}"], "shard_size"),
     ],

@@ -50,6 +50,7 @@ def _train(project: str, options: tuple[str, ...], by_hand: bool) -> tuple[list[
     return losses, gradients
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_torchaos_to_the_bit(workspace: Workspace) -> None:
     runs = {}
     for name, amp in {"ours": FLOAT8, "theirs": "run.amp=bf16", "bf16": "run.amp=bf16"}.items():

@@ -106,7 +106,7 @@ def partly_used(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     return workspace, options, follow(workspace, "ddp@1", *options, "model.period=8")
 
 
-@pytest.mark.parametrize("other", mostly_slow(["ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2"], ["zero3@2"]))
+@pytest.mark.parametrize("other", mostly_slow(["ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2"], []))
 def test_a_parameter_that_takes_no_part_has_a_zero_gradient(partly_used: Any, other: str) -> None:
     workspace, options, one = partly_used
     more = ("run.runner.find_unused_parameters=true",) if other == "ddp@2" else ()
@@ -167,7 +167,7 @@ AMP = {"bf16": "run.amp=bf16", "fp16": "run.amp={dtype: fp16, initial_scale: 671
 HALVES = [(other, amp) for other in ("fsdp@2", "zero0@2", "zero2@2", "zero3@2") for amp in AMP]
 
 
-@pytest.mark.parametrize("case", mostly_slow(HALVES, [("zero2@2", "fp16")]))
+@pytest.mark.parametrize("case", mostly_slow(HALVES, []))
 def test_half_precision_means_the_same_everywhere(half: Any, case: tuple[str, str]) -> None:
     workspace, ones = half
     other, amp = case

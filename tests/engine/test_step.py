@@ -16,6 +16,7 @@ from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.state import State
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import MicroBatch, Step
+from fixtures_ranks import mostly_slow
 
 
 def make_runner(*options: str) -> Runner:
@@ -60,8 +61,8 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
         assert distance <= tolerance, f"{name}: {distance:.1e}"
 
 
-@pytest.mark.parametrize("amp", ["fp32", "bf16"])
-@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.parametrize("amp", mostly_slow(["fp32", "bf16"], ["bf16"]))
+@pytest.mark.parametrize("mode", mostly_slow(["full", "selective", "offload"], ["selective"]))
 def test_gradient_checkpointing_changes_nothing(mode: str, amp: str) -> None:
     plain = make_runner(f"run.amp={amp}")
     saving = make_runner(f"run.amp={amp}", f"run.gradient_checkpointing={mode}")

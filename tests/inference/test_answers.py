@@ -108,6 +108,7 @@ def answers(trained: tuple[Path, Run]) -> list[Answer]:
     return ask(str(project), str(run.checkpoint(160)))[0]
 
 
+@pytest.mark.slow
 def test_it_sees_and_is_lost_without_the_image(answers: list[Answer]) -> None:
     assert len(answers) == 60
     scores = score(answers)["colour"]

@@ -16,6 +16,7 @@ from crosstrain.utils.types import Sample
 from fixtures_gpt2 import build
 from fixtures_qwen import build as build_qwen
 from fixtures_qwen import use
+from fixtures_ranks import mostly_slow
 from fixtures_vision import build as build_sight
 from fixtures_vision import shapes, write_project
 
@@ -67,7 +68,7 @@ def check(runner: Runner, sample: Sample, tolerance: float = 1e-5) -> None:
             assert torch.allclose(a, b, rtol=1e-4, atol=tolerance)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", mostly_slow(["sdpa", "eager"], ["sdpa"]))
 def test_gpt2(attention: str) -> None:
     check(build(f"model.attention={attention}"), prompt(9, 0))
     check(build(f"model.attention={attention}"), prompt(BLOCK - 5, 0))
@@ -77,7 +78,7 @@ BF16 = 0.02  # 8 bits of logits below 1, and what two layers make of a last bit
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize(("amp", "tolerance"), [("fp32", 1e-5), ("bf16", BF16)])
+@pytest.mark.parametrize(("amp", "tolerance"), [("fp32", 1e-5), pytest.param("bf16", BF16, marks=pytest.mark.slow)])
 def test_qwen(workspace: Workspace, family: str, amp: str, tolerance: float) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     workspace.config["run"]["amp"] = amp
@@ -85,6 +86,7 @@ def test_qwen(workspace: Workspace, family: str, amp: str, tolerance: float) -> 
     check(build_qwen(workspace), prompt(9, 0), tolerance)
 
 
+@pytest.mark.slow
 def test_gpt2_in_bf16() -> None:
     check(build("run.amp=bf16"), prompt(9, 0), BF16)
 

@@ -220,7 +220,7 @@ def mixed_images(tmp_path_factory: pytest.TempPathFactory, project: Path) -> tup
     return path, train(path, "one", *mixed(path))
 
 
-@pytest.mark.parametrize("name", mostly_slow(RUNNERS, ["fsdp@2"]))
+@pytest.mark.parametrize("name", mostly_slow(RUNNERS, []))
 def test_a_rank_whose_batch_is_text_alone_takes_part(mixed_images: tuple[Path, Run], name: str) -> None:
     path, one = mixed_images
     config = load_config(path)
@@ -270,6 +270,7 @@ def test_the_first_stage_trains_the_projection_between_what_blip2_and_qwen_are()
     assert trained == {"language_projection": 768 * 3584 + 3584}
 
 
+@pytest.mark.slow
 def test_the_second_stage_trains_the_qformer_and_adapters_too() -> None:
     every, trained = parameters("projects/blip2_qwen7b_instruct.yaml")
     width, mlp, keys = 3584, 18944, 512

@@ -14,6 +14,7 @@ from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 from fixtures_families import FAMILIES, tiny
+from fixtures_ranks import mostly_slow
 
 GPT2, BLIP2 = "projects/quickstart.yaml", "projects/blip2_qwen_shapes.yaml"
 LLAMA: dict[str, Any] = tiny("llama")
@@ -61,7 +62,7 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("project", VALUES)
+@pytest.mark.parametrize("project", mostly_slow(VALUES, [GPT2, "qwen"]))
 def test_a_value_out_of_bounds_is_a_sentence_that_names_it(project: str) -> None:
     arch = ["model={arch: qwen, model_type: tiny}"] if project == "qwen" else []
     for key, values in VALUES[project].items():

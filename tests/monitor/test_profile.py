@@ -30,6 +30,7 @@ def profiled(shared_workspace: Workspace) -> Run:
     return train(shared_workspace.project, "profiled", WINDOW, "run.max_iters=10")
 
 
+@pytest.mark.slow
 def test_a_window_leaves_a_trace_and_a_table(profiled: Run) -> None:
     [folder] = (profiled.folder / "profile").iterdir()
     assert folder.name == "steps_000007-000009"

@@ -310,7 +310,7 @@ HOSTILE = st.one_of(
 NUMBER = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), HOSTILE)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     table=st.lists(st.dictionaries(HOSTILE, NUMBER, max_size=4), max_size=4),
     timers=st.dictionaries(HOSTILE, NUMBER, max_size=3),

@@ -133,7 +133,7 @@ def held_up(project: str, options: tuple[str, ...], fault: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero1", "zero2"], quick=["ddp"]))
+@pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero1", "zero2"], []))
 @pytest.mark.parametrize("fault", mostly_slow(["compute", "data"], ["compute"]))
 def test_a_rank_at_fault_is_named_in_the_log(workspace: Workspace, fault: str, runner: str) -> None:
     """Real ranks; what rank 1 sleeps is far more than a tiny model takes, also on a busy machine."""

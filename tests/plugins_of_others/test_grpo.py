@@ -49,7 +49,7 @@ def _steps(project: str, options: tuple[str, ...], count: int) -> Steps:
 RUNNERS = ["ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2"]
 
 
-@pytest.mark.parametrize("runner", mostly_slow(RUNNERS, ["ddp@2"]))
+@pytest.mark.parametrize("runner", mostly_slow(RUNNERS, []))
 def test_every_runner_draws_the_same_samples(project: Path, runner: str) -> None:
     (one,) = run_ranks(1, _steps, str(project), (f"run.output_dir={project.parent / 'one'}",), 3)
     name, _, size = runner.partition("@")
@@ -120,6 +120,7 @@ def test_reward_rises(project: Path) -> None:
     assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:5]) + 0.3, rewards
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_and_reference(project: Path) -> None:
     whole = train(project, "whole", "run.max_iters=6")
     train(project, "halves", "run.max_iters=3")

@@ -259,6 +259,7 @@ def test_a_resume_under_another_runner_leaves_out_the_same(
     assert state_of(run, 10)["left_out"] == [[32, 39], [56, 63]]
 
 
+@pytest.mark.slow
 def test_before_the_first_checkpoint_there_is_one_to_go_back_to(planted: Workspace) -> None:
     options = (*plant(planted, 3), "run.on_bad_step=roll_back", "run.max_iters=3", "run.keep_last=null")
     run = under(planted, "ddp@1", "beginning", *options)
@@ -282,7 +283,7 @@ def test_patience_ends(planted: Workspace, policy: str, words: str) -> None:
 SPIKE = "run.on_bad_step={policy: roll_back, spike: 1.1, spike_window: 5}"  # it is 1.145 times the median
 
 
-@pytest.mark.parametrize("name", mostly_slow(["ddp@1", "zero3@2", "megatron_tp2_pp2@4"], ["ddp@1"]))
+@pytest.mark.parametrize("name", mostly_slow(["ddp@1", "zero3@2", "megatron_tp2_pp2@4"], []))
 def test_a_spike_is_left_out_and_its_micro_batch_named(planted: Workspace, name: str) -> None:
     odd = plant(planted, odd=tuple(range(60, 64)))
     run = under(planted, name, "spike", *odd, SPIKE)

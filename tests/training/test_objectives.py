@@ -225,7 +225,7 @@ RUNNERS = ("ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_
 CASES = [(name, runner) for name in OBJECTIVES for runner in RUNNERS]
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, [("dpo", "zero3@2")]), ids="-".join)
+@pytest.mark.parametrize("case", mostly_slow(CASES, []), ids="-".join)
 def test_every_runner_prefers_alike(
     reference: Callable[[str], tuple[Workspace, Followed]], case: tuple[str, str]
 ) -> None:
@@ -256,6 +256,7 @@ def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace)
     assert "reference_train.bin: damaged, or measured on different data" in refused.err
 
 
+@pytest.mark.slow
 def test_a_reference_is_read_from_the_bucket_of_an_earlier_run(workspace: Workspace, home: Path) -> None:
     runner, data = built(project(workspace, "dpo"))
     given = data, runner, 2, 0

@@ -132,7 +132,7 @@ NEEDS = {
     "gpt2_chat_sft": "quickstart", "gpt2_chat_lora": "quickstart", "gpt2_chat_dpo": "gpt2_chat_sft",
     "blip2_qwen7b_instruct": "blip2_qwen7b_align",
 }  # fmt: skip
-QUICK = ["quickstart", "gpt2_chat_sft", "gpt2_345m_tp2", "gpt3_1_3b", "llama3_8b_sft", "qwen3_moe_tiny"]
+QUICK = ["quickstart", "gpt2_345m_tp2"]
 
 
 def write_data(folder: Path) -> None:

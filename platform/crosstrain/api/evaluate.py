@@ -10,6 +10,7 @@ from typing import Any
 from crosstrain.api.evaluation import asked_evaluations, evaluations
 from crosstrain.api.keywords import with_defaults
 from crosstrain.api.model import OpenModel
+from crosstrain.checkpoint.digests import recorded
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides
@@ -104,8 +105,11 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
         runner = model.runner
         set_up_logging(None, quiet=not model.is_main)
         results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}}
+        if found := recorded(checkpoint):
+            results["bitwise"] = found
+            log.info("weights sha256:%s | moments sha256:%s", found["weights"], found["moments"])
         results |= {name: evaluation.run(model, job) for name, evaluation in asked.items()}
-        if job["splits"]:  # do this last: only this part needs the objective
+        if job["splits"]:  # only the losses need the objective; the evaluations above run without it
             runner.objective = make_objective(config, runner.model)
         for split in job["splits"]:
             dataset = _open_split(config, split, checkpoint)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # evaluations declare their flags without importing torch
 
 
 class Evaluation(ABC):
-    """Base class of evaluations other than the loss. Flags choose the registered evaluations that run.
+    """Base class of evaluations other than the loss. Command-line flags select the evaluations that run.
 
     given: flag name -> value, for all flags of `crosstrain evaluate`.
     """
@@ -33,7 +33,7 @@ class Evaluation(ABC):
         return ()
 
     def needs_one_process(self, given: Mapping[str, Any]) -> bool:
-        """Return True if the evaluation must run in one process, like an interactive dialogue."""
+        """Return True if the evaluation must run in one process, as an interactive dialogue must."""
         return False
 
     @abstractmethod

@@ -53,13 +53,13 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     def module(self) -> torch.nn.Module:
         """The model in evaluation mode.
 
-        In a language model, `module.lm` is the model from transformers, perhaps with a padded vocabulary.
+        For a language model, `module.lm` is the transformers model; its vocabulary may be padded.
         """
         return self.runner.model.eval()
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, from transformers, for decoding."""
+        """The checkpoint's tokenizer (a transformers object), for decoding."""
         return self.encoders.tokenizer
 
     @cached_property
@@ -80,7 +80,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         turns: list[dict[str, Any]] = [dict(message) for message in given]
         form = self._form
-        if files and form is None:  # raises an error with the reason
+        if files and form is None:  # `of_training` raises a UserError that gives the reason
             form = ChatForm.of_training(self.config, self.checkpoint, self.encoders)
         if form is None or form.builder is None:
             asked = as_prompt(self.encoders.encode("chat", turns), self.tokenizer.eos_token_id)
@@ -131,7 +131,7 @@ def open(
 
     The configuration comes from the checkpoint or from `project`, and `options` override it. Code in a checkpoint is
     never run. If others trained the checkpoint, the data and weights that it names are opened only with `trust_data`.
-    weights: name of a callback, such as "ema", to use its weights. Raises CheckpointError and ConfigError.
+    weights: name of a callback, such as "ema", to use the callback's weights. Raises CheckpointError and ConfigError.
     """
     found = find_model(checkpoint, weights)
     given = pairs(options)

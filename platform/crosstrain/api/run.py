@@ -49,5 +49,5 @@ class Run:
         return None if step is None else step_folder(root, step)
 
     def open(self, options: Overrides = (), **more: Any) -> OpenModel:
-        """Open the newest undamaged checkpoint. The arguments are the same as for `crosstrain.open`."""
+        """Open the newest undamaged checkpoint. The arguments are those of `crosstrain.open`, without `checkpoint`."""
         return model.open(self.folder, options, **more)

@@ -68,7 +68,10 @@ def check_start(
 def start_training(
     project: ProjectLike, options: Overrides, config: Config, how: Launch, fresh: bool, given: Mapping[str, Any]
 ) -> int:
-    """Check everything, then start the workers. Returns the exit code. `config` is loaded from `project`."""
+    """Check everything, then start the workers. Returns the exit code.
+
+    config: the result of `load_config(project, options)`.
+    """
     config = check_start(project, options, config, how, fresh, given)
     if fresh and how.is_first and not was_restarted() and (aside := RunFolder(config.run.output_dir).set_aside()):
         print(f"starting over; the earlier run is kept in {aside}")

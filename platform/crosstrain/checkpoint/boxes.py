@@ -1,6 +1,6 @@
 """Boxes describe the parts of tensors that ranks hold.
 
-A *logical tensor* is a parameter or an optimizer moment under its canonical name and unpadded shape. A *box* is an
+A *logical tensor* is a parameter or an optimizer moment with its canonical name and unpadded shape. A *box* is an
 axis-aligned block of a logical tensor. Every supported layout is a set of boxes: a replica is one box, a
 tensor-parallel slice of a fused projection is three boxes, and a contiguous range of a flattened tensor (ZeRO) is at
 most 2*ndim-1 boxes. Writers write the boxes that they hold, and readers ask for the boxes that they need; the
@@ -117,7 +117,7 @@ def flat_range_pieces(
 
 
 def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
-    """Return this rank's local part of a DTensor as a list of one piece, or of none if it is only padding."""
+    """Return this rank's local part of a DTensor as a list of one piece; an empty list if it is only padding."""
     local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return without_padding([Piece(Box(tuple(offset), tuple(local_shape)), tensor.to_local().detach())], shape)
 

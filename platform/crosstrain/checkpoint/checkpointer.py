@@ -1,12 +1,12 @@
 """Save checkpoints, optionally in the background. No tensor is gathered, and a checkpoint appears only when complete.
 
-All ranks agree on a writer for each box. Each rank writes its own file. A background save writes from a copy, so that
-training can continue. When all ranks have succeeded, rank 0 writes the manifest, every rank reads its file back, and
+All ranks agree on a writer for each box. Each rank writes its own files. A background save writes from a copy, so that
+training can continue. When all ranks have succeeded, rank 0 writes the manifest, every rank reads its files back, and
 rank 0 renames the folder. The checkpoint exists only after the rename. If a rank fails, all ranks raise the same error,
 and the previous checkpoint remains the newest.
 
-Objects in a bucket cannot be renamed. There, every rank writes its file to the local copy of the checkpoint and
-uploads this file. When all ranks are done, rank 0 uploads the manifest. The checkpoint exists only after this upload.
+Objects in a bucket cannot be renamed. For a bucket, every rank writes its files to the local copy of the checkpoint
+and uploads them. When all ranks are done, rank 0 uploads the manifest. The checkpoint exists only after this upload.
 If another process uploads a manifest for this step during the save, the save fails.
 """
 
@@ -144,17 +144,17 @@ class Checkpointer:
     """Writes the checkpoints of one run under `root`.
 
     If `run`, the ID of the run, is given, checkpoints of other runs are neither replaced nor deleted. `group` must be a
-    separate process group, so that collectives of background saves do not mix with training's. On rank 0,
-    `write_assets(folder, reader)` writes the Hugging Face configuration, and files derived from the parameters if there
-    are any. The newest `keep_last` checkpoints (None: all) and all checkpoints at multiples of `keep_every` steps are
-    kept.
+    separate process group, so that collectives of background saves do not interleave with training's. On
+    rank 0, `write_assets(folder, reader)` writes the Hugging Face configuration and any files that are derived from the
+    parameters; it returns further entries for state.json. The newest `keep_last` checkpoints (None: all) and all
+    checkpoints at multiples of `keep_every` steps are kept.
     """
 
     def __init__(
         self,
         root: Path,
         group: Group,
-        write_assets: Callable[[Path, Reader], object],
+        write_assets: Callable[[Path, Reader], dict[str, Any]],
         run: str | None = None,
         keep_last: int | None = 3,
         keep_every: int | None = None,
@@ -221,7 +221,7 @@ class Checkpointer:
                 f"checkpoint {storage.origin(final) or final} could not be written: {problem}; "
                 f"earlier checkpoints are intact"
             )
-        except Exception as error:  # a rank is lost; `wait` raises this, unless that rank's error ends the run first
+        except Exception as error:  # a rank is lost; `wait` raises RankLost unless that rank's error ends the run first
             self._error = RankLost(
                 f"{self.root}: the save was aborted ({first_line(error)}); earlier checkpoints are intact"
             )
@@ -309,8 +309,8 @@ class Checkpointer:
         for h, name in save.names.items():
             stored = tensors.setdefault((h.kind, h.name), StoredTensor(h.shape, h.dtype, []))
             stored.boxes.append(StoredBox(name, h.key, h.box))
-        self.write_assets(temporary, Reader(temporary, tensors, files))
-        write_json(temporary / STATE, save.state)
+        more = self.write_assets(temporary, Reader(temporary, tensors, files))
+        write_json(temporary / STATE, save.state | more)
         for path in temporary.iterdir():
             if path.name not in files:
                 fsync(path)
@@ -329,7 +329,7 @@ class Checkpointer:
         """Raise CheckpointError unless the files match their checksums. Every rank reads the files that it wrote."""
         mine = shares[self.group.rank]
         if self.group.rank == 0:
-            written = Reader.open(temporary).files  # raises if the boxes do not tile every tensor
+            written = Reader.open(temporary).files  # raises an error unless the boxes tile every tensor
             if storage.origin(temporary):
                 check_sizes(temporary, written)
             elif strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:

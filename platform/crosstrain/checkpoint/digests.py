@@ -1,20 +1,25 @@
 """SHA-256 digests of a checkpoint's weights and optimizer state, which do not depend on the number of ranks."""
 
 import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, whole_pieces
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.manifest import DTYPES
+from crosstrain.checkpoint.manifest import DTYPES, STATE, read_json
 
+_DIGEST = re.compile("[0-9a-f]{64}")
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def digests(reader: Reader) -> dict[str, str]:
-    """Return the digests of "weights" and of "moments": names and values of whole tensors, in order of their names.
+    """Return the digests of "weights" and "moments", each over whole tensors with their names, sorted by kind and name.
 
-    Moments are all optimizer state. Tensors of callbacks and of the runner are left out.
+    "moments" covers all optimizer state. Tensors of callbacks and of the runner are left out.
     """
     found = {"weights": hashlib.sha256(), "moments": hashlib.sha256()}
     for kind, name in sorted(reader.tensors):
@@ -27,3 +32,24 @@ def digests(reader: Reader) -> dict[str, str]:
         digest.update(f"{kind} {name} {[*value.shape]}".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)
     return {name: digest.hexdigest() for name, digest in found.items()}
+
+
+def conditions() -> dict[str, str | int]:
+    """Return the conditions under which the same computation gives the same bits."""
+    return {
+        "torch": torch.__version__,
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "threads per rank": torch.get_num_threads(),
+    }
+
+
+def recorded(checkpoint: Path) -> dict[str, Any]:
+    """Return the digests of a bitwise run's checkpoint, and its `conditions`; {} for any other folder.
+
+    Raises CheckpointError if state.json is damaged.
+    """
+    state = read_json(checkpoint / STATE, most_bytes=1 << 24) if os.path.lexists(checkpoint / STATE) else {}
+    match state:
+        case {"bitwise": {"weights": str(weights), "moments": str(moments), "conditions": {}} as found}:
+            return found if _DIGEST.fullmatch(weights) and _DIGEST.fullmatch(moments) else {}
+    return {}

@@ -92,7 +92,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
                     sums.append(xxh3_128())
                 block = rest[: CHUNK - size % CHUNK]
                 sums[-1].update(block)
-                file.write(block)  # right after hashing, while the block is in the cache
+                file.write(block)  # write the block right after hashing it, while it is in the cache
                 size += len(block)
                 rest = rest[len(block) :]
             part = rest = block = memoryview(b"")  # free this part before the next part is produced
@@ -174,7 +174,7 @@ class Reader:
     tensors: Tensors
     files: Files = field(default_factory=dict)
     frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that the checkpoint does not store
-    _fetched: set[str] = field(default_factory=set)  # files of a bucket whose local copies are verified
+    _fetched: set[str] = field(default_factory=set)  # files of a bucket that have a verified local copy
 
     @staticmethod
     def open(folder: Path, weights: str | None = None) -> "Reader":
@@ -319,7 +319,7 @@ class Reader:
 def _opened(path: Path) -> safe_open:
     """Open a safetensors file for reading. The safetensors library checks the file's header."""
     try:
-        open_regular(path).close()  # raises for a FIFO, where the library would wait for a writer
+        open_regular(path).close()  # raises OSError for a FIFO; `safe_open` would wait for a writer
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None

@@ -37,7 +37,7 @@ class PretrainedWeights:
         return PretrainedWeights([(source, open_weights(source.folder)) for source in model.weights.sources()])
 
     def verify(self) -> None:
-        """Raise CheckpointError for a damaged checkpoint. Hugging Face folders have no checksums."""
+        """Raise CheckpointError for a damaged checkpoint. Hugging Face folders have no checksums to check."""
         for _, reader in self.parts:
             reader.verify()
 

@@ -24,7 +24,7 @@ FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
-# Since version 2, a manifest ends with the SHA-256 hash of all bytes before the hash, between these two texts.
+# Since version 2, a manifest ends with the first text, the SHA-256 hash of all bytes so far, and the second text.
 _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",

@@ -182,7 +182,7 @@ class RunFolder:
                     _copied[path] = state
 
     def close(self) -> None:
-        """Copy the last changes of a run in a bucket, and let other processes write to the folder."""
+        """If the run is in a bucket, copy the last changes there, and let other processes write to its folder."""
         if self._sync is not None:
             self._sync.close()
 

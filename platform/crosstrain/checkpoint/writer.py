@@ -1,9 +1,9 @@
 """Ownership of a run in a bucket: only one process may write to the run's folder.
 
 Each start of a run creates the object `.writers/N`, where N is the next free number, on the condition that the object
-does not exist yet. If several processes create the same object, only one succeeds. Only the object with the highest
-number is valid. The writer renews its object at intervals. If an object is neither renewed nor marked as ended, the
-process that created the object was killed.
+does not exist yet. If several processes try to create the same object, only one succeeds. Only the object with the
+highest number is valid. The writer renews its object at intervals. If an object is neither renewed nor marked as ended,
+the process that created the object was killed.
 """
 
 import getpass
@@ -41,8 +41,8 @@ class Writer:
     def claim(url: str, killed: str | None) -> "Writer":
         """Become the writer. Waits while the previous writer may be alive.
 
-        killed: ID of a writer that is known to have been killed; there is no wait for this writer. There is a wait if
-        the last claim is damaged, because a process that is still alive would renew the claim. Raises UserError, with
+        killed: ID of a writer that is known to have been killed; this method does not wait for that writer. If the last
+        claim is damaged, the method waits to see whether a live process renews the claim. Raises UserError, with
         the name of the other process, if that process is alive or claims the folder first.
         """
         number, text, last = _last(url)

@@ -88,7 +88,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _origin(error: Exception) -> str:
-    """Return the location of an error's last frame in a plugin or script, as a prefix for its message, or ""."""
+    """Return the location of an error's last frame in a plugin or script, as a prefix for the message; "" if none."""
     # Code in the parent folders of these paths belongs to no plugin or script of the user.
     homes = (Path(os.__file__), Path(sysconfig.get_path("purelib"), "package"), Path(__file__).parent)
     installed = (*(str(home.parent) for home in homes), "<")
@@ -104,7 +104,7 @@ def _unread() -> bool:
 
 
 def _setting(flag: str) -> str:
-    """Return a hint for a flag that is a project setting or a project file, or an empty string for any other flag."""
+    """Return a hint for a flag that names a project setting or passes a project file; an empty string for others."""
     from crosstrain.config.hints import hint_of_key
     from crosstrain.config.run_options import RunOptions
 

@@ -46,10 +46,10 @@ class TrainCommand(Command):
             check.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Train a project and return the exit code. Raises UserError for every mistake that can be foreseen."""
+        """Train a project and return the exit code. Raises UserError for all mistakes that the checks find."""
         a = arguments
         nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
-        with sigint_kills():  # importing torch and plugins may take long
+        with sigint_kills():  # importing torch and plugins may take a long time
             from crosstrain.api.train import check_start, start_training
 
             config = load_config(a.cfg_path, a.options)

@@ -18,7 +18,7 @@ class BatchPlan:
 
     @classmethod
     def of(cls, run: RunOptions, dp_size: int) -> "BatchPlan":
-        """Compute the batch plan for `dp_size` data-parallel ranks. Omitted sizes are derived, or are 1.
+        """Compute the batch plan for `dp_size` data-parallel ranks. Omitted sizes are derived, or default to 1.
 
         Raises ConfigError for inconsistent sizes, with the nearest valid global batch size.
         """

@@ -30,7 +30,7 @@ class IsPath:
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=10**12)]  # fp32 products do not underflow or overflow
+PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=10**12)]  # prevents underflow and overflow in fp32
 NonNegativeFloat = Annotated[float, Interval(ge=0, le=10**12)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]
@@ -65,7 +65,7 @@ def limits_of(constraints: Collection[Any]) -> dict[str, Any]:
 
 
 def in_words(constraints: Collection[Any]) -> str:
-    """Return constraints as words after a type: " of at least 1 and below 10"."""
+    """Return constraints as words to put after a type, such as " of at least 1 and below 10"."""
     words = [f"{_COMPARISONS[name]} {limit:,}" for name, limit in limits_of(constraints).items()]
     words += ["that is not empty" for c in constraints if isinstance(c, MinLen)]
     return f" {' and '.join(words)}".replace(" and of ", " and ") if words else ""

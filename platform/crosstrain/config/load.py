@@ -40,7 +40,7 @@ class Config:
 
     model: Component
     sized: Component  # the model with its preset's sizes, for use without its pretrained folder
-    model_type: str | None  # the file in configs/models/<arch>/ that provided the model's presets
+    model_type: str | None  # name of the model's preset, a file in configs/models/<arch>/
     adapter: Component | None
     datasets: dict[str, Component]
     run: RunOptions
@@ -158,7 +158,7 @@ class _Builder:
             print(sentence(note), file=sys.stderr)
 
     def build(self) -> Config:
-        """Return the checked configuration. Raises all mistakes at once, except those that an earlier mistake hides."""
+        """Return the checked configuration. Reports all mistakes at once, except those hidden by an earlier mistake."""
         self.check.dataclass(_Sections if self.presets else _Saved, self.given, ())
         self._add_plugins()
         parts: dict[str, Any] = {"datasets": {}}
@@ -222,7 +222,7 @@ class _Builder:
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
         if not isinstance(given, dict):
-            self.check.component(kind, given, key)  # raises with the expected types
+            self.check.component(kind, given, key)  # raises an error that names the expected types
         parent[own] = given = self.check.value(dict[str, object], given, key)
         naming = sources.name_key(key)
         at = (*key, naming)
@@ -269,7 +269,7 @@ class _Builder:
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Apply the preset of a component that is nested in other options."""
         name, presets = _presets(given["name"], files := preset_files(kind))
-        cls = options_class(kind, registry.get(kind, name, files))  # an error lists presets and components
+        cls = options_class(kind, registry.get(kind, name, files))  # the error for an unknown name lists presets, too
         layers = [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}]
         return reduce(sources.merge, layers)
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
-PACKAGE = "crosstrain_plugins"  # package of the plugin folders and files
+PACKAGE = "crosstrain_plugins"  # parent package of all modules in plugin folders and files
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Registry:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], list[Entry]] = {}
         self._objects: dict[tuple[str, str], Any] = {}
-        self.broken: dict[Path, str] = {}  # plugin files that could not be read or imported so far -> reason
+        self.broken: dict[Path, str] = {}  # plugin file that could not be read or imported -> reason
         self._files: set[Path] = set()
         self._labels: dict[str, Path] = {}
         self._started = False
@@ -131,7 +131,7 @@ class Registry:
         self._add_folder(Path(path), label)
 
     def folders(self) -> list[tuple[str, Path]]:
-        """Return (label, path) of all plugin folders and files so far, so that a new process can add them."""
+        """Return (label, path) of each plugin folder and file added so far; a new process can add the same ones."""
         self._scan_sources()
         return list(self._labels.items())
 

@@ -12,7 +12,7 @@ from crosstrain.utils.errors import ConfigError
 
 Steps = Annotated[int, Interval(ge=1, le=10**12)]
 Every = Steps | Literal["epoch"] | None  # interval in steps; epoch: the last step of each epoch; None: never
-BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forward passes
+BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # number of samples or of forward passes
 Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # loss scale; fp32 must be able to hold the scaled loss
 DEFAULT_RUNNER = "ddp"  # with only one process, training is plain torch
 DEFAULT_MODEL = "causal_lm"  # the model that opens a plain Hugging Face folder
@@ -30,7 +30,7 @@ class AmpOptions:
     loss_scale: Scale | None = None  # fixed loss scale, in any precision; None: dynamic for fp16, else 1
     initial_scale: Scale = 2.0**32  # initial value of a dynamic loss scale
     window: PositiveInt = 1000  # steps without overflow before the scale doubles
-    hysteresis: PositiveInt = 2  # overflows until the scale is halved for the first time
+    hysteresis: PositiveInt = 2  # number of overflows before the scale is first halved
     min_scale: Scale = 1.0  # lower bound of a dynamic scale
     max_skipped: PositiveInt = 50  # consecutive skipped steps after which training ends with an error
 
@@ -158,12 +158,14 @@ class RunOptions:
     max_restarts: NonNegativeInt = 0
     # train to the same bits under every runner and on every number of ranks; slower
     bitwise: bool = False
+    # compute threads of each rank; None: OMP_NUM_THREADS, or the machine's cores divided by its ranks
+    threads: PositiveInt | None = None
 
     # Length of the run: set exactly one of these two.
     max_iters: Steps | None = None  # attempted steps
     max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
 
-    # Batch: global = micro x accumulation x data-parallel ranks. Omitted sizes are derived, or are 1.
+    # Batch: global = micro x accumulation x data-parallel ranks. Omitted sizes are derived, or default to 1.
     global_batch_size: BatchSize | None = None  # samples per step
     micro_batch_size: BatchSize | None = None  # samples per forward pass on one rank
     accum_grad_iters: BatchSize | None = None  # forward passes per step on one rank
@@ -183,9 +185,10 @@ class RunOptions:
     # learning rate schedule after the warmup
     lr_sched: Annotated[Component, "lr_scheduler"] = field(default_factory=lambda: Component("cosine"))
     warmup_steps: NonNegativeInt | None = None  # steps of linear warmup; skipped steps do not count
-    # length of the linear warmup as a fraction of lr_decay_iters; if neither option is set: no warmup
+    # length of the linear warmup as a fraction of lr_decay_iters; without this and warmup_steps: no warmup
     warmup_fraction: Annotated[float, Interval(ge=0, lt=1)] | None = None
-    lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last step
+    # step at which the schedule ends; skipped steps do not count; None: the run's number of steps
+    lr_decay_iters: Steps | None = None
 
     freeze: list[Text] = field(default_factory=list)  # name patterns of parameters that are not trained
 

@@ -224,7 +224,7 @@ class Checker:
         return checked
 
     def _typed(self, hint: Any, value: Any, key: Key) -> Any:
-        """Check `value` against the type `hint` without its bounds."""
+        """Check `value` against the type `hint`, but not its bounds."""
         origin, arguments = get_origin(hint) or hint, get_args(hint)
         if origin in (Union, types.UnionType):
             return self._union(hint, value, key)

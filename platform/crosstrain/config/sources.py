@@ -27,7 +27,7 @@ _LARGEST_FILE = 2**18  # bytes
 _MEMORY = 2**28  # bytes; memory limit for resolving interpolations
 
 _RUN = {("run", name): hint for name, hint in get_type_hints(RunOptions).items()}
-# Key of a mapping -> key that a string in place of the mapping sets: `amp: bf16` is short for `amp: {dtype: bf16}`.
+# Key of a mapping -> key that is set if a string replaces the mapping: `amp: bf16` is short for `amp: {dtype: bf16}`.
 _NAME_KEYS: dict[Key, str] = {key: hint.shorthand for key, hint in _RUN.items() if hasattr(hint, "shorthand")}
 _NAME_KEYS |= {("model",): "arch"}
 # Key of an option -> values that true and false stand for.
@@ -41,7 +41,7 @@ def name_key(key: Key) -> str:
 
 @dataclass
 class Layer:
-    """One source of configuration. `lines` maps the keys in `tree` to line numbers, or to None if they have none."""
+    """One source of configuration. `lines` maps the keys in `tree` to line numbers (None: no line number)."""
 
     label: str
     tree: dict[str, Any]

@@ -44,4 +44,4 @@ class PromptBuilder(ABC):
 
     @abstractmethod
     def placed(self, text: str, files: int) -> str:
-        """Return `text` with `files` placeholders, where the user wrote placeholders, or else at the beginning."""
+        """Return `text` with `files` placeholders: the user's own if the number is right, else all at the beginning."""

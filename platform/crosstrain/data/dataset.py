@@ -146,7 +146,7 @@ class Dataset(ABC):
         """
 
     def announce(self, indices: Sequence[int]) -> None:  # noqa: B027 - most have nothing to fetch
-        """Start to fetch samples that will be read soon in this process. A sample may be announced repeatedly."""
+        """Start fetching samples that will be read soon in this process. A sample may be announced repeatedly."""
 
     def training_index(self, seed: int, number: int) -> int:
         """Return the index of training sample `number` of a run; by default from a new shuffle every epoch."""
@@ -165,5 +165,5 @@ class Dataset(ABC):
         raise UserError(f"run.curriculum: samples of {type(self).__name__} cannot be shortened; remove the option")
 
     def collate(self, samples: list[Sample]) -> Batch:
-        """Make a batch of samples. By default arrays of equal shape are stacked."""
+        """Make a batch of samples. By default, arrays of equal shape are stacked."""
         return default_collate(samples)

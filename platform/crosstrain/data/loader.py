@@ -26,7 +26,7 @@ from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, MicroBatch, Step
 
-_AHEAD = 8  # number of micro batches to announce before they are read
+_AHEAD = 8  # samples are announced this many micro batches before they are read
 
 
 class _ByNumber(torch.utils.data.Dataset):

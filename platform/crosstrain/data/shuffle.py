@@ -29,7 +29,7 @@ class Permutation:
         if not 1 <= n <= MAX_SIZE:
             raise ValueError(f"a permutation needs between 1 and 2**62 elements, not {n}")
         self.n = n
-        # a * b exceeds n by less than a, about sqrt(n), so cycle walking takes barely more than one pass.
+        # a * b exceeds n by less than a, about sqrt(n), so cycle walking takes barely more than one pass on average.
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         self._keys = [splitmix64(splitmix64(key) + r * GOLDEN_RATIO) for r in range(1, _ROUNDS + 1)]

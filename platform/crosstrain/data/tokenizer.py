@@ -85,7 +85,7 @@ class TextTokenizer:
         return self._process((ids, words), len(ids))
 
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers' AutoTokenizer.from_pretrained opens."""
+        """Write a folder that transformers' AutoTokenizer.from_pretrained can open."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.copy is not None:
             self.copy(folder)

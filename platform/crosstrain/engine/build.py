@@ -222,7 +222,7 @@ def _wanted_shards(reader: Reader, shards: list[Shard], world: Group, config: Co
 
 
 def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
-    """Select the shards that a checkpoint with these `kinds` can fill, renamed to the checkpoint's kinds."""
+    """Select the shards that a checkpoint with these `kinds` can fill, and give them the checkpoint's kinds."""
     stored = [replace(s, kind=s.kind if s.kind in kinds else shared_kind(s.kind)) for s in shards]
     return [s for s in stored if s.kind in kinds]
 

@@ -26,7 +26,7 @@ def check_float8(model: Model) -> None:
 
 
 def convert(model: Model, device: torch.device) -> None:
-    """Replace the linear layers in the blocks with torchao's float8 layers; parameters and their names are unchanged.
+    """Replace linear layers in the blocks with torchao's float8 layers; parameters and their names are unchanged.
 
     On devices without float8 matmuls, torchao emulates them: values are rounded to float8 and multiplied in higher
     precision.

@@ -26,7 +26,7 @@ class PlanContext:
     world_size: int
     batch: BatchPlan
     device: str  # cpu or cuda
-    replicas: int  # number of ranks that copy or shard the same parameters: data-parallel times context-parallel size
+    replicas: int  # number of ranks that replicate or shard the same parameters: data-parallel x context-parallel size
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Layout:
     head: Head | None = None  # this rank's output head; None: the plain head
     autocast: bool = True  # False: this rank's part computes in the dtype of its parameters
     computes: str = ""  # key of the memory trace: layouts with equal keys are traced once
-    kind: str = ""  # name of this kind of rank, such as a pipeline stage
+    kind: str = ""  # name of this kind of rank, such as "stage 1 of 4"
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def unscale_and_clip_(gradients: list[Tensor], norm: float, scale: float, limit: float | None) -> None:
-    """Divide gradients by `scale`, and clip them. norm: their global norm without `scale`; limit: its maximum."""
+    """Divide gradients by `scale`, and clip them. norm: their global norm after the division; limit: maximum norm."""
     factor = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / scale
     if factor != 1.0:
         torch._foreach_mul_(gradients, factor)

@@ -40,7 +40,7 @@ class ContextOptions:
     context_parallel: PositiveInt = 1  # number of ranks over which each sequence is split
 
     def replicas(self, world_size: int) -> list[list[int]]:
-        """Groups of ranks that copy or shard the same parameters and sum gradients; default: one group of all ranks."""
+        """Groups of ranks that replicate or shard the same parameters and sum gradients; default: one group for all."""
         return [[*range(world_size)]]
 
 
@@ -76,7 +76,7 @@ class Runner:
     """Base class of all runners (called strategies in Lightning and MMEngine). A runner executes the training steps.
 
     A runner implements the four parts that differ between DDP, FSDP, ZeRO and Megatron: the micro-batch loop, clipping
-    with the optimizer step, the evaluation forward, and the layout of each rank's tensors. The default methods are a
+    and the optimizer step, the evaluation forward, and the layout of each rank's tensors. The default methods are a
     complete single-process runner. `run.runner: {name: ..., <Options>}` chooses and configures a runner.
 
     `setup` sets the attributes `device`, `world` (all ranks), `dp` (the ranks with different samples) and `context`
@@ -133,6 +133,8 @@ class Runner:
     def setup(self) -> None:
         """Choose the device and join the other ranks. An existing process group, such as a fake group, is reused."""
         local_rank, size = world()
+        if self.run.threads is not None:
+            torch.set_num_threads(self.run.threads)
         self.device = choose_device(self.run.device, local_rank)
         if not dist.is_initialized() and (size > 1 or self.capabilities.needs_process_group):
             cuda = self.device.type == "cuda"
@@ -263,10 +265,10 @@ class Runner:
     # ---- steps that ranks take independently
 
     def meets(self, step: int) -> bool:
-        """Return False if the ranks take this step (counted from 1) without collectives; the same on every rank.
+        """Return False if the ranks take this step (counted from 1) without collectives.
 
         In such a step, each rank has its own loss, norm and update. Parameters and optimizer state differ between ranks
-        until `synchronize` is called. Only runners that are not `exact` return False.
+        until `synchronize` is called. Only runners that are not `exact` return False. All ranks return the same value.
         """
         return True
 
@@ -295,7 +297,7 @@ class Runner:
 
 
 def runner_class(run: RunOptions) -> type[Runner]:
-    """Return the class of the configured runner, for `run.bitwise` its variant `Capabilities.bitwise`.
+    """Return the class of the configured runner, or of its variant `Capabilities.bitwise` if `run.bitwise` is set.
 
     Raises ConfigError if the runner has no such variant.
     """

@@ -19,7 +19,10 @@ from crosstrain.utils.types import Sample
 
 @dataclass(frozen=True)
 class ChatForm:
-    """A function that makes a prompt from a conversation and its opened files, and the tokens that end an answer."""
+    """The form of chat prompts.
+
+    `prompt` makes a prompt from a conversation and its opened files. `ends` contains the tokens that end an answer.
+    """
 
     prompt: Callable[[Conversation, list[Any]], Sample]  # may raise UserError
     ends: Collection[int]

@@ -12,9 +12,9 @@ class TextStream:
     Incomplete characters are held back, and so is text that may be the start of a stop string. The text ends before
     the first stop string. strip: remove leading whitespace.
 
-    `tokenizers.decoders.DecodeStream` cannot replace this class. With byte fallback, for bytes that are not UTF-8,
-    `DecodeStream` raises an error, or returns text that differs from decoding all tokens at once. Models early in
-    training generate such bytes.
+    `tokenizers.decoders.DecodeStream` cannot replace this class. For byte-fallback tokens that do not form
+    valid UTF-8, `DecodeStream` raises an error, or returns text that differs from decoding all tokens at once. Models
+    early in training generate such tokens.
     """
 
     def __init__(self, tokenizer: Any, stops: Iterable[str] = (), strip: bool = False) -> None:

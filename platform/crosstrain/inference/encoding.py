@@ -47,7 +47,7 @@ def check_stored(checkpoint: Path) -> None:
 
 
 def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
-    """Raise CheckpointError unless decoding, which runs in this process, is linear in the number of tokens."""
+    """Raise CheckpointError unless decoding, which runs in this process, takes time linear in the number of tokens."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     steps = [json.loads(decoder.__getstate__())] if decoder is not None else []
     for step in steps:

@@ -109,8 +109,8 @@ def generate(
     """Complete `prompt`, a sample without labels; results are the same on every rank. Collective.
 
     `on_text(index, piece)` is called for each new piece of a completion's text. A completion ends at an end token, or
-    before the first of the strings `stops`. `ends` defaults to the tokenizer's end-of-text token. Raises UserError if
-    the prompt leaves no room for a token or if the tokenizer does not match the model.
+    before the first occurrence of a string in `stops`. `ends` defaults to the tokenizer's end-of-text token. Raises
+    UserError if the prompt leaves no room for a token or if the tokenizer does not match the model.
     """
     ends = [tokenizer.eos_token_id] if ends is None else ends
     sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, prompt)))

@@ -14,7 +14,7 @@ class Metric(ABC):
     Validation and `crosstrain evaluate` call `sums` for every batch, with the outputs of an extra forward.
     """
 
-    token_hits: ClassVar[str | None] = None  # language models: name for the argmax accuracy; `sums` is then not called
+    token_hits: ClassVar[str | None] = None  # name to report for a language model's argmax accuracy; replaces `sums`
 
     def __init__(self, options: Any) -> None:
         self.options = options

@@ -69,7 +69,7 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
         raise CheckpointError(f"{checkpoint}: its configuration is nested too deeply") from None
 
 
-# The first set of `run` options is taken from any checkpoint, the second set from a checkpoint that this user trained.
+# The first set of `run` options is taken from any checkpoint, the second set only from this user's own checkpoints.
 # Other options get their defaults; unknown options are rejected.
 _FROM_ANYBODY = {"device", "amp"}
 _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics", "objective"}
@@ -79,7 +79,7 @@ _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # 
 def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options: Overrides) -> dict[str, Any]:
     """Reduce the `run` section of a checkpoint's configuration to the options that evaluation uses.
 
-    `own`: the current user trained with this configuration.
+    `own`: True if the current user trained with this configuration.
     """
     run = saved.get("run")
     if isinstance(run, dict):

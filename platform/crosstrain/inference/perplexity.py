@@ -89,7 +89,7 @@ def evaluate_loss(
                     with blamed(f"run.metrics: {type(metric).__name__} failed in sums, given {shapes}"):
                         sums = metric.sums(outputs, batch).double().cpu()
                     scores[number] = scores[number] + (sums if counts else torch.zeros_like(sums))
-            model.take_recorded()  # discard values recorded in the forward for metrics
+            model.take_recorded()  # discard values that the model recorded in the metrics' forward
             loss = runner.evaluate(micro.data, mode).item()
             if counts:
                 total += loss

@@ -9,9 +9,9 @@ from crosstrain.modeling.base import Model
 class Adapter(ABC):
     """A few trained parameters in a frozen model, configured by `model.adapter: {name: ..., <Options>}`.
 
-    An adapter adds its modules before the runner gets the model. It replaces the model's `weights`, `structure` and
-    `export` with `Around` objects that also describe the new parameters. Every runner, checkpoint and export therefore
-    supports adapters.
+    An adapter adds its modules before the runner gets the model. The adapter replaces the model's `weights`,
+    `structure` and `export` with `Around` objects that also describe the new parameters. Every runner, checkpoint and
+    export therefore supports adapters.
     """
 
     def __init__(self, options: Any) -> None:

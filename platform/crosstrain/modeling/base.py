@@ -88,7 +88,10 @@ class Model(nn.Module, ABC):
 
     @staticmethod
     def num_targets(batch: Batch) -> int:
-        """Number of targets in a batch, counted before any forward; the step's loss is divided by the step's total."""
+        """Number of targets in a batch, counted before any forward.
+
+        A step's loss is divided by the step's number of targets.
+        """
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Context parallelism: ranks share sequences, and each rank computes a part of every row.
 
-In a block, only attention mixes tokens. Before attention, each rank has a part of every row, for all heads. An
-all-to-all exchanges these parts for whole rows, for some heads; after attention, an all-to-all does the reverse
+In a block, only attention mixes tokens. Before attention, each rank has a part of every row in all heads. An
+all-to-all exchanges these parts for whole rows in some heads; after attention, an all-to-all does the reverse
 (DeepSpeed-Ulysses, Jacobs et al., 2023). Each rank thus computes some heads over whole rows, and masks, documents and
 dropout work as in a single process.
 """

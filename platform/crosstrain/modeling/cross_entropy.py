@@ -3,7 +3,8 @@
 With a vocabulary of 50,000, the logits and their gradient are the largest tensors of a training step. Here the tokens
 are processed in chunks: the logits and gradients of a chunk are computed before the next chunk starts, so only one
 chunk's buffer is allocated, and no matmul is repeated. The gradients are computed in the forward, before the incoming
-gradient of the loss is known. The incoming gradient is a scalar, so the backward only multiplies by this scalar.
+gradient of the loss is known. The incoming gradient is a scalar, so the backward only multiplies the stored
+gradients by it.
 """
 
 from collections.abc import Callable
@@ -60,14 +61,14 @@ def token_cross_entropy(
     group: dist.ProcessGroup | None = None, logits: Logits = PRODUCTS, traced_rows: int | None = None,
     reduce: Reduce | None = None, hits: Hits | None = None, token_losses: TokenLosses | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum -log softmax(hidden @ weight.T)[label] over target tokens; an fp32 scalar (fp64 for fp64 inputs).
+    """Sum -log softmax(hidden @ weight.T)[label] over target tokens. Returns an fp32 scalar (fp64 for fp64 inputs).
 
     hidden: [*, H]. weight: [V, H], the weight of the head; rows `vocab_size` and above are padding and get no
     probability. labels: [*] int64, IGNORE_INDEX where there is no target. logits: converts hidden @ weight.T to logits.
     Matmuls use autocast's dtype if autocast is enabled; the softmax and the sums over chunks are in at least fp32.
     Memory: the gradients, and one chunk's logits, `chunk_tokens` x V (twice as much with a softcap).
 
-    With a `group` of P ranks, rank r passes V/P rows of the head's weight and bias, starting at row r V/P. The ranks
+    With a `group` of P ranks, rank r passes V/P rows of the head's weight and bias, starting at row r * V/P. The ranks
     exchange two values per token to compute the loss; they do not exchange logits, except for `token_losses`. Every
     rank returns the full loss; the full gradient of `hidden` is the sum of the ranks' gradients. Collective.
 
@@ -192,7 +193,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         factors: Tensor | None,
         each: bool,
     ) -> Tensor:
-        """Sum the tokens' losses times `factors`. If `each` is True, return all losses [n], without gradients."""
+        """Sum the losses, weighted by `factors`. If `each` is True, return all losses [n], without gradients."""
         # With `factors`, this is the second call; the first call has reported the hits.
         dtype, hits = plan.dtype, plan.hits if factors is None else None
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
@@ -254,7 +255,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:
-    """Return the losses of the rows of `logits`, and overwrite the logits with `lift` x the gradient of their sum.
+    """Return the losses of the rows of `logits`, and overwrite `logits` with `lift` x the gradient of the losses' sum.
 
     logits: [n, V]. targets: [n, 1], each in range(V). rows: rows per softmax call. If `lift` is None, no gradient is
     computed.
@@ -311,7 +312,7 @@ def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return total + a @ b, accumulated in at least fp32. If `total` is a tensor, it is overwritten; None: 0."""
+    """Return total + a @ b, accumulated in at least fp32. A tensor `total` is overwritten; None counts as 0."""
     if total is None:
         return _exact_mm(a, b).to(exact_dtype(a.dtype))
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))

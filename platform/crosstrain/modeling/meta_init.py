@@ -35,10 +35,10 @@ class _LargeOnMeta(TorchFunctionMode):
 def parameters_on_meta(
     at_most: int | None = None, seconds: float = math.inf, but: Callable[[nn.Parameter], bool] = lambda _: False
 ) -> Iterator[None]:
-    """Put parameters registered in this context on the meta device, unless `but(parameter)`. Buffers are not moved.
+    """Put parameters registered in this context on the meta device, unless `but(parameter)` is True.
 
-    Raises ValueError for more than `at_most` parameters (None: no limit) or after `seconds`, because an untrusted
-    configuration may describe a model that takes forever to build.
+    Buffers are not moved. Raises ValueError for more than `at_most` parameters (None: no limit) or after `seconds`,
+    because an untrusted configuration may describe a model that takes forever to build.
     """
     register = nn.Module.register_parameter
     registered, deadline = 0, time.monotonic() + seconds

@@ -1,8 +1,8 @@
 """Router losses and expert loads of a mixture of experts, computed over the target tokens of a step.
 
-The balance loss of a layer is E sum_e f_e P_e (Fedus et al., 2021, equation 4). f_e is the number of tokens routed
-to expert e, divided by the number of tokens. P_e is the mean probability of expert e over the same tokens. With perfect
-balance, the loss is k, the number of experts per token, as in transformers.
+The balance loss of a layer with E experts is E sum_e f_e P_e (Fedus et al., 2021, equation 4). f_e is the number of
+tokens routed to expert e, divided by the number of tokens. P_e is the mean probability of expert e over the same
+tokens. With perfect balance, the loss is k, the number of experts per token, as in transformers.
 
 A product of two means is not a sum over tokens, so the balance loss depends on the set of tokens in the means. If this
 set is the targets of one document (DeepSeek-AI, 2024, section 2.1.3), the loss does not depend on the batch layout.
@@ -28,7 +28,7 @@ Scope = Literal["sequence", "micro_batch", "none"]
 
 Choices = dict[int, tuple[Tensor, Tensor]]  # layer -> logits [tokens, E] and chosen experts [tokens, k]
 
-BIAS = "e_score_correction_bias"  # affects only the choice of experts (Wang et al., 2024), in sigmoid routers
+BIAS = "e_score_correction_bias"  # sigmoid routers' buffer that affects only the choice of experts (Wang et al., 2024)
 
 
 class Documents(Protocol):
@@ -42,7 +42,7 @@ class Documents(Protocol):
 
 
 class _Layer(NamedTuple):
-    """One layer's sums over targets: choices and probabilities per document [documents, E]; total z and entropy."""
+    """A layer's sums over targets: choices and probabilities per document [documents, E], total z loss and entropy."""
 
     choices: Tensor
     mass: Tensor
@@ -87,7 +87,7 @@ class Routers:
 
     def __post_init__(self) -> None:
         for number, module in enumerate(self.modules):
-            module.register_forward_hook(partial(self._watch, number))  # a copied model gets its own hooks
+            module.register_forward_hook(partial(self._watch, number))  # partial gives a copied model its own hooks
 
     @property
     def has_loss(self) -> bool:

@@ -35,8 +35,8 @@ class Structure:
         """Modules before and after the blocks, for pipeline stages; None: unknown, so the model cannot be pipelined.
 
         A model with `Ends` calls its blocks in order. Each block takes hidden states [batch, length, H] as its first
-        argument and returns new hidden states. The model's forward ends with a call of `ForwardMode.output`, with the
-        weight of the head.
+        argument and returns new hidden states. At its end, the model's forward passes the weight of the head to
+        `ForwardMode.output`.
         """
         return None
 

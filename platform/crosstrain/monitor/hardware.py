@@ -16,7 +16,7 @@ _PEAK_HALF = {
 
 
 def memory_mb(device: torch.device) -> dict[str, float]:
-    """Return the MiB in use on the GPU (allocated, reserved, peaks), or else by this process (resident, peak)."""
+    """Return the MiB in use on the GPU (allocated, reserved, peaks) or, on a CPU, by this process (resident, peak)."""
     if device.type == "cuda":
         return {
             "memory_allocated_mb": torch.cuda.memory_allocated(device) / MIB,

@@ -6,7 +6,7 @@ from typing import Any
 
 from crosstrain.utils.units import disjoint
 
-Row = dict[str, Any]  # step, metrics, {"timers": {phase: ms}}, and texts: see `texts`
+Row = dict[str, Any]  # keys: step, names of metrics, timers ({phase: ms}), and the keys that `texts` reads
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Throughput:
         else:
             metrics.samples_per_second = rate
         metrics.timers = {phase: 1000 * s for phase, s in timers.items()}
-        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # of this step only; `step_ms` is a mean
+        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # this step only; `step_ms` is a mean
         metrics.memory = memory_mb(device)
         peak = peak_flops(device, self._runner.precision.dtype)
         if peak and (flops := self._runner.model.structure.flops_per_token(sequence_length)):

@@ -48,7 +48,7 @@ class Tracker(ABC):
     """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures trackers.
 
     Each tracker is created on rank 0 when training begins. If a tracker raises an error, training continues, and only
-    this tracker loses the row. The tracker gets the next row. Only the first error is logged.
+    this tracker loses the row. The tracker still gets later rows. Only the first error is logged.
     """
 
     remote = False  # True: calls may be slow, for example over a network, and run in a separate thread
@@ -62,7 +62,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, row: Row) -> None:
-        """Record a step that was logged, validated or both. `crosstrain.monitor.metrics` lists the keys of a row.
+        """Record the metrics of a step, of a validation, or of both. `crosstrain.monitor.metrics` lists a row's keys.
 
         A resumed run repeats the steps after its checkpoint, with the same step numbers.
         """

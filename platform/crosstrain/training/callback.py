@@ -1,4 +1,4 @@
-"""The interface of hooks: the platform has its own hooks, and a run can add callbacks."""
+"""The interface of hooks: the platform's own hooks, and the callbacks that a run adds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Callback:
     def __init__(self, options: Any, trainer: Trainer) -> None:
         self.options, self.trainer = options, trainer
         self.state: dict[str, Any] = {}  # JSON values that are saved in checkpoints
-        self.scalars: dict[str, float] = {}  # name -> metric for the next log line and row; rank 0's value is used
+        self.scalars: dict[str, float] = {}  # name -> metric for the next log line and `row`; rank 0's value is used
 
     def on_start(self) -> None:
         """Called when training starts or resumes from a checkpoint."""
@@ -55,7 +55,7 @@ class Callback:
         """Called before the forward, when this rank's micro batches are loaded and the learning rate is set."""
 
     def after_backward(self, batch: Step, loss: float) -> str | None:
-        """Called when `trainer.runner.held.gradients()` are complete, but neither clipped nor checked.
+        """Called when the gradients, `trainer.runner.held.gradients()`, are complete but not yet clipped or checked.
 
         Return a reason to discard the gradients, the same on every rank; None: apply them.
         """
@@ -103,7 +103,7 @@ class Callback:
         return json.loads(json.dumps(self.state))
 
 
-HookKinds = Mapping[str, type[Callback] | None]  # name -> class, or None for a plugin, in call order
+HookKinds = Mapping[str, type[Callback] | None]  # in call order: name -> class; None: the callback plugin of this name
 
 
 class Hooks:
@@ -175,7 +175,7 @@ class Hooks:
         return {name: states[name] for name in self.callbacks}
 
     def shards(self) -> list[Shard]:
-        """Return this rank's shards of all hooks; their kinds get a prefix, unlike the kinds of optimizer state."""
+        """Return this rank's shards of all hooks; a prefix distinguishes their kinds from those of optimizer state."""
         found = [replace(shard, kind=CALLBACK + shard.kind) for own in self.call("shards") for shard in own]
         if len({(shard.kind, shard.name) for shard in found}) < len(found):
             raise TrainingError(

@@ -55,7 +55,7 @@ class Preflight:
 
     @cached_property
     def sample(self) -> Batch | None:
-        """A batch of one sample; None if neither the dataset's options nor its data are enough to make a batch."""
+        """A batch of one sample; None if it can be made neither from the dataset's options nor from its data."""
         component = training_dataset(self.config)
         shapes = registry.get("dataset", component.name).shapes(component.options)
         if shapes is not None:
@@ -151,7 +151,7 @@ def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
 def _without_weights(value: Any, sized: Any, absent: list[str]) -> Any:
     """Remove missing pretrained weights from a component or its options, and list their names in `absent`.
 
-    sized: the same value with all sizes from its presets, because the sizes in the missing weights are unknown.
+    sized: `value` with all sizes from its presets, used if weights are missing, because weights determine the sizes.
     """
     if not is_dataclass(value) or isinstance(value, type):
         return value

@@ -20,7 +20,8 @@ _LONGER = "raise run.max_iters or run.max_epoch to continue, or start over with 
 def log_setup(trainer: Trainer) -> None:
     """Log the model, the runner and the batch plan. Collective."""
     runner, plan, config = trainer.runner, trainer.plan, trainer.config
-    # Under ZeRO, a parameter may be an empty tensor, and tensor parallelism pads the vocabulary.
+    # Take the larger count: under ZeRO, a parameter may be an empty tensor; with tensor parallelism, it may have more
+    # elements than its full shape, because the vocabulary is padded.
     mine = {
         n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
         for n, p in runner.model.weights.parameters().items()

@@ -117,7 +117,7 @@ class Trainer:
 
         state.step += 1
         self._samples_before, state.samples = state.samples, batch.numbers[-1] + 1
-        state.applied_steps += result.applied or not meets  # must stay the same on all ranks
+        state.applied_steps += result.applied or not meets  # this count must stay the same on all ranks
         metrics = self._metrics(loss, rate, scale, result)
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
         self.throughput.measure(metrics, counted, self.dataset.sequence_length)

@@ -7,6 +7,7 @@ from typing import Any
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, load_state
+from crosstrain.checkpoint.digests import conditions, digests
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.run_folder import RunFolder
@@ -167,12 +168,13 @@ def _make_checkpointer(
     tokenizer = dataset.tokenizer_path
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 
-    def write_assets(checkpoint: Path, reader: Reader) -> None:
+    def write_assets(checkpoint: Path, reader: Reader) -> dict[str, Any]:
         runner.model.export.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
         if dataset.end_tokens:
             add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
         runner.model.export.save_parts(checkpoint, reader.names("param"), reader.whole)
+        return {"bitwise": digests(reader) | {"conditions": conditions()}} if config.run.bitwise else {}
 
     checkpointer = Checkpointer(
         folder.checkpoints,

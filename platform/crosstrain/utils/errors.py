@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 # Control characters except tab and newline, lone surrogates, and bidirectional control characters.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_NO_MEMORY = re.compile("out of memory|can't allocate memory")  # messages for CUDA and for CPU memory
+_NO_MEMORY = re.compile("out of memory|can't allocate memory")  # messages about CUDA memory and CPU memory
 _LONGEST = 4000
 _REFUSALS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT,
@@ -73,7 +73,7 @@ class OutOfMemory(UserError):
 
 
 class RankLost(UserError):
-    """A different rank was lost. This rank has no error, and all ranks can resume from the newest checkpoint."""
+    """A rank was lost, not this one. This rank has no error, and all ranks can resume from the newest checkpoint."""
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _by_line(text: str) -> list[str | int]:
 
 
 def refusal(error: Exception) -> UserError | None:
-    """Return a UserError if memory ran out, or for an OSError such as a full disk; None for any other error."""
+    """Return a UserError for a lack of memory, or for an OSError such as a full disk; None for any other error."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         return OutOfMemory(
             f"memory ran out ({first_line(error)[:200]}): lower run.micro_batch_size, set "

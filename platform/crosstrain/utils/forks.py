@@ -12,9 +12,9 @@ _TRIES = 3
 class _CheckedProcess(ForkProcess):
     """A forked process that is forked again if it hangs before `run` is called.
 
-    A fork copies locks in their current state. In Python 3.11, the child takes one of the interpreter's locks, and
-    waits forever if a C++ thread, such as a thread of torch's collectives, held that lock at the fork to release a
-    Python object.
+    A fork copies locks in their current state. In Python 3.11, the child takes one of the interpreter's locks. It waits
+    forever if that lock was held at the fork by a C++ thread, such as a thread of torch's collectives, that was
+    releasing a Python object.
     """
 
     began: int  # the child's end of a pipe
@@ -25,7 +25,7 @@ class _CheckedProcess(ForkProcess):
             reading, process_obj.began = os.pipe()
             child = Popen(process_obj)
             os.close(process_obj.began)
-            answers = select.select([reading], [], [], PATIENCE)[0]  # the child has written, or has ended
+            answers = select.select([reading], [], [], PATIENCE)[0]  # not empty if the child has written or ended
             os.close(reading)
             if answers:
                 return child
@@ -39,6 +39,6 @@ class _CheckedProcess(ForkProcess):
 
 
 class CheckedForkContext(ForkContext):
-    """A multiprocessing context: a process's `start` returns once it runs, or raises OSError if it never runs."""
+    """A multiprocessing context: `Process.start` returns once the process runs, or raises OSError if it never runs."""
 
     Process = _CheckedProcess

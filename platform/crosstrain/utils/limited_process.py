@@ -15,14 +15,14 @@ from typing import Any
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.forks import CheckedForkContext
 
-_PER_SECOND = 20_000  # a call gets one more second for this many bytes of text
+_PER_SECOND = 20_000  # bytes of text that extend the time limit of a call by one second
 _PER_BYTE = 400  # additional bytes of memory per byte of text
 _WAITING = 20  # maximum ratio of wall time to CPU time; large, because the machine may be busy
 _IDLE = 60.0  # the process ends after this many seconds without a call
 
 
 class LimitError(UserError):
-    """A call that raised an error in its process, or brought the process down."""
+    """A call that raised an error in its process, or made the process crash."""
 
 
 class TooLate(LimitError):
@@ -115,7 +115,7 @@ class LimitedProcess:
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(1)  # the caller's compute threads do not exist after a fork
-        gc.freeze()  # if the caller's objects were collected, their memory would not count against the limit
+        gc.freeze()  # memory freed by collecting the caller's objects would not count against the limit
         used, (soft, hard) = address_space(), resource.getrlimit(resource.RLIMIT_AS)
         if used is not None:
             resource.setrlimit(resource.RLIMIT_AS, (used, hard))

@@ -18,8 +18,8 @@ log = logging.getLogger("crosstrain")
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"  # for log files
 
 # Silence messages that libraries print about their own code. Some libraries use names that torch 2.13 and 2.14
-# deprecate; torch 2.15 keeps both names. On a CPU, bitsandbytes reports a missing package that it does not need.
-# transformers imports torchao if it is installed, and torchao registers enums that torch 2.14 already has.
+# deprecate; torch 2.15 keeps the old and the new names. On a CPU, bitsandbytes reports a missing package that it does
+# not need. transformers imports torchao if it is installed, and torchao registers enums that torch 2.14 already has.
 warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
 )

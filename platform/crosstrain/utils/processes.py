@@ -21,7 +21,7 @@ def main_hidden() -> Iterator[None]:
 
 
 class Bond:
-    """An object for spawned processes. A process that unpickles a Bond is killed when its parent process ends."""
+    """An argument for spawned processes: a process that unpickles a Bond is killed when its parent process ends."""
 
     def __reduce__(self) -> tuple:
         return on_parents_death, (signal.SIGKILL, os.getpid())

@@ -76,7 +76,7 @@ def signature(config: Mapping[str, Any]) -> str | None:
     `run.runner`.
     """
     key = _key(create=True)
-    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # sign the form that is read back
+    return None if key is None else _signed(key, json.loads(json.dumps(config)))  # sign the form read back from JSON
 
 
 def is_own(config: Mapping[str, Any], signed: Any) -> bool:

@@ -21,6 +21,6 @@ class MicroBatch:
 
 
 class Step(list[MicroBatch]):
-    """This rank's micro batches of one step, with the sample `numbers` of the step on all ranks."""
+    """This rank's micro batches of one step; `numbers` contains the sample numbers of the step on all ranks."""
 
     numbers: list[int]

@@ -22,7 +22,7 @@ from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
 from .diagnosis import diagnose
-from .tolerance import Record, Tolerance, difference, largest, number_difference
+from .tolerance import EXACT, Record, Tolerance, difference, largest, number_difference
 from .worker import Job, Role, compare_worker
 
 Contestant = tuple[str, int, Config]  # label, number of workers, configuration
@@ -134,6 +134,9 @@ class Race:
                 f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
                 f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
             )
+        if config.run.bitwise:
+            print(f"reference {label}: {len(reference['rows'])} steps; run.bitwise is set, so all bits must be equal\n")
+            return reference, EXACT
         noise = self.record(f"{label} (noise)", size, config, "noise", f"{config.run.output_dir}_noise")
         dtype = config.run.amp.dtype
         tolerance = Tolerance.of(dtype, reference, noise)

@@ -14,8 +14,6 @@ Phase = Literal[
     "resume",
 ]  # fmt: skip
 
-_SMALL = 1e-7  # gradients below this fraction of the global gradient norm are only rounding error
-_EPSILON = 2.0**-22  # relative rounding error of fp32 weights over a few steps
 _MOST = 0.8  # at least this fraction of the tensors counts as nearly all
 
 
@@ -173,7 +171,9 @@ class _Judge:
         for module, theirs in expected["activations"].items():
             mine, rounding = step["activations"].get(module, theirs), noise.get(module, theirs)
             names = [n for n in self.record["names"] if n.rpartition(".")[0] == module]
-            limits = [max(self.tolerance.numbers, 16 * difference(a, b)) for a, b in zip(rounding, theirs, strict=True)]
+            limits = [
+                max(self.tolerance.numbers, 1e-12, 16 * difference(a, b)) for a, b in zip(rounding, theirs, strict=True)
+            ]
             if difference(mine[0], theirs[0]) > limits[0]:
                 return (
                     f"the first difference is the input of {module}, after {before}, such as positions, a mask, "
@@ -252,12 +252,12 @@ class _Judge:
         """Return the parameters with a wrong gradient in a step, most informative first."""
         limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
-        floor = _SMALL * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
+        floor = self.tolerance.small * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
         excess: dict[str, float] = {}
         for name, products in step["gradients"]["products"].items():
             gap, limit = Gap(*products), limit_of(name)
             if gap.relative > limit and not gap.dd <= (limit * math.sqrt(gap.rr) + floor) ** 2:
-                excess[name] = gap.relative / limit
+                excess[name] = gap.relative / max(limit, 1e-30)
         return self._sorted(excess)
 
     def _lacking(self, step: Record, expected: Record) -> list[str]:
@@ -266,13 +266,15 @@ class _Judge:
         return sorted(lost) + step["gradients"]["partial"]
 
     def _sorted(self, excess: dict[str, float]) -> list[str]:
-        """Sort parameters by error, largest first.
+        """Sort parameters by error, largest first; without rounding, in the order of the backward.
 
         If several errors are similar, the last parameter in model order comes first: the backward carries an error
         from a block to all blocks before it.
         """
         names = sorted(excess, key=lambda name: -excess[name])
         in_order = sorted(excess, key=lambda name: self.order.get(name, 0))
+        if self.tolerance.is_exact:
+            return in_order[::-1]
         if len(names) > 2 and excess[names[0]] < 3 * excess[names[1]]:
             last = next((n for n in reversed(in_order) if n not in self.record["tied"]), names[0])
             names.remove(last)
@@ -349,7 +351,7 @@ class _Judge:
     def _weights(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
         limit_of, measured = self.tolerance.limits(number, "weights"), step["weights"]
         weights, off = measured["products"], measured["off"]
-        if apart := _apart(measured, _EPSILON):
+        if apart := _apart(measured, self.tolerance.weights):
             yield self._finding(
                 "update",
                 f"after step {number} the ranks hold different weights of {_list(apart)}",
@@ -360,7 +362,7 @@ class _Judge:
         excess, gaps, quiet = dict[str, float](), dict[str, Gap](), self._still(number)
         for name, (dd, dm, _, mm, _, ww) in weights.items():
             gaps[name] = Gap(dd, dm, mm)
-            limit = limit_of(name) * math.sqrt(mm) + _EPSILON * math.sqrt(ww)
+            limit = limit_of(name) * math.sqrt(mm) + self.tolerance.weights * math.sqrt(ww)
             if name not in quiet and not math.sqrt(dd) <= limit:
                 excess[name] = math.sqrt(dd) / max(limit, 1e-30) if math.isfinite(dd) else math.inf
         if not excess:
@@ -410,7 +412,9 @@ class _Judge:
         These updates may differ between any two runs.
         """
         steps = [step["gradients"]["products"] for step_number, step in self.steps.items() if step_number <= number]
-        floors = [_SMALL * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps]
+        floors = [
+            self.tolerance.small * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps
+        ]
         norms = {name: [math.sqrt(s[name][-1]) if name in s else 0.0 for s in steps] for name in steps[0]}
         return {
             name
@@ -435,7 +439,7 @@ class _Judge:
                 continue
             limit_of = self.tolerance.limits(number, "state", kind)
             what = "weight" if kind == "param" else f"optimizer's {kind}"
-            if apart := _apart(measured, 0.0 if exact else _EPSILON):
+            if apart := _apart(measured, 0.0 if exact else self.tolerance.weights):
                 yield self._finding(
                     phase,
                     f"{when} differs between ranks in the {what} of {_list(apart)}",
@@ -475,7 +479,7 @@ class _Judge:
 
 
 def _apart(measured: Record, most: float) -> list[str]:
-    """Return the parameters whose copies differ between ranks by more than `most`, largest difference first."""
+    """Return the parameters with copies that differ between ranks by more than `most`, largest difference first."""
     apart = measured["apart"]
     return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
 

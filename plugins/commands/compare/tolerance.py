@@ -84,6 +84,12 @@ class Tolerance:
     floor: float  # lower bound on a tensor's limit, relative to the norm of its gradient or update
     shows: float  # a relative error of the weights that is large enough to change gradients
     noise: Record | None = None  # None: only the floors apply
+    small: float = 1e-7  # gradients below this fraction of the global gradient norm are only rounding error
+    weights: float = 2.0**-22  # relative rounding error of fp32 weights over a few steps
+
+    @property
+    def is_exact(self) -> bool:
+        return self == EXACT
 
     @staticmethod
     def of(dtype: str, reference: Record, noise: Record | None) -> "Tolerance":
@@ -94,7 +100,7 @@ class Tolerance:
     def random(self, reference: Record) -> bool:
         """Return True if the training loss minus router losses differs from the evaluation loss, as with dropout."""
         loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
-        return difference(None if loss is None else loss - added, reference["plain_loss"]) > self.numbers
+        return difference(None if loss is None else loss - added, reference["plain_loss"]) > max(self.numbers, 2e-6)
 
     def limits(self, step: int, group: str, kind: str | None = None) -> Callable[[str], float]:
         """Return a function from a tensor's name to its limit in a step: the largest relative difference allowed.
@@ -109,3 +115,6 @@ class Tolerance:
         median = statistics.median(finite.values()) if finite else 0.0
         factor = _FIRST_FACTOR if step == 1 else _FACTOR
         return lambda name: max(self.floor, factor * max(finite.get(name, 0.0), median))
+
+
+EXACT = Tolerance(0.0, 0.0, 0.0, None, 0.0, 0.0)  # for `run.bitwise`: every difference is an error

@@ -53,7 +53,7 @@ class MigrateCommand(Command):
 
 
 def _read(arguments: argparse.Namespace) -> tuple[str, list[str], int | None]:
-    """Migrate the file from the program in --from, or from the program that the file's settings identify."""
+    """Migrate the file. Its program is the one given with --from, or else the one that its settings identify."""
     file, said = arguments.file, list[str]()
     known = {name: origin for stem, origin in origins().items() for name in (stem, *origin.aliases)}
     if arguments.origin is not None:

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-UNKNOWN = "???"  # a value known only at run time; OmegaConf's marker for a value that the user must give
+UNKNOWN = "???"  # a value known only at run time; also OmegaConf's marker for a value that the user must give
 LONGEST = 2**16  # maximum number of characters in a text, or of items in a list
 _LARGEST = 2**63
 _TYPES = ("bfloat16", "float16", "float32")  # torch dtypes

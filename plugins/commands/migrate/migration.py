@@ -153,7 +153,7 @@ class _Migration:
         return next((str(file) for file in (self._path.parent / str(name), Path(str(name))) if there(file)), None)
 
     def _vocabulary(self, *names: Any) -> int | None:
-        """Return the vocabulary size of a tokenizer, or of GPT-2's two files; None if they cannot be read."""
+        """Return the vocabulary size of a tokenizer, or of GPT-2's vocabulary and merges files; None if unreadable."""
         from crosstrain import load_tokenizer
         from crosstrain.data.tokenizer import load_gpt2
 

@@ -45,7 +45,7 @@ def plan(
 def alternatives(
     project: ProjectLike, options: Overrides, planned: Project, size: int, presets: bool = True
 ) -> Alternatives:
-    """Return a configuration with each runner in configs/, and a function to rebuild the project with more settings."""
+    """Return one configuration per runner in configs/, and a function that rebuilds the project with more settings."""
 
     def rebuild(settings: list[str]) -> Project:
         config = load_config(project, [*pairs(options), *settings])

@@ -30,7 +30,7 @@ class Alternatives:
 
 
 def gpu_memory(config: Config) -> int | None:
-    """Return the bytes of memory of this machine's GPU; None on a CPU, whose memory other programs share."""
+    """Return the bytes of memory of this machine's GPU; None on a CPU, because other programs share its memory."""
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""A plan: costs of a project with its own runner, other runners and checkpointing modes, as text and JSON."""
+"""A plan: a project's costs under its own runner, other runners and each checkpointing mode, as text and JSON."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -184,7 +184,7 @@ class Plan:
 
 
 def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
-    """Estimate the project under its own runner and others.
+    """Estimate the project under its own runner and the alternatives.
 
     Raises UserError if the project's own runner cannot train the project.
     """

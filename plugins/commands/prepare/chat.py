@@ -150,7 +150,10 @@ def row_audit(folder: Path, ignore_columns: Sequence[str]) -> RowAudit:
 
 
 def _state(path: str) -> list[list[Any]]:
-    """Return names, sizes and modification times of the files at a path; for `docstrings`, the Python version."""
+    """Return the name, size and modification time of each file at a path.
+
+    For a URL, versions replace the times. For `docstrings`, the Python version replaces the name.
+    """
     if path == "docstrings":
         return [[sys.version, 0, 0]]
     if storage.is_url(path):
@@ -168,7 +171,7 @@ def _objects(url: str) -> list[str]:
 
 
 def _near(path: str, folder: Path) -> str:
-    """Copy the objects of a URL to `folder`, and return their local path; return a local path unchanged."""
+    """Download the objects at a URL into `folder`, and return their local path; return a local path unchanged."""
     if not storage.is_url(path):
         return path
     for url in _objects(path):

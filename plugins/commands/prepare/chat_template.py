@@ -20,7 +20,7 @@ Message = Mapping[str, Any]  # role, content (text, or null with tool_calls), an
 TrainOn = Literal["assistant", "last", "all"]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Texts that templates write before a reply without reasoning. The prompt may already contain the beginning of the text.
+# Texts that templates write before a reply without reasoning. The prompt may already contain the beginning of one.
 _NO_THOUGHT = ("", "<think></think>", "</think>")
 _OPENING = 64  # maximum number of characters at the start of an answer that the prompt may already contain
 _MAX_TEMPLATE = 1 << 27  # maximum size of a template file in bytes
@@ -157,8 +157,8 @@ class ChatTemplate:
     ) -> tuple[int, int]:
         """Return the span of a turn in `text`: from the end of its prompt to the end of the turn.
 
-        Raises ChatError unless the prompt is a prefix of the conversation up to this turn, and this part of the
-        conversation is a prefix of `text`.
+        Raises ChatError unless the prompt is a prefix of the conversation up to and including this turn, and this part
+        of the conversation is a prefix of `text`.
         """
         prompt = self.render(messages[:number], tools, answering=True)
         turn = self.render(messages[: number + 1], tools)
@@ -194,7 +194,7 @@ class ChatTemplate:
                 f"the template does not end turn {number + 1} with a special token, so a model would not learn to stop"
             )
         content, written = _dense(message.get("content")), _dense(words)
-        if content not in written:  # the prompt may contain the beginning, such as <think>
+        if content not in written:  # the prompt may contain the answer's beginning, such as <think>
             prompt = _dense(text[max(0, start - _OPENING) : start])
             lengths = (n for n in range(min(len(content), _OPENING), 0, -1) if prompt.endswith(content[:n]))
             content = content[next(lengths, 0) :]
@@ -288,7 +288,7 @@ def template_library() -> dict[str, str]:
 
 
 def lacking(tokenizer: Tokenizer, template: str) -> list[str]:
-    """Return the tokens of a library template that a tokenizer does not have."""
+    """Return the tokens that a library template needs and a tokenizer does not have."""
     first = template.partition("\n")[0].removeprefix("{#- tokens:").removesuffix("-#}")
     return [token for token in first.split() if tokenizer.token_to_id(token) is None]
 

@@ -14,7 +14,7 @@ from .io import Row
 
 _TABLES = (".parquet", ".arrow")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES)
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # start of file names on the Hub
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # prefix of file names on the Hub
 
 
 def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:

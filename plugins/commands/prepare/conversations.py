@@ -93,7 +93,7 @@ class _RowReader:
         return "messages" in self.rest or any(self.rest.keys() >= set(pair) for pair in KEYS["pairs"])
 
     def answers(self) -> dict[bool, Any]:
-        """Remove and return the answers: True (good) or False (bad) -> answer, or None for the last turn."""
+        """Remove and return the answers: True (good) or False (bad) -> answer; None: the last turn is the answer."""
         for _, column in KEYS["pairs"]:
             match self.rest.get(column):
                 case [str(good), str(bad)]:
@@ -152,7 +152,7 @@ class _RowReader:
         return _with_system(answer, [turn for turn in asked if turn["role"] in _SYSTEM])
 
     def side(self, given: Any, role: str) -> list[Row]:
-        """Convert a list of turns, a single turn, or a text said by `role` to the canonical form."""
+        """Return the canonical turns of a list of turns, a single turn, or a text that `role` wrote."""
         if not isinstance(given, (list, Mapping)):
             given = {"role": role, "content": given}
         return [self._turn(turn) for turn in _listed(given)]

@@ -18,7 +18,7 @@ def download(url: str, folder: Path, progress: bool) -> Path:
     """Download a file into `folder`, unless the file exists there, and return its path.
 
     The file is named after the last part of the URL's path; an object in a bucket keeps its folders. Raises DataError
-    if the server refuses the request, or if several attempts receive no more data.
+    if the server refuses the request, or if several attempts in a row receive no data.
     """
     is_web = url.startswith(("http://", "https://"))
     name = Path(unquote(urlsplit(url).path)).name if is_web else url.partition("://")[2]

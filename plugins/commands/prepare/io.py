@@ -23,8 +23,8 @@ from crosstrain.utils.paths import near
 
 from .resource_limits import bounded
 
-_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: a multiple of the file's size, with this minimum
-MOST = 1 << 28  # limit in bytes on a line, a document before a separator, and a compressed file read as a whole
+_MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: the larger of 250 times the file's size and 64 MiB
+MOST = 1 << 28  # limit in bytes on a line, a document, and a compressed file that is read as a whole
 _HELD = 128  # rows of a table held in memory at once
 _VALUE = 16  # bytes of overhead counted for each value of a table
 _WINDOW = 31  # log2 of zstd's window in bytes: the format's maximum, as in `zstd --long=31`
@@ -37,8 +37,8 @@ _PACKED = {
 # Suffixes of compressed files and of parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
 _PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
 Row = dict[str, Any]
-# The beginning of a list of objects, or of an object over several lines. perhaps: the beginning of an object that
-# contains a list of objects, or of a JSON line.
+# The beginning of a JSON document: a list of objects, or an object over several lines. The group `perhaps` matches an
+# object that contains a list of objects: it may be a document, or the first of several JSON lines.
 _DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*((?P<list>\[\s*[{\]])|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
 _EXPANSION = 4  # bytes of memory allowed per byte of a document
 _UNPACK = "unpack it, and name the files inside"
@@ -310,9 +310,9 @@ def parsed(text: bytes) -> Any:
 def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
     """Return the entries of a file that is one JSON value; None for a file of JSON lines.
 
-    The value is a row, a list of rows, or an object with a list of rows (under `data`, or its only list). The object's
-    other keys are added to each row. Raises DataError for a damaged list, or if the value or the rows need too much
-    memory.
+    The value is a row, a list of rows, or an object with a list of rows (its key `data`, or its only list). The
+    object's other keys are added to each row. Raises DataError for a damaged list, or if the value or the rows need too
+    much memory.
     """
     with opened(file) as stream:
         data = stream.read(HEAD)

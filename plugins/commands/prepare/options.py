@@ -64,7 +64,7 @@ class PrepareOptions:
 
     def changed_from(self, then: dict[str, Any]) -> tuple[str, Any, Any] | None:
         """Return (key, old value, new value) of the first option in `plain` that differs from `then`, or None."""
-        unset = PrepareOptions(input="", tokenizer="").plain  # values of options that an older version did not have
+        unset = PrepareOptions(input="", tokenizer="").plain  # defaults of options that an older version did not have
         for key, now in self.plain.items():
             if (before := then.get(key, unset[key])) != now:
                 return key, before, now

@@ -81,7 +81,7 @@ def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite
 
 @contextmanager
 def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
-    """Lock folder `output` for its creation. Raises DataError if the folder is already locked, or cannot be created."""
+    """Lock folder `output` while it is created. Raises DataError if it is already locked, or cannot be created."""
     if output.name in ("", ".."):
         raise DataError(f"{output} cannot be replaced: choose a different output")
     try:
@@ -97,7 +97,7 @@ def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, and remove the file at the end; the package filelock leaves the file.
+    """Hold the lock file `path`, and remove it at the end; the package filelock would not remove it.
 
     Raises BlockingIOError if a different process holds the lock.
     """

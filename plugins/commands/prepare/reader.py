@@ -36,7 +36,7 @@ class Document:
 class Chunk:
     """Bytes [start, stop) of the content of a file; `data` holds them if the file is not seekable.
 
-    A chunk of a compressed file without `data` is the whole content; start and stop then count compressed bytes.
+    If a chunk of a compressed file has no `data`, it is the whole content; start and stop then count compressed bytes.
     """
 
     file: Path
@@ -108,7 +108,7 @@ class FileReader(ABC):
 
     def __init__(self, options: Any) -> None:
         self.options = options
-        self.fetch_counts: dict[str, int] = {}  # name -> count; `fetch` adds these to the report
+        self.fetch_counts: dict[str, int] = {}  # name -> count, set by `fetch` for the report
         self.fetched: dict[str, Path] = {}  # URL -> downloaded file
 
     @property

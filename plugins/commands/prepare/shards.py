@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from crosstrain import replacing, write_json
 
-_MAX_INDEXES = 64  # maximum number of shards with document offsets held in memory
+_MAX_INDEXES = 64  # maximum number of shards for which document offsets are held in memory
 
 
 def key_of(*parts: Any) -> str:

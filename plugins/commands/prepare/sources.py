@@ -100,7 +100,7 @@ def _option_names(reader: str) -> set[str]:
 
 
 def _name_others(folder: str, names: list[str]) -> None:
-    """Warn about the files in a folder that no reader accepts."""
+    """Warn that no reader accepts these files of a folder."""
     if names:
         first = printable(names[0])  # a file name need not be UTF-8
         _log.warning("%s: %d files are not read, such as %s: no reader supports that suffix", folder, len(names), first)

@@ -53,7 +53,7 @@ def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
 
 
 def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
-    """Return an axis and a remark on it; the axis is logarithmic for values that span decades."""
+    """Return an axis and a remark on it; the axis is logarithmic for values that span more than two decades."""
     low, high = min(values), max(values)
     axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
     if low > 0 and high / low > 100:

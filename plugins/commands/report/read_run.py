@@ -44,7 +44,7 @@ class ReadRun:
 
 
 def read_runs(folders: list[str]) -> list[ReadRun]:
-    """Read runs, and give them distinct names; the problems of a run begin with its name.
+    """Read runs, give them distinct names, and prefix each run's problems with the name.
 
     `problems` of the first run also lists the runs that cannot be read. Raises UserError if no run can be read, for
     example for a folder without metrics.jsonl.

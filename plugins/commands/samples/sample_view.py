@@ -51,7 +51,7 @@ class SampleView:
 
 
 def _tokens(row: Sample) -> Iterator[_Token]:
-    """Yield the tokens of a row, and the targets that are not in the input; a label is the next token."""
+    """Yield the tokens of a row, and the targets that are not in the input. Each label is the next token."""
     ids, labels = (np.asarray(row[key]).tolist() if key in row else [] for key in ("input_ids", "labels"))
     labels = labels or [IGNORE_INDEX] * len(ids)
     begins = _beginnings(row, len(ids))
@@ -66,7 +66,7 @@ def _tokens(row: Sample) -> Iterator[_Token]:
 
 
 def _beginnings(row: Sample, length: int) -> dict[int, str]:
-    """Return position -> heading where a new document begins, or a new conversation about the same images."""
+    """Return position -> heading for each start of a new document or of a new conversation about the same images."""
     if "segments" in row:
         segments = np.asarray(row["segments"]).tolist()
         changes = (i for i in range(1, length) if SHARED != segments[i - 1] != segments[i])

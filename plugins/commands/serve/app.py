@@ -54,7 +54,7 @@ class Web:
     """The HTTP application in front of a scheduler."""
 
     def __init__(self, service: Service, scheduler: Scheduler, tokenizer: Any, key: str | None, host: str) -> None:
-        """`host`: the address to listen on. With a loopback address, requests for other host names are refused."""
+        """`host`: the address to listen on. With a loopback address, requests for non-loopback hosts are refused."""
         self._service, self._scheduler, self._tokenizer = service, scheduler, tokenizer
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
@@ -119,7 +119,7 @@ class Web:
     # ---- authorization
 
     def _check_host(self, request: Request) -> None:
-        """Reject requests for other host names, to prevent DNS rebinding.
+        """If the server listens on a loopback address, reject requests for other hosts to prevent DNS rebinding.
 
         In the Host header, a browser sends the host name of the site that served the page.
         """

@@ -1,4 +1,4 @@
-"""Prompts: format a request's text or conversation for the model, as token IDs."""
+"""Format the messages and images of a request as a prompt for the model."""
 
 import base64
 from collections.abc import Collection
@@ -84,7 +84,7 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
 
 
 def picture(url: str, most_pixels: int, param: str) -> Any:
-    """Return the RGB PIL image of a `data:` URL in base64. Nothing is fetched. Raises ApiError 400 for other URLs."""
+    """Decode a base64 `data:` URL to an RGB PIL image. Raises ApiError 400 for other URLs, and for invalid data."""
     from crosstrain import ImageTooLarge, open_image
 
     head, comma, data = url.partition(",")

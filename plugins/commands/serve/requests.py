@@ -166,7 +166,7 @@ def parse(body: bytearray, kind: type[Request]) -> Request:
 
 
 def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
-    # A value may partly match several alternatives. Prefer errors that are not type errors, then the deepest.
+    # A value may partly match several alternatives. Prefer errors that are not type errors, then the most nested.
     found = [(_steps(e["loc"], document), e) for e in error.errors(include_url=False, include_input=False)]
     steps, worst = max(found, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
     param = "".join(f"[{s}]" if isinstance(s, int) else f".{s[:64]}" for s in steps).removeprefix(".")

@@ -33,7 +33,7 @@ class Service:
     ) -> None:
         self.name, self.model, self.limits, self.chat_format = name, model, limits, chat_format
         self._tokenizer, self.encoders = tokenizer, encoders
-        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound on the length of a token
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # upper bound on the characters in a token
 
     def completion(self, request: CompletionRequest, deliver: Deliver) -> list[Job]:
         """Return the jobs of a completion request."""

@@ -53,4 +53,6 @@ class StatusCommand(Command):
 def _row(one: Status) -> tuple[str, ...]:
     step = "-" if one.step is None else f"{one.step}/{one.max_iters}" if one.max_iters else str(one.step)
     loss, saved = ("-" if value is None else f"{value:.7g}" for value in (one.loss, one.checkpoint))
+    if one.weights is not None:
+        saved += f" sha256:{one.weights[:12]}"
     return one.run, one.state, step, loss, saved, f"{show_seconds(one.silent_seconds)} ago", one.last_line[:100]

@@ -12,7 +12,7 @@ from typing import Any
 from crosstrain import is_number, read_end
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
-from crosstrain.utils.files import last_checkpoint
+from crosstrain.utils.files import last_checkpoint, read_regular
 
 _END = 1 << 16  # bytes read from the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
@@ -33,6 +33,7 @@ class Status:
     max_iters: int | None
     loss: float | None  # loss of the last logged step
     checkpoint: int | None  # step in the name of the last checkpoint's folder; files are not checked
+    weights: str | None  # SHA-256 digest of the last checkpoint's weights, if `run.bitwise` is set
     silent_seconds: float  # seconds since the last line of the log
     last_line: str  # last line of the log other than step metrics
 
@@ -48,7 +49,7 @@ def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
 def status(folder: Path) -> Status:
     """Read a run's state; unreadable values are None. Raises OSError if the log cannot be read."""
     run = RunFolder(folder)
-    row, checkpoint = dict[str, Any](), None
+    row, checkpoint, weights = dict[str, Any](), None, None
     stamped = [found[1] for line in read_end(run.log, _END) if (found := _STAMPED.match(line))]
     last = next((line for line in reversed(stamped) if not _ADDS_NOTHING.match(line)), "")
     told = (state for line in reversed(stamped) for begins, state in _STATES.items() if line.startswith(begins))
@@ -56,6 +57,9 @@ def status(folder: Path) -> Status:
         row = next(filter(None, map(read_row, reversed(read_end(run.metrics, _END)))), {})
     if (latest := last_checkpoint(folder)) != folder and latest.is_dir():
         checkpoint = int(latest.name.removeprefix("step_"))
+        with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
+            found = json.loads(read_regular(latest / "state.json", 1 << 24))["bitwise"]["weights"]
+            weights = found if isinstance(found, str) else None
     return Status(
         str(folder),
         "running" if run.is_held() else next(told, "died"),
@@ -63,6 +67,7 @@ def status(folder: Path) -> Status:
         _max_iters(run),
         loss if is_number(loss := row.get("loss")) else None,
         checkpoint,
+        weights,
         round(time.time() - run.log.stat().st_mtime, 1),
         last,
     )

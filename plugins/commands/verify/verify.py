@@ -25,7 +25,7 @@ from ..export.folder import export
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
 
-Check = tuple[str, str, str]  # name; result: yes, no, measured or not tried; finding, or reason for not trying
+Check = tuple[str, str, str]  # name, result (yes, no, measured or not tried), and finding or reason for not trying
 
 
 def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
@@ -124,7 +124,7 @@ class _Acceptance:
         return "yes", "every tensor bit by bit, and the files beside them"
 
     def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
-        """Resume from an earlier run's checkpoint, and compare the run with the uninterrupted reference."""
+        """Resume from an earlier run's checkpoint, and compare the resumed run with the uninterrupted reference."""
         if why := refusal(config, size):
             return "not tried", str(why)
         if not self.record["exact"] and (size != self.size or config is self.plain):

@@ -29,7 +29,7 @@ _BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # tokens of 
 
 
 class ConversationEncoder:
-    """An encoder of conversations. Each image becomes `image_tokens` times `IMAGE_ID`.
+    """An encoder of conversations. Each image becomes `image_tokens` copies of `IMAGE_ID`.
 
     Style `chat` is Qwen's ChatML (`<|im_start|>role\\n ... <|im_end|>\\n`). The targets are the assistant's text and
     the `<|im_end|>` after it. Style `plain` concatenates the texts. The targets are the assistant's text and the

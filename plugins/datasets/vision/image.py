@@ -87,7 +87,7 @@ def _eight_bits(image: Any, data: bytes) -> Any:
         other, places = _LOW_BYTES[rawmode]
         values = values.astype(np.uint16) << 8 | _decoded_as(other, data)[..., places[: values.shape[2]]]
     most = 4095 if rawmode == "I;12" else 65535
-    levels = ((np.arange(most + 1) * 255 + most // 2) // most).astype(np.uint8)  # v / 257, rounded
+    levels = ((np.arange(most + 1) * 255 + most // 2) // most).astype(np.uint8)  # v * 255 / most, rounded
     if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0:
         levels = levels[::-1]  # Pillow inverts only 8-bit values
     values = values.reshape(image.height, image.width, -1)

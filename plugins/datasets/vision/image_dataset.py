@@ -181,7 +181,7 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """Return the shapes of a batch with one image; None if `max_length` does not bound the samples."""
+        """Return the shapes of a batch with one image; None if `max_length` is not set."""
         if options.max_length is None:
             return None
         pixels = _blank(_processor(options.vis_processor.eval))
@@ -280,7 +280,7 @@ class ImageDataset(VqaDataset):
     def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
         text: TextProcessor = _processor(options.text_processor.eval)
         encoder = ConversationEncoder(load_tokenizer(tokenizer), options.image_tokens, text.style, encode)
-        asked = getattr(text, "asked", list)  # a processor need not be a TextProcessor
+        asked = getattr(text, "asked", list)  # a processor need not define `asked`
         return ImagePrompts(_processor(options.vis_processor.eval), encoder, asked)
 
 

@@ -33,7 +33,7 @@ class Answers(Evaluation):
         )
 
     def is_asked(self, given: Mapping[str, Any]) -> bool:
-        """Return True with --answers. Raises UserError for --sheet without --answers."""
+        """Return True if --answers is given. Raises UserError for --sheet without --answers."""
         if given["sheet"] and given["answers"] is None:
             raise UserError("--sheet: needs --answers; give both")
         return given["answers"] is not None

@@ -26,9 +26,9 @@ from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sequence, decode
 
-_LONG = 4  # words; if the answers to a kind of question are longer on average, they are also scored as captions
+_LONG = 4  # words; kinds of question with longer reference answers on average are also scored as captions
 _BATCH = 64  # questions per batch
-_BLOCK = 32  # consecutive samples per rank; batches stay within a block, so they do not depend on the number of ranks
+_BLOCK = 32  # samples per block; one rank answers a block, so the batches do not depend on the number of ranks
 _ON_SHEET = 48  # maximum number of images on a contact sheet
 _SIDE, _COLUMNS = 144, 6  # side of an image in pixels, images per row
 _LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines per text, characters per line, pixels per line

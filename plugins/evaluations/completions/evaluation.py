@@ -50,7 +50,7 @@ class Completions(Evaluation):
         parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default: 0)")
 
     def is_asked(self, given: Mapping[str, Any]) -> bool:
-        """Return True with --generate or --interactive.
+        """Return True if --generate or --interactive is given.
 
         Raises UserError for --image or --chat without --generate or --interactive.
         """

@@ -23,7 +23,10 @@ class Tasks(Evaluation):
         parser.add_argument("--task-path", metavar="DIR", help="folder with additional task files for the harness")
 
     def is_asked(self, given: Mapping[str, Any]) -> bool:
-        """Return True with --tasks. Raises UserError if the harness is missing, or for --task-path without --tasks."""
+        """Return True if --tasks is given.
+
+        Raises UserError if the harness is missing, or for --task-path without --tasks.
+        """
         if given["tasks"]:
             require("lm_eval", "--tasks")
         elif given["task_path"]:

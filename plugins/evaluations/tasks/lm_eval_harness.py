@@ -131,7 +131,7 @@ def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int
         if name not in known:
             hint = did_you_mean(name, known, "--task-path adds a folder of task files")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
-    with model.runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or bad
+    with model.runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or broken
         found = simple_evaluate(
             HarnessModel(model),
             tasks=tasks,

@@ -123,7 +123,7 @@ class Blip2Qwen(Model):
                 images = torch.zeros((1, 3, *self.image_size), device=input_ids.device)
             features = self.encode_images(images).to(embeddings.dtype)
             if pixel_values is None:
-                # A rank without images must still compute and reduce the same parameters as the other ranks.
+                # A rank without images must still use the same parameters and reduce the same gradients as other ranks.
                 embeddings = embeddings + 0.0 * features.sum()
             else:
                 embeddings = _insert(embeddings, input_ids == IMAGE_ID, features)
@@ -296,7 +296,7 @@ class _Export(Export):
         return {part: (weights.owned(part, _PREFIXES), models.get(part)) for part in _PREFIXES}
 
     def merges(self) -> dict[str, Merge]:
-        """Return how to merge the language model's adapters."""
+        """Return parameter name -> merge of the language model's adapters into the parameter."""
         prefix = _PREFIXES["language_model"]
         return {
             prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)

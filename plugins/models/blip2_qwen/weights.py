@@ -105,7 +105,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
         trained, parts = open_weights(run).names("param"), tuple(out)
 
         def covers(name: str) -> bool:
-            """Return False for weights that the run lacks, if they are a new adapter's or have a different source."""
+            """Return False if the earlier run lacks a weight of a new adapter or a weight with a different source."""
             return name in trained or not (".lora_" in name or any(source.covers(name) for source in parts))
 
         out.insert(0, Source(run, _as_it_is, covers, of_model=True))

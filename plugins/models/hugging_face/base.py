@@ -118,7 +118,7 @@ class TransformersModel(LanguageModel):
         documents, attention = None, self.attention
         given = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None or cache is not None or (given is not None and not has_values(given)):
-            attention = self._under_masks  # also for a plan, which can only trace torch's kernels
+            attention = self._under_masks  # also in a memory plan, because only torch's kernels can be traced
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
@@ -127,7 +127,7 @@ class TransformersModel(LanguageModel):
                 more["position_ids"] = context.part(position_ids)
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"], attention)
-        more = {key: value for key, value in more.items() if value is not None}  # models may lack these parameters
+        more = {key: value for key, value in more.items() if value is not None}  # some models lack these arguments
         if (routers := self.routers) is not None and labels is not None and self.training:
             routers.begin()
         else:
@@ -338,7 +338,7 @@ class TransformersWeights(Weights):
         return self.model.source
 
     def place(self, name: str, available: set[str]) -> Place:
-        """Return the name with or without the base model's prefix (GPT-2: without); experts may be separate tensors."""
+        """Return the name in the folder: with or without the base model's prefix, or the parts of an expert stack."""
         short = name.removeprefix(f"{self.model.lm.base_model_prefix}.")
         return name if name in available else published_experts(name, available, self.model.num_experts) or short
 
@@ -352,7 +352,7 @@ class TransformersExport(Export):
         super().__init__(model)
         self._generation: list[Path] = []
         if model.source is not None:
-            with suppress(DataError):  # a link that leaves the folder is not copied; the model itself is fine
+            with suppress(DataError):  # the file cannot be copied, but the model does not need it
                 self._generation = plain_files(model.source, {GENERATION_CONFIG})
 
     def save_config(self, folder: Path) -> None:

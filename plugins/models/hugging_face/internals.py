@@ -50,7 +50,7 @@ def padded(
     text = config.get_text_config()
     text.vocab_size = -(-text.vocab_size // multiple) * multiple
     config._attn_implementation = choose_attention(attention, model, config)
-    # Training only reads the hidden states of a forward.
+    # Training needs neither the hidden states of every block nor the attention weights.
     config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
     return config
 
@@ -58,7 +58,7 @@ def padded(
 def build_transformers(
     auto: Any, config: PreTrainedConfig, multiple: int = 1, attention: Attention | None = None
 ) -> PreTrainedModel:
-    """Build a model without initial values; `auto` is a transformers model class or one of its Auto classes.
+    """Build a model without initial values; `auto` is a model class or an Auto class of transformers.
 
     The vocabulary is padded to a multiple of `multiple`.
     """
@@ -78,7 +78,7 @@ def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def without_initial_values() -> Iterator[None]:
-    """Let constructors tie weights, but skip initial values: a padding row on a different rank cannot be filled."""
+    """Skip initial values in constructors, because a rank may lack the padding row to fill; weights are still tied."""
     with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
         yield
 
@@ -91,7 +91,7 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
     config, family = lm.config, lm.config.model_type
     decodes = getattr(config, "is_decoder", None)
     causal = {getattr(module, "is_causal", None) for module in lm.modules()}
-    sees_all = False in causal and True not in causal  # causal models may also have other attention, such as to images
+    sees_all = False in causal and True not in causal  # causal models may also attend to images non-causally
     if family in NOT_CAUSAL or (decodes is False and (sees_all or family not in PRODUCTS)):
         raise ConfigError(
             f"model: {family} does not predict the next token from the tokens before it; only causal models can be "

@@ -1,4 +1,4 @@
-"""A backend for torch's process groups whose sums of floating-point numbers are fixed trees."""
+"""A backend for torch's process groups that sums floating-point numbers in a fixed tree."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rounds:
             self.active = False
 
     def sums(self, backend: TreeBackend) -> PartialSums:
-        """Return the partial sums of the next collective in the backward; rounds call collectives in one order."""
+        """Return the partial sums of the next collective in the backward; rounds call collectives in the same order."""
         self._call += 1
         return self._sums.setdefault((id(backend), self._call), PartialSums())
 
@@ -53,7 +53,7 @@ rounds = Rounds()
 
 
 def _done(result: list[Tensor]) -> dist.Work:
-    """Return the handle of a collective that has ended."""
+    """Return the handle of a completed collective."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -62,7 +62,7 @@ def _done(result: list[Tensor]) -> dist.Work:
 class TreeBackend(Backend):
     """gloo, except for sums of floating-point numbers: an all-to-all, a fixed tree over the ranks, and an all-gather.
 
-    It sends as many bytes as a ring does. torch's own process group holds it, so DDP, FSDP2, DTensor and DeepSpeed run
+    It sends as many bytes as a ring does. torch's own process group wraps it, so DDP, FSDP2, DTensor and DeepSpeed run
     on it unchanged.
     """
 
@@ -109,7 +109,7 @@ class TreeBackend(Backend):
         received = torch.empty_like(sent)
         self.inner.alltoall_base(received, sent, [], [], AllToAllOptions()).wait()
         for rank, leaf in enumerate(received.view(size, -1).unbind()):
-            # A clone, because kept nodes would keep the whole buffer.
+            # Clone, because a kept view would keep the whole buffer allocated.
             sums.add((0, first + rank), leaf.clone() if more else leaf)
         total = torch.zeros_like(parts[0]) if more else sums.total()
         assert total is not None
@@ -125,7 +125,7 @@ for _name in _PASSED:
 
 
 def _is_float_sum(tensor: Tensor, operation: Any) -> bool:
-    """Return True for sums that depend on the order. `in` does not work with ReduceOp: it compares by its left side."""
+    """Return True for sums that depend on the order. Do not use `in`: ReduceOp's `==` is not symmetric."""
     if operation == ReduceOp.AVG:
         raise RuntimeError("a mean over ranks divides inexactly; sum instead")
     return tensor.is_floating_point() and bool(operation == ReduceOp.SUM)

@@ -18,8 +18,9 @@ class Bitwise(Runner):
     """A runner that trains to the same bits on every number of ranks.
 
     Gradients are summed in a fixed tree over the micro batches of a step, and are never divided by the number of ranks.
-    The norm is exact, and optimizers run without fused kernels, whose bits depend on the sizes of shards. Losses are
-    fp32 numbers summed in fp64, which is exact as long as they differ by less than a factor of 2**29.
+    The gradient norm does not depend on how the gradients are sharded. Optimizers run without fused kernels, because
+    the results of fused kernels depend on the sizes of shards. Losses are fp32 numbers summed in fp64, which is exact
+    as long as they differ by less than a factor of 2**29.
     """
 
     @classmethod
@@ -40,6 +41,10 @@ class Bitwise(Runner):
         if model.structure.routers():
             raise ConfigError("run.bitwise: models with experts are not supported, because routers sum over ranks")
 
+    def setup(self) -> None:
+        super().setup()
+        torch.set_num_threads(self.run.threads or 1)  # the same for every number of ranks
+
     @property
     def gradient_scale(self) -> float:
         return self.precision.scaler.scale
@@ -54,7 +59,7 @@ class Bitwise(Runner):
 
 
 class Rounded(Bitwise):
-    """A bitwise runner whose engine reduces the gradients of every micro batch to shards, as a round of `rounds`."""
+    """A bitwise runner for engines that reduce every micro batch's gradients to shards; each reduction is a round."""
 
     _round, _last = 0, True
 

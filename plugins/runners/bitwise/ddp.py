@@ -1,4 +1,4 @@
-"""Data parallelism to the same bits: gradients are summed after the last micro batch of a step."""
+"""Bitwise reproducible data parallelism: gradients are summed after the last micro batch of a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from .gradients import WholeGradients
 
 
 class BitwiseDDP(Bitwise, DDPRunner):
-    """DDP without torch's wrapper, which adds the micro batches of a rank one after the other."""
+    """DDP without torch's wrapper, because it adds the gradients of a rank's micro batches one after the other."""
 
     capabilities: ClassVar = replace(DDPRunner.capabilities, consecutive_micro_batches=True)
     gradients: WholeGradients

@@ -1,4 +1,4 @@
-"""FSDP to the same bits: every micro batch is reduced to shards, and each rank adds those of its shard in a tree."""
+"""Bitwise reproducible FSDP: ranks reduce each micro batch's gradients to shards, and add their shards in a tree."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class BitwiseFSDP(Rounded, FSDPRunner):
     """FSDP2 on process groups whose sums are fixed trees."""
 
     capabilities: ClassVar = replace(FSDPRunner.capabilities, backend=BACKEND)
-    _alone: WholeGradients | None = None  # sums of a single rank, because FSDP2 then exchanges nothing
+    _alone: WholeGradients | None = None  # sums for a single rank, because FSDP2 then reduces nothing
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:

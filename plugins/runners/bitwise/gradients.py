@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -37,7 +38,8 @@ class WholeGradients:
         """Set the parameters' gradients to the sums over the micro batches of all ranks. Collective."""
         if self.group.size == 1:
             for parameter, sums in self._sums.items():
-                parameter.grad = sums.total()
+                total = sums.total()
+                parameter.grad = torch.zeros_like(parameter) if total is None else total
             return
         for bucket in self._buckets():
             total = self._exchanged(bucket)
@@ -58,9 +60,10 @@ class WholeGradients:
             yield bucket
 
     def _exchanged(self, bucket: list[nn.Parameter]) -> Tensor:
-        """Return the sums of a bucket, flat: each rank receives the nodes of a part, adds them, and sends the result.
+        """Return a bucket's sums, flat: each rank receives all nodes of one part, adds them, and sends the sum to all.
 
-        The bytes sent are those of a ring if `count` is a power of two. Otherwise a rank has several nodes.
+        If `count` is a power of two, ranks send as many bytes as in a ring; otherwise more, because a rank has several
+        nodes.
         """
         size, process_group = self.group.size, self.group.process_group
         numel = sum(parameter.numel() for parameter in bucket)

@@ -1,4 +1,4 @@
-"""A global 2-norm that is the same for every order and cut of the elements."""
+"""A global 2-norm that does not depend on the order or the sharding of the elements."""
 
 import math
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ _BLOCK = 1 << 18  # elements at a time; a block of squares stays in the processo
 
 
 def exact_norm(tensors: Iterable[Tensor], group: Group) -> float:
-    """Return the 2-norm of fp32 tensors, of which each rank of `group` holds other elements. Collective.
+    """Return the 2-norm of fp32 tensors; each rank of `group` holds different elements. Collective.
 
-    The square of an fp32 number is exact in fp64. Each square is split on a fixed grid, which depends only on the
-    largest exponent of all elements, into two whole numbers; sums of whole numbers do not depend on their order. Bits
-    of a square that are 2**-60 of the largest square are rounded, element by element. (Demmel and Nguyen, "Fast
-    reproducible floating-point summation", 2013, use such bins.)
+    The square of an fp32 number is exact in fp64. Each square is split into two whole numbers, in units that depend
+    only on the largest exponent of all elements; sums of whole numbers do not depend on their order. Each square is
+    rounded to a multiple of about 2**-60 times the largest square. (Demmel and Nguyen, "Fast reproducible
+    floating-point summation", 2013, use such bins.)
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     device = flat[0].device if flat else torch.device("cpu")

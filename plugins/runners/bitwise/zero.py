@@ -1,4 +1,4 @@
-"""ZeRO to the same bits: every micro batch is reduced, and sums, norm and clipping do not depend on the ranks."""
+"""Bitwise reproducible ZeRO: gradient sums, norm and clipping do not depend on the number of ranks."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ class BitwiseZeRO(Rounded, DeepSpeedRunner):
         if self.optimizer is None:
             return
         zero = self.engine.optimizer
-        zero.sequence_parallel_size = self.world.size  # DeepSpeed divides by the ranks over this number: 1
+        zero.sequence_parallel_size = self.world.size  # DeepSpeed divides sums by ranks / this size, which is 1
         if self.options.stage == 3:
             zero._get_norm_groups = lambda: [self._measured()]
             zero.unscale_and_clip_grads = lambda group, _: self._clip([zero.fp32_partitioned_groups_flat[group].grad])
@@ -66,7 +66,10 @@ class BitwiseZeRO(Rounded, DeepSpeedRunner):
 
 
 def _reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
-    """Reduce-scatter several tensors as DeepSpeed does: equal parts of each, padded at the end; without a division."""
+    """Reduce-scatter several tensors as DeepSpeed does, but without dividing the sums.
+
+    Each tensor is padded at the end, and split into one equal part per rank.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = []
     for tensor in tensors:

@@ -25,7 +25,8 @@ def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Paramet
     too, because they are never gathered.
     """
     whole = options.stage == 0 or options.stage3_use_all_reduce_for_fetch_params
-    whole = whole or (options.stage < 3 and options.offloads_optimizer)  # with offloading, sums have the weights' dtype
+    # With offloading, gradient sums have the weights' dtype.
+    whole = whole or (options.stage < 3 and options.offloads_optimizer)
     if options.param_dtype != "amp" or whole or not computes_in_half(run, model):
         return []
     weights = [p for p in linear_weights(model) if len(getattr(p, "ds_shape", p.shape)) > 1]

@@ -25,7 +25,7 @@ _NOT_OFFERED = {
     "stage3_module_granularity_threshold",  # DeepSpeed 0.19 fails with this option
     "ratio", "super_offload", "cpuadam_cores_perc",  # need a DeepSpeed optimizer
     "round_robin_gradients",  # checkpoints could not determine which part of the state each rank holds
-    "zero_hpz_partition_size",  # loading a checkpoint does not update its second copy of the parameters
+    "zero_hpz_partition_size",  # its second copy of the parameters is not updated when a checkpoint is loaded
     "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; need a GPU
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ _STAGES_1_2_3 = {"contiguous_gradients", "reduce_bucket_size", "overlap_comm", "
 def _hint(annotation: Any) -> Any:
     """Convert a pydantic annotation to a type that the platform's checker supports."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return Union[tuple(map(_hint, get_args(annotation)))]  # noqa: UP007 - made of values
+        return Union[tuple(map(_hint, get_args(annotation)))]  # noqa: UP007 - the types are known only at run time
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return _options(annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
@@ -77,7 +77,7 @@ class AsyncIO:
     queue_depth: PositiveInt = 8  # requests in flight
     intra_op_parallelism: PositiveInt = 1  # threads per tensor
     single_submit: bool = False  # submit requests one by one
-    overlap_events: bool = True  # submit and wait at the same time
+    overlap_events: bool = True  # submit requests without waiting for earlier ones
 
 
 @dataclass

@@ -59,7 +59,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class ExpertParallel:
-    """A process group that shares the experts: each stack of experts is split into equal parts in rank order."""
+    """A process group over which experts are sharded: each stack of experts is split into equal parts in rank order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, dist.get_world_size(group)
@@ -68,7 +68,7 @@ class ExpertParallel:
         return self
 
     def shard(self, model: Model) -> set[str]:
-        """Keep only this rank's experts of a model on the meta device, and replace their forward.
+        """Reduce a model on the meta device to this rank's experts, and replace the experts' forward.
 
         The new forward exchanges tokens with the other ranks. Returns the names of the sharded parameters in the model.
         """

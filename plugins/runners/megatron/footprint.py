@@ -84,9 +84,10 @@ def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, ra
 
 
 def _with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
-    """Return the layout of a rank if `expert_parallel` of the `copies` ranks share the experts.
+    """Return the layout of a rank if groups of `expert_parallel` of the `copies` ranks split the experts.
 
-    model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters on `ranks` ranks.
+    model: the rank's part of the model. `describe(sizes, ranks)` returns the layout of parameters that `ranks`
+    data-parallel ranks hold.
     """
     if expert_parallel == 1:
         return describe(Sizes.of(model), copies)

@@ -22,7 +22,7 @@ class Options(ContextOptions):
     bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # size of gradient buckets in MiB
     pipeline_chunks: PositiveInt = 1  # stages per rank; more stages reduce idle time but communicate more
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"  # order of micro batches; gpipe: all forwards first
-    pipeline_layers: list[PositiveInt] | None = None  # blocks per stage; None: even, earlier stages get the remainder
+    pipeline_layers: list[PositiveInt] | None = None  # blocks per stage; None: equal; earlier stages get the remainder
     offload: Literal["none", "cpu"] = "none"  # cpu: keep parameters and optimizer state in host memory
     plan: dict[Text, Text] = field(default_factory=dict)  # parameter name pattern -> style; overrides the model's plan
 

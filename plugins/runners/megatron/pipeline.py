@@ -178,7 +178,7 @@ class Stage(nn.Module):
         self.received: Tensor | None = None
         self.length = 0  # sequence length of the hidden states sent between stages, including padding
         self.batch: Callable[[int], Inputs]  # returns the micro batch with a given index, and seeds dropout for it
-        self.before_backward: Callable[[bool], None]  # called before each backward, with True for the last one
+        self.sync: Callable[[bool], AbstractContextManager[Any]]  # context manager of a backward; True: the last one
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
         with self.timers("forward"):
@@ -218,12 +218,11 @@ class Stage(nn.Module):
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, except that it calls `before_backward` before each backward."""
+    """torch's stage, except that each backward runs in the context manager `sync`."""
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         stage: Any = self.submod
-        stage.before_backward(last_backward)
-        with stage.timers("backward"):
+        with stage.sync(last_backward), stage.timers("backward"):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
@@ -235,6 +234,7 @@ class Pipeline:
         self.has_last = stages[-1].is_last
         self._schedules: dict[tuple[int, int, int], Any] = {}
         self._weight = 0.0
+        self._losses: list[Tensor] = []  # losses of a step's micro batches, on the last stage
 
     def train(
         self,
@@ -242,29 +242,27 @@ class Pipeline:
         count: int,
         batch: Callable[[int], Inputs],
         weight: float,
-        last: Callable[[bool], None],
+        sync: Callable[[bool], AbstractContextManager[Any]],
     ) -> Tensor:
         """Run the forward and backward passes of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` returns a micro batch and seeds dropout for it. Losses are multiplied by `weight` before their
-        backward. `last(is_last)` is called before each backward, with True in the last backward of a step. Returns this
-        rank's contributions to the losses, [count] in float64: the losses on the last stage, and router losses on the
-        other stages. If this rank has neither, the tensor is empty.
+        backward. Each backward runs in the context manager `sync(is_last)`; True: the last backward of the step.
+        Returns this rank's contributions to the losses, [count] in float64: the losses on the last stage, and router
+        losses on the other stages. If this rank has neither, the tensor is empty.
         """
         for stage in self.stages:
-            stage.batch, stage.length, stage.before_backward = batch, shape[1], last
+            stage.batch, stage.length, stage.sync = batch, shape[1], sync
             if isinstance(stage.head, StubHead):
                 stage.head.weight, stage.head.losses = weight, []
-        self._weight = weight
-        losses: list[Tensor] = []
+        self._weight, self._losses = weight, []
         self._schedule(shape, count).step(
             arg_mbs=[()] * count,
             kwarg_mbs=[{"number": number} for number in range(count)],
             target_mbs=[None] * count if self.has_last else None,
-            losses=losses if self.has_last else None,
             return_outputs=False,
         )
-        terms = [torch.stack(losses).detach().double() / weight] if losses else []
+        terms = [torch.stack(self._losses).double()] if self._losses else []
         terms += [torch.stack(s.head.losses) for s in self.stages if isinstance(s.head, StubHead) and s.head.losses]
         return sum(terms[1:], terms[0]) if terms else torch.empty(0, dtype=torch.float64)
 
@@ -285,9 +283,14 @@ class Pipeline:
                 )
                 for stage in self.stages
             ]
-            name, loss = self.options.pipeline_schedule, lambda loss, _: loss * self._weight
-            self._schedules[*shape, count] = make_schedule(name, stages, count, loss_fn=loss, scale_grads=False)
+            self._schedules[*shape, count] = make_schedule(
+                self.options.pipeline_schedule, stages, count, loss_fn=self._weighted, scale_grads=False
+            )
         return self._schedules[*shape, count]
+
+    def _weighted(self, loss: Tensor, _: None) -> Tensor:
+        self._losses.append(loss.detach())
+        return loss * self._weight
 
     def evaluate(self, batch: Inputs) -> Tensor:
         """Compute the model's output for a batch, and return it on every rank of the pipeline."""
@@ -312,7 +315,7 @@ class Pipeline:
             layers[:1] = kept
             if not stage.is_last and number + 1 not in mine:
                 dist.send(out, group=group, group_dst=self.options.rank_of(number + 1))
-        # The output is a loss or has values per row, so its shape is sent first.
+        # Send the shape first: the output is a scalar loss, or has values per row.
         last = self.options.rank_of(self.options.stages - 1)
         shape = self.group.all_gather(out.shape)[last]
         if not self.has_last:

@@ -78,7 +78,7 @@ class Resolved:
     modules: dict[str, str] = field(default_factory=dict)  # module with sharded weights -> style
     # replicated parameters; each rank computes a partial gradient
     summed: set[str] = field(default_factory=set)
-    attributes: set[tuple[str, str]] = field(default_factory=set)  # (module, attribute) of sizes to divide
+    attributes: set[tuple[str, str]] = field(default_factory=set)  # (module, attribute) of sizes to divide by the ranks
 
 
 def resolve(model: Model, over: dict[str, str]) -> Resolved:
@@ -89,7 +89,7 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
     """
     plan = model.structure.tensor_parallel_plan() | over
     own = {model.weights.canonical_name(name): name for name, _ in model.named_parameters()}
-    resolved, users = Resolved(), dict[str, None]()  # modules that use the modules sharded by `over`
+    resolved, users = Resolved(), dict[str, None]()  # users: modules that use the modules sharded by `over`
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ConfigError(f"run.runner.plan: {pattern}: unknown style {style!r}; known: {', '.join(STYLES)}")

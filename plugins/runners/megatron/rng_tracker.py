@@ -12,7 +12,7 @@ from crosstrain import derive_seed, has_values
 
 
 class RngTracker:
-    """The default generator of a device, which can be forked per rank.
+    """The default random number generator of a device; each rank can fork it.
 
     A fork depends only on the generator's state and the rank. Gradient checkpointing restores the state before it
     recomputes, so the recomputation draws the same random numbers.
@@ -49,5 +49,5 @@ class RngTracker:
         (common, forked), self._states = self._states, None
         drawn = not torch.equal(self.state(), forked)
         self.set_state(common)
-        if drawn:  # without draws, the state stays the same as with one process
-            torch.rand(1, device=self.device)  # so the next fork differs even if nothing is drawn in between
+        if drawn:  # if nothing was drawn, the state stays the same as with one process
+            torch.rand(1, device=self.device)  # so that the next fork differs, even if nothing is drawn in between

@@ -62,7 +62,7 @@ class _Cut:
     """The sharding of a model's parameters, by name."""
 
     shapes: dict[str, torch.Size]  # shapes of all parameters before sharding
-    summed: set[str]  # replicated parameters; each tensor-parallel rank computes a partial gradient
+    summed: set[str]  # replicated parameters; their gradients are summed over the tensor-parallel ranks
     experts: set[str] = field(default_factory=set)  # stacked expert parameters; this rank holds some of the experts
     specs: dict[str, ShardSpec] = field(default_factory=dict)  # parameters sharded by tensor parallelism
 
@@ -80,7 +80,11 @@ class MegatronRunner(Runner):
     Options = Options
 
     capabilities: ClassVar = Capabilities(
-        needs_process_group=True, takes_quantized=False, takes_float8=False, cuts_models=True
+        needs_process_group=True,
+        takes_quantized=False,
+        takes_float8=False,
+        cuts_models=True,
+        bitwise="crosstrain_plugins.builtin.runners.bitwise.megatron:BitwiseMegatron",
     )
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
@@ -233,7 +237,7 @@ class MegatronRunner(Runner):
         return tied if options.rank_of(last) > 0 else set()
 
     def _choose_strategies(self, model: Model) -> torch.device:
-        """Choose the data-parallel strategies, the experts' strategy last, and return the device of the parameters."""
+        """Choose the data-parallel strategies (the last is for the experts), and return the parameters' device."""
         options, style = self.options, self.options.data_parallel_style
         offloads = options.offload == "cpu"
         experts = self.expert_mesh["expert_data"] if options.expert_parallel > 1 else None
@@ -287,7 +291,7 @@ class MegatronRunner(Runner):
         stage = pipeline.stages[0]
         rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data)) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
-        losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self.data_parallel.before_backward)
+        losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self.gradient_sync)
         self.micro_losses = list(losses) if pipeline.has_last else []
         # Tensor-parallel and context-parallel ranks all hold the same loss.
         mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)
@@ -328,7 +332,7 @@ class MegatronRunner(Runner):
     def evaluating(self) -> Iterator[None]:
         splits = self.tensor is not None and self.tensor.splits_sequence
         if self.tensor is not None:
-            self.tensor.splits_sequence = False  # generation has sequences of any length
+            self.tensor.splits_sequence = False  # in generation, not every length can be split evenly
         try:
             with super().evaluating():
                 yield
@@ -392,6 +396,6 @@ class _SharesState(HeldState):
 
     def trained(self) -> NamedParameters:
         owned = [(share.name, share.owned) for share in self.runner.shares.values() if share.owned.numel()]
-        if not any(parameter.requires_grad for _, parameter in owned):  # frozen stage; optimizers reject an empty list
+        if not any(parameter.requires_grad for _, parameter in owned):  # optimizers reject an empty list (frozen stage)
             owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.runner.device))))
         return owned

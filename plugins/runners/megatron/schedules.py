@@ -51,7 +51,7 @@ def bubble(ranks: int, chunks: int, count: int) -> float:
 
 
 def in_flight(options: Options, rank: int, count: int) -> float:
-    """Return the maximum number of micro batches, out of `count`, with activations on a rank at the same time.
+    """Return the maximum number of micro batches, out of `count`, that have activations on a rank at once.
 
     A micro batch in one of the rank's stages counts as 1 / `pipeline_chunks`. Raises ConfigError for a number of micro
     batches that the schedule does not support.

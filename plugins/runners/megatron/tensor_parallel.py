@@ -3,9 +3,9 @@
 Parameters are DTensors, but the arithmetic is local: `forward` is replaced on the module instance and uses plain
 tensors, so there is no DTensor dispatch overhead.
 
-In the backward, the transpose of each collective runs. The pairs are taken from Megatron-LM (Shoeybi et al., 2019;
-Korthikanti et al., 2022). Activations are [batch, length, width]. The collectives are calls of torch.distributed, so
-that the watchdog can monitor them.
+In the backward, the transpose of each collective runs. These pairs of collectives are taken from Megatron-LM (Shoeybi
+et al., 2019; Korthikanti et al., 2022). Activations are [batch, length, width]. The code calls the collectives of
+torch.distributed, so that the watchdog can monitor them.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def local(tensor: Tensor) -> Tensor:
 class TensorParallel:
     """The tensor-parallel ranks, and their collectives on activations.
 
-    splits_sequence: outside of the sharded matrices, each rank holds a part of the sequence. False in evaluation.
+    splits_sequence: True: outside of the sharded matrices, each rank holds a part of the sequence. False in evaluation.
     """
 
     def __init__(self, group: dist.ProcessGroup, splits_sequence: bool, rng: RngTracker) -> None:
@@ -101,8 +101,8 @@ class TensorParallel:
     def set_aside(self, _module: nn.Module, _inputs: object, x: Tensor) -> Tensor:
         """Forward hook of the last module that runs on a part of the sequence: keep that part for `taken`.
 
-        The model's forward continues with a full-length tensor that takes no memory, because it may read the sequence
-        length from the tensor.
+        The model's forward may read the sequence length from its hidden states, so it continues with a full-length
+        tensor that takes no memory.
         """
         if not self.splits_sequence:
             return x
@@ -186,7 +186,7 @@ class TPRegion:
     def column(self, module: nn.Module, x: Tensor) -> Tensor:
         y = _product(module, self._enter(x), module.bias)
         if module is self.last_column and self._forks() and not self.tensor.splits_sequence:
-            self.tensor.rng.enter()  # for attention dropout, after the projections
+            self.tensor.rng.enter()  # attention dropout comes after the projections
         return y
 
     def row(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _experts(tensor: TensorParallel, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Run experts on this rank's slice of their features, for the same tokens on every rank.
+    """Compute this rank's slice of the experts' features; every rank computes the same tokens.
 
     inputs: hidden states, expert indices and routing weights. All inputs are gathered if the sequence is split. The
     gradients of routing weights are summed over the ranks, like the gradients of hidden states.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # a real import would be circular: the launcher imports this 
     from crosstrain.distributed.launch.rendezvous import Nodes
 
 _QUIET = 10.0  # seconds until a node that waits for the others prints a note
-_SHUTDOWN_TIMEOUT = 5  # seconds before SIGKILL for ranks that wait for a dead rank and ignore SIGTERM
+_SHUTDOWN_TIMEOUT = 5  # seconds until SIGKILL is sent to ranks that wait for a dead rank and ignore SIGTERM
 _EXIT_TIMEOUT = 30  # seconds to wait for the other nodes' launchers after all workers have ended
 
 
@@ -54,7 +54,7 @@ class _Stopped(BaseException):
 def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
     """Run `worker(*args)` in processes on this machine, together with the other nodes, and return the exit code.
 
-    Raises the error of the worker that failed first if no restart is left. Raises UserError if the nodes do not find
+    If no restart is left, raises the error of the worker that failed first. Raises UserError if the nodes do not find
     each other.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):

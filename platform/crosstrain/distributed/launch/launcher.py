@@ -1,8 +1,8 @@
 """Start the workers of a run, or join the workers that torchrun, srun or mpirun started.
 
-Without such a launcher, the program starts one worker per visible GPU, or one worker if there is no GPU, with torch's
-elastic agent. A run uses several machines if the user starts the same command on each machine. A single worker without
-restarts runs in this process.
+Without such a launcher, torch's elastic agent starts one worker per visible GPU, or one worker if there is no GPU. For
+a run on several machines, the user starts the program with --nnodes on each machine. A single worker runs in this
+process, unless restarts are allowed.
 """
 
 import os
@@ -34,7 +34,7 @@ class Launch:
 
         If not, compute the number of workers from flags, GPUs and nodes.
         """
-        # With --nnodes, a process starts the workers of its machine itself, even under srun or Kubeflow. Kubeflow sets
+        # With --nnodes, this process starts this machine's workers itself, even under srun or Kubeflow. Kubeflow sets
         # RANK to the machine's index and does not set LOCAL_RANK.
         joined = worker_environment(os.environ) if nodes is None or "LOCAL_RANK" in os.environ else None
         if joined is not None:

@@ -20,7 +20,7 @@ _RDZV_CONF = {"join_timeout": 120, "last_call_timeout": 5, "keep_alive_interval"
 class Nodes:
     """The nodes of a run, as configured on this machine. The nodes meet at node 0's `host:port` before each start."""
 
-    min_nodes: int  # training starts when this many nodes have joined
+    min_nodes: int  # training starts only when at least this many nodes have joined
     max_nodes: int
     is_host: bool  # this is node 0
     host: str

@@ -1,6 +1,6 @@
 """Signals that request a stop.
 
-Such a signal kills the process as long as there is nothing to save. Afterwards, the trainer saves and exits.
+Until there is something to save, such a signal kills the process. From then on, the trainer saves and exits.
 """
 
 import os
@@ -53,12 +53,12 @@ def exit_after_signal(seconds: float) -> None:
 
 
 class StopRequest:
-    """A flag that is true after a stop signal; the trainer then saves and exits. A second SIGINT kills the process.
+    """A flag that is true after a stop signal; the trainer then saves and exits.
 
-    Under our own launcher, SIGTERM keeps its default action: the launcher sends SIGTERM to ranks that wait for a dead
-    rank, and after a second Ctrl-C. The launcher forwards the user's signals as SIGUSR1. If the launcher is killed, the
-    kernel sends SIGINT to the worker once for each launcher thread that becomes the worker's parent. Repeated
-    signals must not interrupt the save.
+    Without our own launcher, a second SIGINT kills the process. Under our own launcher, SIGTERM keeps its default
+    action: the launcher sends SIGTERM to ranks that wait for a dead rank, and to all ranks after a second Ctrl-C. The
+    launcher forwards the user's signals as SIGUSR1. If the launcher is killed, the kernel sends SIGINT to the worker
+    once for each launcher thread that becomes the worker's parent. These repeated signals must not interrupt the save.
     """
 
     def __init__(self, under_launcher: bool) -> None:

@@ -22,7 +22,7 @@ from crosstrain.utils.processes import on_parents_death
 
 _AGAIN = "run the same command again: training resumes from the last checkpoint, if there is one"
 _BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # messages for a lost connection
-_launcher_shows_errors = False  # our own launcher started this process
+_launcher_shows_errors = False  # True: our own launcher started this process
 
 
 class WorkerFailure(Exception):
@@ -37,7 +37,7 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     global _launcher_shows_errors
     _launcher_shows_errors = True
     os.setpgid(0, 0)  # signals from a terminal, `timeout` or `kill -- -GROUP` reach only the launcher; it forwards them
-    on_parents_death(signal.SIGKILL)  # torch sets SIGINT, but libraries may swallow it
+    on_parents_death(signal.SIGKILL)  # torch chooses SIGINT, but libraries may swallow KeyboardInterrupt
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)

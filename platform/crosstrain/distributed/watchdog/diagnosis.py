@@ -5,7 +5,7 @@ Calls on a process group are matched by order: the n-th call of a rank meets the
 
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
-SETTLED = 2.0  # calls are compared after this many idle seconds; mismatched calls never complete
+SETTLED = 2.0  # calls are compared after this many idle seconds, because mismatched calls usually hang
 # A mismatch followed by this many more calls is ignored: the ranks evidently agree, and one call was not recorded.
 FORGIVEN = 1024
 
@@ -57,7 +57,7 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
 
 
 def describe_mute(mine: RankReport, mute: list[int]) -> str:
-    """Describe the ranks that have not answered since this rank became idle, in a collective or elsewhere."""
+    """Describe the ranks that have not answered since this rank became idle, whether or not it is in a collective."""
     return (
         f"{name_ranks(mute)} did not answer for {mine.idle_seconds:.0f} s, while rank {mine.rank} waited at "
         f"{mine.location}{_called_at(mine)}; a stopped process or a lost machine causes this"
@@ -152,7 +152,7 @@ def _never_entered(
 
 
 def _activities(late: list[RankReport], group: str, number: int) -> list[str]:
-    """Describe the locations of ranks that should be in a call, in at most three phrases."""
+    """Describe, in at most three phrases, the locations of ranks that should be in a call."""
     found: dict[str, list[int]] = {}
     for report in late:
         found.setdefault(_activity(report, group, number), []).append(report.rank)

@@ -108,7 +108,7 @@ class RankReport:
     """The state of a rank, reported by its watchdog."""
 
     rank: int
-    question: int  # sequence number of the latest request for reports that the rank received
+    question: int  # sequence number of the latest report request that the rank received
     location: Location  # location of the main thread
     # User code that called the code at `location`; None if no user code did, or if `location` is in user code.
     external_caller: Location | None
@@ -169,7 +169,7 @@ class FlightRecorder:
 
     def histories(self, training: int, depth: int) -> dict[str, History]:
         """Return the latest `depth` calls on each group; `training` is the training thread's ID."""
-        # Autograd's threads do not count as background threads: Python lists them as dummies or not at all.
+        # Autograd's threads do not count as background threads: Python lists them as dummy threads, or not at all.
         background = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - {training}
         return {name: log.history(background, depth) for name, log in list(self._logs.items()) if log.calls}
 
@@ -223,7 +223,7 @@ class _GroupLog:
 
     def history(self, background: set[int | None], depth: int) -> History:
         everything = sorted(self.calls.copy())
-        latest = everything[-depth:]  # threads append out of order, so sequence numbers may be missing
+        latest = everything[-depth:]  # threads may append out of order, so sequence numbers may be missing
         latest = [call for i, call in enumerate(latest) if call[0] == latest[0][0] + i]
         return History(
             self.ranks,
@@ -243,7 +243,7 @@ def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    """Return True for a file that only forwards collectives to torch."""
+    """Return True for library code; a location is the innermost line outside of library code."""
     stdlib = file.startswith(_STDLIB) and f"{os.sep}site-packages{os.sep}" not in file
     return stdlib or file.startswith(("<", *_PACKAGES, str(_DISTRIBUTED)))
 

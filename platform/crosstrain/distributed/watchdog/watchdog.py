@@ -64,7 +64,7 @@ class Watchdog:
         self._limit = limit
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident or 0
-        self._question = 0  # sequence number of the latest request for reports that this rank received
+        self._question = 0  # sequence number of the latest report request that this rank received
         self._progress: Any = None  # last position of the main thread
         self._moved = time.monotonic()
         self._mute: set[int] | None = None  # ranks without an answer since training became idle; None: not asked yet
@@ -179,4 +179,4 @@ class Watchdog:
         worker_errors.report_error(problem)
         self._store.set("depth", str(_FEW_CALLS))
         self._store.add("question", 1)
-        worker_errors.exit_silently(2 * _POLL)  # the others become silent first and do not report a lost connection
+        worker_errors.exit_silently(2 * _POLL)  # by then, the other ranks no longer report lost connections
