@@ -114,9 +114,8 @@ def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) ->
 
     tokens = np.random.default_rng(0).integers(0, 30_000, 50_000_000, dtype=np.uint16)
     with TokenWriter(folder / "random", np.uint16) as writer:
-        writer._write(tokens)
-        writer._idx.write(np.full(50, 1_000_000, "<i4").tobytes())
-        writer.num_documents = 50
+        (folder / "tokens").write_bytes(tokens.tobytes())
+        writer.append(np.full(50, 1_000_000), folder / "tokens")
     cls = registry.get("dataset", "text")
     dataset = cls(cls.Options(path=str(folder / "random"), seq_length=length, split=[1.0, 0.0, 0.0]), "train")
     mapped = np.memmap(folder / "random.bin", np.uint16, "r")
@@ -153,9 +152,8 @@ def start(folder: Path) -> None:
 
     documents, size = 500, 2_000_000_000
     with TokenWriter(folder / "huge", np.uint16) as writer:
+        writer._sizes, writer.num_documents = [np.full(documents, size, "<i4")], documents  # not copied: 2 TB of zeros
         writer._bin.truncate(2 * documents * size)
-        writer._idx.write(np.full(documents, size, "<i4").tobytes())
-        writer.num_documents, writer.num_tokens = documents, documents * size
     cls = registry.get("dataset", "text")
     before = sorted(path.name for path in folder.rglob("*"))
     started = time.perf_counter()
