@@ -8,7 +8,7 @@ instead of experts. An MLP is as wide as all experts of a token together. All ru
 learning rate.
 
 Speed: a larger mixture of experts trains on two ranks with one thread each, under `fsdp` and under expert parallelism.
-Both contestants exist at the same time and take turns of one step, in changing order. The table shows the median ratio
+Both contestants exist at the same time and alternate every step, in changing order. The table shows the median ratio
 of adjacent turns, with its 95 % confidence interval, and the time of a step.
 """
 

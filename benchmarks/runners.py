@@ -4,7 +4,7 @@
 
 Step: the platform, as its users run it, is compared with a bare loop that calls the engine directly. Both have the same
 model class, loss, optimizer, engine options, gradient clipping and accumulation. Every rank holds both, each with its
-own model. They take turns of one step, in changing order, so that both have the same memory, threads and neighbours.
+own model. They alternate every step, in changing order, so that both have the same memory, threads and neighbours.
 The watchdog is off while the bare loop runs. (--turn makes turns longer, because on a GPU each turn ends with a wait
 for the device.) The table shows the median ratio of adjacent turns, with its 95 % confidence interval, and the ratio of
 the total times, including the log line of every tenth step. With --control, the bare loop takes both turns, to measure

@@ -5,7 +5,7 @@
 
 Three contestants train the same GPT-2 through the platform, each on two cores: one process with two threads; two ranks
 of `megatron_tp2` with one thread each; and two ranks with the same plan under torch's DTensor
-styles (plugins/dtensor_styles.py). All exist at the same time and take turns of some steps, in changing order. The
+styles (plugins/dtensor_styles.py). All exist at the same time and alternate every few steps, in changing order. The
 table shows the median ratio of adjacent turns, with its 95 % confidence interval, and the time of a step.
 """
 

@@ -56,7 +56,7 @@ class PromptSamples(Callback):
                 log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
 
     def draw(self) -> list[dict[str, str]]:
-        """Return {"prompt": ..., "text": ...} for every prompt, the same on every rank. Collective."""
+        """Return {"prompt": ..., "text": ...} for every prompt; all ranks return the same texts. Collective."""
         out = []
         # Every generated token changes the length, and a recompilation for each length would be slow.
         with torch.compiler.set_stance("force_eager") if self.trainer.run.compile != "none" else nullcontext():

@@ -50,7 +50,7 @@ class RemoteBytes:
         self._block = lru_cache(_BLOCKS)(lambda n: storage.read(url, n * _BLOCK, min((n + 1) * _BLOCK, self.size)))
 
     def announce(self, ranges: Iterable[Range]) -> None:
-        """Start to fetch ranges that will be read soon; adjacent ranges share a request.
+        """Start fetching ranges that will be read soon; adjacent ranges share a request.
 
         If more than 64 MiB are announced but not read, the oldest ranges are dropped.
         """

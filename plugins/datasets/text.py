@@ -105,7 +105,7 @@ class TextDataset(Dataset):
             locate(options.path)
         except DataError:
             if options.prepare is not None:
-                sources(options.prepare.input, {})  # raises DataError if an input is missing
+                sources(options.prepare.input, {})  # `sources` raises DataError if an input is missing
             return options.prepare is None  # without `prepare`, there is nothing to create
         return True
 

@@ -146,7 +146,7 @@ class Questions:
             [*before, Message("assistant", answers[rng.integers(len(answers))])]
             for before, answers, _ in self._short(annotation, images)
         ]
-        if self.dialogue is not None:  # adds one conversation, with all its turns
+        if self.dialogue is not None:  # add one conversation, with all its turns
             learned += self.dialogue(annotation, images, rng)
         if self.options.per_sample is not None and self.options.per_sample < len(learned):
             chosen = rng.choice(len(learned), self.options.per_sample, replace=False)

@@ -11,7 +11,7 @@ from crosstrain.utils.files import append
 
 @registry.register_tracker("jsonl")
 class JsonlTracker(Tracker):
-    """metrics.jsonl: one JSON object per logged step, written when the step is done; no step is repeated."""
+    """metrics.jsonl: one JSON object per logged step, written when the step is done; each step appears only once."""
 
     def __init__(self, options: Any, run: TrackedRun) -> None:
         super().__init__(options, run)

@@ -25,7 +25,7 @@ class TensorBoardTracker(Tracker):
         self._folder.mkdir(exist_ok=True)
         self._file = self._folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._write(file_version="brain.Event:2")
-        # A START event makes TensorBoard hide points that earlier starts logged at this step or later steps.
+        # A START event makes TensorBoard hide the points that earlier starts logged at or after this event's step.
         self._write(step=run.resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         if not run.resumed_step:
             self._summarize(0, _text("config", yaml.safe_dump(run.config, sort_keys=False)))

@@ -131,7 +131,7 @@ def open(
 
     The configuration comes from the checkpoint or from `project`, and `options` override it. Code in a checkpoint is
     never run. If others trained the checkpoint, the data and weights that it names are opened only with `trust_data`.
-    weights: name of a callback, such as "ema", to use the callback's weights. Raises CheckpointError and ConfigError.
+    weights: name of a callback, such as "ema", to use the callback's weights. Raises CheckpointError or ConfigError.
     """
     found = find_model(checkpoint, weights)
     given = pairs(options)

@@ -329,7 +329,7 @@ class Checkpointer:
         """Raise CheckpointError unless the files match their checksums. Every rank reads the files that it wrote."""
         mine = shares[self.group.rank]
         if self.group.rank == 0:
-            written = Reader.open(temporary).files  # raises an error unless the boxes tile every tensor
+            written = Reader.open(temporary).files  # `open` raises an error unless the boxes tile every tensor
             if storage.origin(temporary):
                 check_sizes(temporary, written)
             elif strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:

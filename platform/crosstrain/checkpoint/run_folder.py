@@ -214,7 +214,7 @@ class RunFolder:
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             with suppress(OSError):
-                os.listdir(proof.parent)  # makes a network file system refresh its cache
+                os.listdir(proof.parent)  # `listdir` makes a network file system refresh its cache
                 if proof.read_text() == token:
                     return True
             time.sleep(0.2)

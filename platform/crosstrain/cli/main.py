@@ -57,7 +57,7 @@ def _main(argv: Sequence[str] | None) -> int:
     debug = bool(os.environ.get("CROSSTRAIN_DEBUG"))
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        if not debug:  # hides torch's warnings about a lost node, which have dozens of C++ frames
+        if not debug:  # hide torch's warnings about a lost node, which have dozens of C++ frames
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         check_arguments(arguments)
         return arguments.run(arguments)

@@ -150,7 +150,7 @@ class _Builder:
                 name = sources.named(self.tree, key)
                 if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
                     with mistakes, self.check.located(at):
-                        registry.get(kind, name, files)  # raises the error for an unknown name
+                        registry.get(kind, name, files)  # `get` raises the error for an unknown name
         kept = sources.keys(self.tree)
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
         if left := [self.check.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
@@ -222,7 +222,7 @@ class _Builder:
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
         if not isinstance(given, dict):
-            self.check.component(kind, given, key)  # raises an error that names the expected types
+            self.check.component(kind, given, key)  # `component` raises an error that names the expected types
         parent[own] = given = self.check.value(dict[str, object], given, key)
         naming = sources.name_key(key)
         at = (*key, naming)

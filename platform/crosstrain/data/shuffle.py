@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from crosstrain.utils.rng import GOLDEN_RATIO, derive_seed, splitmix64
 
-MAX_SIZE = 2**62  # keeps every intermediate value, at most a * b + a, within 64 bits
+MAX_SIZE = 2**62  # so that every intermediate value, at most a * b + a, fits into 64 bits
 
 # Four rounds make the order of many samples look random. Twelve rounds make even the 5! orders of five samples about
 # equally likely. The number of rounds must be even, because each round swaps the two halves of the value.

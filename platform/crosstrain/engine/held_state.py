@@ -90,7 +90,10 @@ class HeldState:
         return out
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        """Full shape of a parameter, with padding, even if the engine replaces the parameter with a shard."""
+        """Shape of a parameter in the model as built, even if the engine replaces the parameter with a shard.
+
+        The shape includes the vocabulary padding, but no padding that depends on the number of ranks.
+        """
         return parameter.shape
 
     def weight(self, parameter: nn.Parameter) -> Tensor:

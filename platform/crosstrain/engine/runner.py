@@ -253,7 +253,7 @@ class Runner:
         self.optimizer.step()
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
-        """Global 2-norm of all gradients, times `gradient_scale`; the same on every rank."""
+        """Global 2-norm of all gradients, times `gradient_scale`; the value is the same on every rank."""
         return global_norm(gradients)
 
     def set_learning_rate(self, rate: float) -> None:

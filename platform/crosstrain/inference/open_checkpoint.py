@@ -202,8 +202,8 @@ def outline(config: Config, checkpoint: Path) -> Model:
     if is_hugging_face(checkpoint):
         if checkpoint not in (source.folder for source, _ in pretrained.parts):
             raise CheckpointError(f"{checkpoint}: {config.model.name} cannot load weights from a Hugging Face folder")
-        pretrained.summary(parameters)  # raises an error if parameters are missing
-        pretrained.fill(shards)  # raises an error if shapes differ
+        pretrained.summary(parameters)  # `summary` raises an error if parameters are missing
+        pretrained.fill(shards)  # `fill` raises an error if shapes differ
     else:
         load_shards(reader, shards, pretrained)
     built = sum(p.numel() for p in model.parameters())

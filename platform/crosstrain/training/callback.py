@@ -57,7 +57,7 @@ class Callback:
     def after_backward(self, batch: Step, loss: float) -> str | None:
         """Called when the gradients, `trainer.runner.held.gradients()`, are complete but not yet clipped or checked.
 
-        Return a reason to discard the gradients, the same on every rank; None: apply them.
+        Return a reason to discard the gradients; None: apply them. Every rank must return the same value.
         """
 
     def after_step(self, metrics: StepMetrics) -> None:

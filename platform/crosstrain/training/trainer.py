@@ -56,7 +56,7 @@ class Trainer:
     hooks_before: InitVar[HookKinds] = BEFORE_CALLBACKS  # platform hooks called before the run's callbacks
     hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # platform hooks called after the run's callbacks
 
-    stopped: bool = field(default=False, init=False)  # a signal ended the run early; the same on every rank
+    stopped: bool = field(default=False, init=False)  # a signal ended the run early; all ranks have the same value
     ranks: Group = field(default_factory=Group, init=False)  # all ranks; in a step without collectives, only this rank
     row: Row = field(default_factory=dict, init=False)  # metrics of the current step for trackers; filled by hooks
     pointers: set[str] = field(default_factory=set, init=False)  # pointer files that will point to the next checkpoint

@@ -182,7 +182,7 @@ def _file_system(url: str) -> Any:
     """Return the file system of a URL. Each process opens a file system only once."""
     match = _URL.match(url)
     assert match is not None
-    import fsspec  # takes 50 ms, and local runs do not need it
+    import fsspec  # this import takes 50 ms, and local runs do not need it
 
     try:
         # Other processes write too, so listings must not be cached.

@@ -62,7 +62,7 @@ def _read(arguments: argparse.Namespace) -> tuple[str, list[str], int | None]:
     elif (origin := looks_like(file)) is not None:
         said.append(f"these are settings of {origin.name}")
     else:
-        read_foreign(file)  # raises if the file cannot be read
+        read_foreign(file)  # `read_foreign` raises an error if the file cannot be read
         raise UserError(
             f"{file}: cannot recognize the program of these settings; give --from, one of {', '.join(known)}"
         )

@@ -34,7 +34,7 @@ class Filter:
 
 
 def make_filters(given: list[dict[str, Any]]) -> list[tuple[str, Filter]]:
-    """Create (name, filter) pairs from plain component data. Raises ConfigError if a processor is not a filter."""
+    """Create (name, filter) pairs from names and options. Raises ConfigError if a processor is not a filter."""
     made = []
     for item in given:
         component = Checker(lambda key: "clean." + ".".join(key)).component("processor", item, ())

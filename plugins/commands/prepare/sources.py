@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InputSource:
-    """A picklable description of a reader: its name, its options as plain data, and its label in the report."""
+    """A picklable description of a reader: its name, its options as a dict, and its label in the report."""
 
     reader: str
     options: dict[str, Any]

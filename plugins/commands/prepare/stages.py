@@ -22,7 +22,7 @@ from .stats import Counts
 @dataclass
 class _Stage:
     folder: Path
-    clean: list[dict[str, Any]]  # the filters as plain data
+    clean: list[dict[str, Any]]  # name and options of each filter, as in the recipe
 
     @cached_property
     def filters(self) -> list[tuple[str, Filter]]:

@@ -117,7 +117,7 @@ class HarnessModel(TemplateLM):
 
 
 def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int | None) -> dict[str, Any]:
-    """Return task -> metrics, the same on every rank. Collective.
+    """Return task -> metrics; the values are the same on every rank. Collective.
 
     `folder`: additional task files for the harness. `limit`: number of documents per task; None: all. Raises
     UserError for unknown tasks and missing data.

@@ -1,11 +1,11 @@
 """The parts of a bitwise runner that do not depend on the engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crosstrain import ConfigError, Group, MakeOptimizer, MatrixOptimizer, Model, NamedParameters, Runner, RunOptions
 
@@ -40,6 +40,12 @@ class Bitwise(Runner):
         super().check_model(options, model)
         if model.structure.routers():
             raise ConfigError("run.bitwise: models with experts are not supported, because routers sum over ranks")
+
+    def construct(self, make_model: Callable[[], Model]) -> Model:
+        model = super().construct(make_model)
+        for module in model.modules():
+            module.register_forward_pre_hook(_apart, with_kwargs=True)
+        return model
 
     def setup(self) -> None:
         super().setup()
@@ -83,6 +89,18 @@ class Rounded(Bitwise):
         with rounds(self._round, self._last):
             super().backward(loss)
         self._reduced.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
+
+
+def _apart(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pre-hook that makes a view of each input, so that gradients of its uses in the module are summed on their own.
+
+    ZeRO-3 does this with hooks of its own. Without them, autograd would add the uses outside of the module in between.
+    """
+
+    def view(value: Any) -> Any:
+        return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+    return tuple(map(view, inputs)), {name: view(value) for name, value in named.items()}
 
 
 def unfused(make_optimizer: MakeOptimizer | None) -> MakeOptimizer | None:

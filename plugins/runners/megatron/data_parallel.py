@@ -28,7 +28,7 @@ class Share:
 
     name: str  # name in the model
     parameter: nn.Parameter
-    shape: torch.Size  # shape in the model as built, without padding for the ranks
+    shape: torch.Size  # shape in the model as built; no padding that depends on the number of ranks
     cuts: list[tuple[ShardSpec, int]]  # nested shardings, innermost first, each with this rank's index in it
     owned: nn.Parameter  # the part that the optimizer updates
     norm_weight: float  # weight of the squared gradient norm in the sum over all ranks

@@ -89,7 +89,7 @@ class TensorParallel:
         return (Gather if self.splits_sequence else Copy).apply(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' row-parallel outputs."""
+        """Return the sum of the ranks' row-parallel outputs; if the sequence is split, only this rank's part of it."""
         if x.ndim == 2:
             return self.leave(x[None])[0]
         return (ReduceScatter if self.splits_sequence else Reduce).apply(x, self.group)
@@ -145,8 +145,8 @@ class TPRegion:
     """The column-parallel and row-parallel layers of one parent: each rank computes its own heads or features.
 
     Column-parallel layers with the same input share one collective. If the sequence is split, the input of the parent
-    is gathered, because attention reads the length. If the parent is a block, only the inputs of its column-parallel
-    layers are gathered, because its other modules run on a part of the sequence.
+    is gathered, because attention modules derive the sequence length from their input. If the parent is a block, only
+    the inputs of its column-parallel layers are gathered, because its other modules run on a part of the sequence.
 
     Between the last column-parallel and the last row-parallel layer, each rank draws its own dropout mask. There may be
     several layers of each kind, because adapters add layers.
@@ -160,7 +160,7 @@ class TPRegion:
             parent.register_forward_hook(lambda *_: self._entered.clear(), always_call=True)
         self.last_column: nn.Module | None = None
         self.last_row: nn.Module | None = None
-        self._entered: list[tuple[Tensor, Tensor]] = []  # (input of column-parallel layers, gathered or copied input)
+        self._entered: list[tuple[Tensor, Tensor]] = []  # (input of column-parallel layers, the same after `enter`)
 
     def _enter_parent(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -52,7 +52,7 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
         if _is_lost_peer(str(error)):
             time.sleep(5)  # the lost rank has the real error; the launcher ends this process in the meantime
         report_error(error)
-        os._exit(1)  # does not wait for other threads
+        os._exit(1)  # `os._exit` does not wait for other threads
 
 
 def report_error(error: Exception) -> None:

@@ -1,0 +1,62 @@
+"""`run.bitwise` beyond GPT-2: other families, adapters, preferences, images, and the last digit of their losses."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_bitwise import COMMON, digest
+
+from conftest import Workspace
+from crosstrain.config.load import load_config
+from crosstrain.data.splits import prepare_data
+from fixtures_families import tiny
+from fixtures_ranks import mostly_slow, train
+from fixtures_training import project
+from fixtures_vision import OPEN, options, shapes, write_project
+
+SMALL = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen": {"arch": "qwen", **SMALL},
+    "tied_qwen3": {"arch": "causal_lm", "config": tiny("qwen3") | {"vocab_size": 320, "tie_word_embeddings": True}},
+    "llama_lora": {
+        "arch": "causal_lm",
+        "config": {"model_type": "llama", **SMALL},
+        "adapter": {"name": "lora", "rank": 4, "dropout": 0.1},
+    },
+}
+RUNNERS = ["ddp@3", "fsdp@2", "zero1@2", "zero2@4", "zero3@3"]
+CASES = [(model, runner) for model in MODELS for runner in (*RUNNERS, "megatron_pp2@2")]
+CASES += [("images", runner) for runner in RUNNERS]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
+    """Return a function from a case's model to its project, its options, and the digests of one process."""
+
+    @lru_cache
+    def make(model: str) -> tuple[Path, tuple[str, ...], dict[str, str]]:
+        folder = tmp_path_factory.mktemp(model)
+        given = (*COMMON, "run.init_lr=1e-2")
+        if model == "images":
+            path = write_project(folder / "project.yaml", shapes(folder))
+            prepare_data(load_config(path))
+            given += tuple(options(OPEN))
+        else:
+            path = project(Workspace(folder, dataset), MODELS[model]).project
+        return path, given, digest(train(path, "one", *given))
+
+    return make
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, []), ids="-".join)
+def test_other_models_train_to_the_same_bits(reference: Any, case: tuple[str, str]) -> None:
+    model, name = case
+    path, given, one = reference(model)
+    runner, _, size = name.partition("@")
+    assert digest(train(path, name, *given, f"run.runner={runner}", size=int(size))) == one
