@@ -58,7 +58,8 @@ class FSDPRunner(Runner):
         reshard_after_forward: bool = True  # False: keep blocks gathered until their backward (ZeRO-2)
         cpu_offload: bool = False  # keep shards and optimizer state in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch; slower, but saves memory
-        # dtype in which linear layers of blocks are gathered; amp: bf16 if run.amp=bf16 computes them in bf16
+        # dtype in which the weights of the blocks' linear layers are gathered; amp: bf16 if they are used only in bf16
+        # matmuls (run.amp=bf16 without compile, DoRA or QLoRA), else fp32
         param_dtype: Literal["amp", "fp32"] = "amp"
         # dtype in which gradients are reduced, for weights gathered in bf16
         reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -135,7 +136,8 @@ class FSDPRunner(Runner):
             if apart and block not in apart:
                 fully_shard(apart, **in_blocks)
             fully_shard(block, **in_blocks | ({} if block in apart else {"mp_policy": half}))
-        # Parameters outside the blocks, such as the embedding and the head, are needed again when the backward starts.
+        # The parameters outside the blocks form one group. The backward starts with the head, so it would gather this
+        # group again at once.
         fully_shard(model, reshard_after_forward=False, **options)
         materialize(model, torch.device("cpu") if self.options.cpu_offload else self.device)
         super().prepare(model, make_optimizer)

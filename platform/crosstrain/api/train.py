@@ -25,8 +25,8 @@ def train(
 
     `fresh` starts over and keeps the earlier folder as NAME.1. given: options of the preflight checks, such as
     device_memory="24GiB" and fit_check=False. On Ctrl-C, or a notebook's stop button, the workers save a checkpoint,
-    and KeyboardInterrupt is raised. Raises UserError for mistakes and for errors that end training, and WorkerFailure
-    with a traceback for any other error.
+    and KeyboardInterrupt is raised. Raises UserError for a user's mistakes and for known failures such as divergence, a
+    full disk or a lost rank, and WorkerFailure, with the traceback, for an unexpected error in a worker.
     """
     flags = with_defaults(given, preflight_checks(), "train", "checks")
     config = load_config(project, options)

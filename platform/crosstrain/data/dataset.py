@@ -120,8 +120,8 @@ class Dataset(ABC):
         """Make the prompt builder for a model trained on a dataset with these options. The data need not exist.
 
         tokenizer: folder of a checkpoint's tokenizer. encode: function to use instead of this tokenizer.
-        Raises UserError if the dataset has no conversations, or formats conversations with the tokenizer's chat
-        template. The default always raises UserError.
+        Raises UserError if the dataset has no conversations, or if it formats them with the tokenizer's chat template.
+        The default always raises UserError.
         """
         raise UserError(f"{cls.__name__} has no conversation format, so it does not support questions about files")
 

@@ -68,7 +68,7 @@ class Tracker(ABC):
         """
 
     def close(self, finished: bool) -> None:  # noqa: B027 - some trackers keep nothing open
-        """Finish recording, because training ends. `finished` is True if training reached its last step."""
+        """Finish recording; called when training ends. `finished` is True if training reached its last step."""
 
     def place(self) -> str | None:
         """Return a file, an address or a command to view the metrics, for the final output of a run."""

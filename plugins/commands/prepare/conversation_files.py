@@ -22,7 +22,7 @@ def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str
 
     ranked: built-in rows also have a rejected answer. For a line that is not a JSON object, yield a reason instead of a
     row. Objects at the same place in different rows get the same order of keys, by first appearance. The columns of a
-    table have a fixed order, so a file of JSON lines and a table with the same content then yield equal rows. Raises
+    table have a fixed order, so a file of JSON lines and a table with the same content yield equal rows. Raises
     DataError if a file is missing, damaged as a whole, or of an unknown kind.
     """
     order: dict[str, Any] = {}

@@ -100,7 +100,7 @@ class FileReader(ABC):
         path: Text | list[Text]  # files, URLs of files, and folders to search for files
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # file suffixes for which this reader is the default
-    contents: ClassVar[tuple[str, ...] | None] = None  # accepted kinds, as from `io.kind_of`; None: any kind
+    contents: ClassVar[tuple[str, ...] | None] = None  # accepted kinds, as returned by `io.kind_of`; None: any kind
 
     known_files: Sequence[Path] | None = None  # the files, if a search has already found them
     drops: RowAudit | None = None  # counts unusable records; None: an unusable record is an error

@@ -35,8 +35,7 @@ class BitwiseZeRO(Rounded, DeepSpeedRunner):
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         config = super()._config(micro_batch, accumulation)
         section = config["zero_optimization"]
-        more = {"stage": max(section["stage"], 2)}
-        return config | {"zero_optimization": section | more}
+        return config | {"zero_optimization": section | {"stage": max(section["stage"], 2)}}
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         super().prepare(model, make_optimizer)
