@@ -38,8 +38,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen": {"arch": "qwen", **SMALL},
     "llama": {"arch": "causal_lm", "config": {"model_type": "llama", **SMALL}},
 }
-# Absolute, as weights are of order 0.1; sums over ranks are rounded in another order in each of 20 steps.
-WEIGHTS = 2e-6
+# Sums over ranks are rounded in another order in each of 20 steps. Adam amplifies this where gradients are near zero,
+# as those of A are at first, because B begins at zero. With `run.bitwise`, adapters train to the same bits under every
+# runner (engine/test_bitwise_models.py), so these differences are rounding.
+LOSSES = {"sgd": TOLERANCE, "adamw": 5e-6}
+WEIGHTS = 1e-5  # absolute, as weights are of order 0.1
 Case = tuple[Workspace, list[str], Followed]
 
 
@@ -126,7 +129,7 @@ def test_every_runner_trains_and_saves_the_same_adapter(
     model, optimizer, runner = case
     workspace, options, one = reference(model, optimizer)
     other = follow(workspace, runner, *options, label=f"run_{optimizer}")
-    assert_equal_training(one, other, TOLERANCE)
+    assert_equal_training(one, other, LOSSES[optimizer])
     mine, theirs = adapter_tensors(one.checkpoint(20)), adapter_tensors(other.checkpoint(20))
     assert len(mine) == 2 * 2 * (4 if model == "gpt2" else 7)
     assert max(value.abs().max() for name, value in mine.items() if "lora_B" in name) > 1e-3  # it has learned
