@@ -23,7 +23,6 @@ from crosstrain_plugins.builtin.commands.launch import manifest as launch
 from conftest import ENVIRONMENT, ROOT, Run, Workspace, kill, logged_step, wait_until
 from crosstrain.cli.main import main
 from fixtures_kill import INTERVALS, assert_same_weights, numbers
-from fixtures_ranks import mostly_slow
 
 SHIPPED = {
     "job": "kubernetes/job.yaml", "jobset": "kubernetes/jobset.yaml", "trainjob": "kubernetes/trainjob.yaml",
@@ -150,7 +149,7 @@ def test_other_targets_have_the_environment_that_is_given(tmp_path: Path) -> Non
 PLACES = {"output/a": True, "/crosstrain/output/a": True, "s3://b/a": True, "/scratch/a": False, "outputs/a": False}
 
 
-@pytest.mark.parametrize(("folder", "stays"), mostly_slow(PLACES.items(), [("output/a", True), ("/scratch/a", False)]))
+@pytest.mark.parametrize(("folder", "stays"), PLACES.items())
 def test_a_run_of_pods_is_on_their_volume(folder: str, stays: bool) -> None:
     text = said("--to", "job", *TINY, "--options", f"run.output_dir={folder}", code=0 if stays else 1)
     assert stays or f"run.output_dir: {folder} is not on the pods' volume" in text

@@ -27,6 +27,7 @@ def test_without_attentions_dropout_tensor_parallel_ranks_draw_what_one_process_
     gpt2 = registry.get("model", "gpt2")
     with parameters_on_meta():
         plan = gpt2(gpt2.Options(**sizes)).structure.tensor_parallel_plan()
+    plan |= {"transformer.h.*.attn.num_heads": "divide"}  # a plan of the user's names all numbers of heads
     project(workspace, {"arch": "causal_lm", "config": config})
     one = follow(workspace, "ddp@1", *COMMON)
     project(

@@ -23,6 +23,7 @@ from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from fixtures_ranks import mostly_slow, train
+from fixtures_shards import jpeg, write_shard
 from fixtures_training import HALF_TOLERANCE, TOLERANCE, relative, sized, stored
 from fixtures_vision import LANGUAGE, MODEL, build, options, picture, sample, shapes, write_project
 
@@ -518,14 +519,13 @@ def test_both_stages_run_end_to_end(published: Path, tmp_path: Path) -> None:
         "run.max_iters": 3, "run.global_batch_size": 4, "run.micro_batch_size": 2, "run.warmup_steps": 1,
         "run.eval_interval": None, "run.num_workers": 0, "run.device": "cpu",
     }  # fmt: skip
-    pack = {
-        "images": str(tmp_path / "images"), "annotations": str(tmp_path / "captions.json"),
-        "output": str(tmp_path / "packed"),
-    }  # fmt: skip
+    (tmp_path / "packed").mkdir()
+    captioned = [{"jpg": jpeg(i), "txt": b"red circle top left"} for i in range(6)]
+    write_shard(tmp_path / "packed" / "train-000000.tar", captioned)
     seen = {k: {"name": "image_eval", "image_size": 16} for k in ("train", "eval")}
     align = {
         "datasets.captions.train": f"{tmp_path}/packed/train-*.tar", "datasets.captions.val": None,
-        "datasets.captions.prepare": pack, "datasets.captions.tokenizer": str(tokenizer),
+        "datasets.captions.tokenizer": str(tokenizer),
         "datasets.captions.cache": str(tmp_path / "cache"), "datasets.captions.image_tokens": 4,
         "datasets.captions.vis_processor": seen,
     }  # fmt: skip

@@ -146,7 +146,7 @@ class Checkpointer:
     If `run`, the ID of the run, is given, checkpoints of other runs are neither replaced nor deleted. `group` must be a
     separate process group, so that collectives of background saves do not interleave with training's. On
     rank 0, `write_assets(folder, reader)` writes the Hugging Face configuration and any files that are derived from the
-    parameters; it returns further entries for state.json. The newest `keep_last` checkpoints (None: all) and all
+    parameters; it may return further entries for state.json. The newest `keep_last` checkpoints (None: all) and all
     checkpoints at multiples of `keep_every` steps are kept.
     """
 
@@ -154,7 +154,7 @@ class Checkpointer:
         self,
         root: Path,
         group: Group,
-        write_assets: Callable[[Path, Reader], dict[str, Any]],
+        write_assets: Callable[[Path, Reader], dict[str, Any] | None],
         run: str | None = None,
         keep_last: int | None = 3,
         keep_every: int | None = None,
@@ -310,7 +310,7 @@ class Checkpointer:
             stored = tensors.setdefault((h.kind, h.name), StoredTensor(h.shape, h.dtype, []))
             stored.boxes.append(StoredBox(name, h.key, h.box))
         more = self.write_assets(temporary, Reader(temporary, tensors, files))
-        write_json(temporary / STATE, save.state | more)
+        write_json(temporary / STATE, save.state | (more or {}))
         for path in temporary.iterdir():
             if path.name not in files:
                 fsync(path)

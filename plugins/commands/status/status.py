@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain import is_number, read_end
+from crosstrain import is_number, read_end, read_regular
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
-from crosstrain.utils.files import last_checkpoint, read_regular
+from crosstrain.utils.files import last_checkpoint
 
 _END = 1 << 16  # bytes read from the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
