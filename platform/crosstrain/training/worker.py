@@ -168,13 +168,13 @@ def _make_checkpointer(
     tokenizer = dataset.tokenizer_path
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 
-    def write_assets(checkpoint: Path, reader: Reader) -> dict[str, Any]:
+    def write_assets(checkpoint: Path, reader: Reader) -> dict[str, Any] | None:
         runner.model.export.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
         if dataset.end_tokens:
             add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
         runner.model.export.save_parts(checkpoint, reader.names("param"), reader.whole)
-        return {"bitwise": digests(reader) | {"conditions": conditions()}} if config.run.bitwise else {}
+        return {"bitwise": digests(reader) | {"conditions": conditions()}} if config.run.bitwise else None
 
     checkpointer = Checkpointer(
         folder.checkpoints,

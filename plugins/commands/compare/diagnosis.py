@@ -252,13 +252,17 @@ class _Judge:
         """Return the parameters with a wrong gradient in a step, most informative first."""
         limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
-        floor = self.tolerance.small * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
+        floor = self._floor(theirs)
         excess: dict[str, float] = {}
         for name, products in step["gradients"]["products"].items():
             gap, limit = Gap(*products), limit_of(name)
             if gap.relative > limit and not gap.dd <= (limit * math.sqrt(gap.rr) + floor) ** 2:
                 excess[name] = gap.relative / max(limit, 1e-30)
         return self._sorted(excess)
+
+    def _floor(self, gradients: dict[str, list[float]]) -> float:
+        """Return the norm below which a gradient is only rounding error, from the products of a step's gradients."""
+        return self.tolerance.small * math.sqrt(sum(p[-1] for p in gradients.values() if math.isfinite(p[-1])))
 
     def _lacking(self, step: Record, expected: Record) -> list[str]:
         """Return the parameters without a gradient, or with only a part of their gradient."""
@@ -412,9 +416,7 @@ class _Judge:
         These updates may differ between any two runs.
         """
         steps = [step["gradients"]["products"] for step_number, step in self.steps.items() if step_number <= number]
-        floors = [
-            self.tolerance.small * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps
-        ]
+        floors = [self._floor(step) for step in steps]
         norms = {name: [math.sqrt(s[name][-1]) if name in s else 0.0 for s in steps] for name in steps[0]}
         return {
             name

@@ -40,7 +40,7 @@ class Probe(Callback):
         self._restore: Callable[[], None] = lambda: None
         self.steps: list[dict[str, Any]] = []
         self._files = {
-            kind: Checkpointer(folder / kind, self.group, lambda *_: {}, keep_last=None)
+            kind: Checkpointer(folder / kind, self.group, lambda *_: None, keep_last=None)
             for kind in ("gradients", "state")
         }
         self._keep("state", self.runner.held.shards())

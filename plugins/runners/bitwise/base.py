@@ -49,7 +49,8 @@ class Bitwise(Runner):
 
     def setup(self) -> None:
         super().setup()
-        torch.set_num_threads(self.run.threads or 1)  # the same for every number of ranks
+        if self.run.threads is None:
+            torch.set_num_threads(1)  # the same for every number of ranks
 
     @property
     def gradient_scale(self) -> float:
