@@ -1,91 +1,138 @@
 """Train models to the same bits under many runners and numbers of ranks, and print the digests as a table.
 
-    python benchmarks/bitwise.py [--steps 100] [--models gpt2 qwen2 ...] [--folder output/bitwise]
+    python benchmarks/bitwise.py [--steps 100] [--rows gpt2 qwen2 ...] [--folder output/bitwise]
 
-A run takes up to a minute, and there are about 150. Finished runs in the folder are not repeated. A row has one digest
-of the weights if all runs agree; otherwise the table names the runs that differ. Each rank uses one thread.
+There are about 300 runs of seconds each. Finished runs in the folder are not repeated. A row has one digest of the
+weights and one of the moments if all runs agree; otherwise the table names the runs that differ. Runs that are refused
+are listed below the table, with the reason. Each rank uses one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, table
-
-sys.path.insert(0, str(ROOT / "platform"))
+from forks import Refused, train
+from tiny import GPT2, LORA, MODELS, causal_lm, write_data, write_project
 
 from crosstrain.checkpoint.digests import recorded
 from crosstrain.checkpoint.folders import find_checkpoint
 
-SIZES = {
-    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
-GPT2 = {"arch": "gpt2", "vocab_size": 4096, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 256, "dropout": 0.1}
-LORA = {"name": "lora", "rank": 8, "dropout": 0.1}
-LLAMA = {"arch": "causal_lm", "config": {"model_type": "llama", **SIZES}, "adapter": LORA}
-TEXT = ("projects/quickstart.yaml", ["datasets.stdlib.seq_length=64"])
-CHAT = ["datasets.docstrings.tokenizer=output/gpt2_chat_sft", f"model={json.dumps(GPT2)}", "model.dropout=0"]
-MODELS: dict[str, tuple[str, list[str]]] = {
-    "gpt2": (TEXT[0], [*TEXT[1], f"model={json.dumps(GPT2)}"]),
-    "qwen2": (TEXT[0], [*TEXT[1], f"model={json.dumps({'arch': 'qwen', **SIZES})}"]),
-    "llama_lora": (TEXT[0], [*TEXT[1], f"model={json.dumps(LLAMA)}"]),
-    "dpo": ("projects/gpt2_chat_dpo.yaml", CHAT),
-    "images": ("projects/blip2_qwen_shapes.yaml", ["datasets.shapes.images=2400", "datasets.shapes.held_out=8"]),
+SHARDED = {"bitwise": {"width": 4}}
+# row -> model, data and further options of `run`
+ROWS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "gpt2": (GPT2, "text", {}),
+    "qwen2": (MODELS["qwen2"], "text", {}),
+    "llama_lora": (MODELS["llama"] | {"adapter": LORA}, "text", {}),
+    "chat": (MODELS["qwen3_tied"], "chat", {}),
+    "dpo": (GPT2 | {"dropout": 0.0}, "pairs", {"objective": {"name": "dpo", "beta": 0.3}}),
+    "qwen3_moe": (MODELS["qwen3_moe"], "text", {}),
+    "images": (MODELS["images"], "shapes", {}),
+    "gpt2, width 4": (GPT2 | {"dropout": 0.0}, "text", SHARDED),
+    "qwen2, width 4": (MODELS["qwen2"] | {"num_key_value_heads": 4}, "text", SHARDED),
+    "llama_lora, width 4": (causal_lm("llama", num_key_value_heads=4) | {"adapter": LORA}, "text", SHARDED),
+    "mixtral, width 4": (causal_lm("mixtral", num_key_value_heads=4, num_local_experts=4), "text", SHARDED),
 }
-COMMON = [
-    "run.bitwise=true", "run.device=cpu", "run.global_batch_size=12", "run.micro_batch_size=1",
-    "run.eval_interval=null", "run.sample_prompts=[]", "run.save_interval=20", "run.keep_last=1", "run.log_interval=20",
-]  # fmt: skip
-ZERO = [f"zero{stage}@{ranks}" for stage in (1, 2, 3) for ranks in (2, 4)]
-LAYOUTS = ["ddp@1", "ddp@2", "ddp@3", "ddp@4", "fsdp@2", "fsdp@4", *ZERO]
-PIPELINES = ["megatron_pp2@2", "megatron_pp2@4"]  # not for models of several parts
+RUN = {
+    "bitwise": True, "device": "cpu", "micro_batch_size": 1, "save_interval": 10, "keep_last": 1, "log_interval": 1,
+    "init_lr": 3e-3, "warmup_steps": 5, "grad_norm_clip": 0.5, "max_iters": 1, "global_batch_size": 12,
+}  # fmt: skip
+# Rounds of accumulation are 12, 6, 4 and 3 in the first list, and 4, 2 and 1 in the second.
+LAYOUTS = {
+    12: [
+        "ddp@1", "ddp@2", "ddp@3", "ddp@4", "fsdp@2", "fsdp@4", "zero1@2", "zero1@4", "zero2@2", "zero2@4", "zero3@2",
+        "zero3@4", "zero2_offload@2", "pp2@2", "pp2@4", "changing", "killed",
+    ],
+    4: ["ddp@1", "ddp@4", "fsdp@4", "zero1@4", "zero2@4", "zero3@4", "zero2@2", "pp2@4"],
+}  # fmt: skip
+WIDE = {12: ["ddp@1", "tp1@1", "tp2@2", "tp4@4", "tp2@4", "tp2_pp2@4", "fsdp@2", "zero1@2", "zero3@2", "ddp@4"]}
+MEGATRON = {
+    "pp2": {"pipeline_parallel": 2}, "tp1": {}, "tp2": {"tensor_parallel": 2}, "tp4": {"tensor_parallel": 4},
+    "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+}  # fmt: skip
 CHANGES = ["zero3@2", "ddp@4", "fsdp@3", "zero1@1", "ddp@3"]  # runner and ranks of every fifth of a run
+KILLS = 10
 
 
-def train(project: str, options: list[str], folder: Path, layout: str, steps: int, last: int) -> None:
-    """Train up to step `last` of a run of `steps` steps."""
-    runner, _, ranks = layout.partition("@")
-    length = [f"run.max_iters={last}", f"run.lr_decay_iters={steps}", "run.warmup_fraction=null", "run.warmup_steps=5"]
-    given = [*COMMON, *options, *length, f"run.runner={runner}", f"run.output_dir={folder}"]
-    command = [sys.executable, "train.py", "--cfg-path", project, "--nproc-per-node", ranks, "--options", *given]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+class Runs:
+    """Runs of one row, precision and batch size."""
+
+    def __init__(self, folder: Path, project: Path, batch: int, amp: str, steps: int) -> None:
+        self.folder, self.project, self.batch, self.amp, self.steps = folder, project, batch, amp, steps
+
+    def digest(self, layout: str) -> str:
+        """Return the beginnings of the digests of a run's weights and moments; it is trained unless it is finished."""
+        run = self.folder / f"{self.amp}_{self.batch}_{layout}"
+        done = run / "done"
+        if not done.exists():
+            if layout == "changing":
+                for number, part in enumerate(CHANGES, 1):
+                    self.train(run, part, self.steps * number // len(CHANGES))
+            elif layout == "killed":
+                self.killed(run)
+            else:
+                self.train(run, layout, self.steps)
+            done.touch()
+        found = recorded(find_checkpoint(run))
+        return f"{found['weights'][:8]} {found['moments'][:8]}"
+
+    def train(self, run: Path, layout: str, last: int, killed_when: Callable[[], bool] | None = None) -> bool:
+        """Train up to step `last`; return False if the run was killed."""
+        name, _, ranks = layout.partition("@")
+        runner = json.dumps({"name": "megatron", **MEGATRON[name]}) if name in MEGATRON else name
+        length = [f"run.max_iters={last}", f"run.lr_decay_iters={self.steps}"]
+        where = [f"run.output_dir={run}", f"run.runner={runner}", f"run.amp={self.amp}"]
+        options = [*length, *where, f"run.global_batch_size={self.batch}"]
+        return train(self.project, options, int(ranks), killed_when=killed_when)
+
+    def killed(self, run: Path) -> None:
+        """Train on two ranks, and kill them with SIGKILL in ten random steps."""
+        moments = sorted(random.Random(0).sample(range(1, self.steps), KILLS))
+        for step in moments:
+            if self.train(run, "ddp@2", self.steps, lambda step=step: _logged(run) >= step):  # type: ignore[misc]
+                raise RuntimeError(f"{run} ended before it was killed in step {step}")
+        self.train(run, "ddp@2", self.steps)
 
 
-def digest(model: str, amp: str, layout: str, steps: int, folder: Path) -> str:
-    """Return the digests of a run's weights and moments; the run is trained unless it is finished."""
-    project, options = MODELS[model]
-    run, given = folder / f"{model}_{amp}_{layout}", [*options, f"run.amp={amp}"]
-    done = run / "done"
-    if not done.exists():
-        parts = CHANGES if layout == "changing" else [layout]
-        for number, part in enumerate(parts, 1):
-            train(project, given, run, part, steps, steps * number // len(parts))
-        done.touch()
-    found = recorded(find_checkpoint(run))
-    return f"{found['weights'][:12]} {found['moments'][:12]}"
+def _logged(run: Path) -> int:
+    """Return the last step in a run's metrics."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1]).get("step", 0) if lines and lines[-1].endswith("}") else 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--amp", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--folder", type=Path, default=ROOT / "output" / "bitwise")
     arguments = parser.parse_args()
-    rows = []
-    for model in arguments.models:
-        layouts = [*LAYOUTS, *(PIPELINES if model != "images" else []), "changing"]
-        for amp in ("fp32", "bf16"):
-            found = {name: digest(model, amp, name, arguments.steps, arguments.folder) for name in layouts}
-            first = found["ddp@1"]
-            others = [name for name, value in found.items() if value != first]
-            rows.append([model, amp, first, f"{len(layouts) - len(others)} of {len(layouts)}", ", ".join(others)])
-            print(*rows[-1], flush=True)
-    print(table(["model", "precision", "weights and moments of ddp@1", "equal", "different"], rows))
+    data, rows, refused = write_data(arguments.folder / "data"), [], dict[str, list[str]]()
+    for row in arguments.rows:
+        model, dataset, run = ROWS[row]
+        (arguments.folder / row).mkdir(exist_ok=True)
+        project = write_project(arguments.folder / row / "project.yaml", model, data[dataset], RUN | run)
+        for amp in arguments.amp:
+            for batch, layouts in (WIDE if run is SHARDED else LAYOUTS).items():
+                runs, found = Runs(arguments.folder / row, project, batch, amp, arguments.steps), dict[str, str]()
+                for layout in layouts:
+                    try:
+                        found[layout] = runs.digest(layout)
+                    except Refused as refusal:
+                        refused.setdefault(str(refusal), []).append(f"{row} {layout}")
+                others = [name for name, value in found.items() if value != found["ddp@1"]]
+                equal = f"{len(found) - len(others)} of {len(layouts)}"
+                rows.append([row, amp, batch, found["ddp@1"], equal, ", ".join(others)])
+                print(*rows[-1], flush=True)
+    print(table(["row", "precision", "micro batches", "weights and moments", "equal", "different"], rows))
+    for sentence, where in refused.items():
+        print(f"- {', '.join(dict.fromkeys(where))}: {sentence}")
 
 
 if __name__ == "__main__":

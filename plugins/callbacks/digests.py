@@ -10,7 +10,7 @@ class Digests(Callback):
 
     def on_start(self) -> None:
         trainer = self.trainer
-        if trainer.run.bitwise and trainer.start is not None and trainer.is_main:
+        if trainer.run.bitwise.enabled and trainer.start is not None and trainer.is_main:
             before = recorded(trainer.start).get("conditions", {})
             for name, now in conditions().items():
                 if (then := before.get(name, now)) != now:
@@ -23,7 +23,7 @@ class Digests(Callback):
                     )
 
     def places(self) -> list[tuple[str, str]]:
-        if not self.trainer.run.bitwise or not self.trainer.is_main:
+        if not self.trainer.run.bitwise.enabled or not self.trainer.is_main:
             return []
         found = recorded(find_checkpoint(self.trainer.folder.path))
         return [(f"{name} are", f"sha256:{found[name]}") for name in ("weights", "moments")]

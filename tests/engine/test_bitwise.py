@@ -114,14 +114,16 @@ def test_a_run_that_changes_its_runner_and_ranks_gives_the_same_bits(reference: 
     [
         (["run.micro_batch_size=null"], "set run.micro_batch_size"),
         (["run.amp=fp16"], "fp16"),
-        (["run.runner=megatron_tp2"], "tensor_parallel is not supported"),
+        (["run.runner=megatron_tp2"], "width: 1 allows a tensor_parallel of 1, but it is 2"),
+        (["run.runner=megatron_tp2", "run.bitwise.width=3"], "width: 3 allows a tensor_parallel of 3, but it is 2"),
+        (["run.runner=megatron_tp2_sp", "run.bitwise.width=2"], "sequence_parallel"),
         (["run.runner={name: megatron, data_parallel_style: zero1}"], "data_parallel_style"),
         (["run.runner=zero2_offload"], "offload_optimizer"),
         (["run.runner={name: fsdp, shard_size: 1}"], "shard_size"),
     ],
 )
 def test_what_cannot_be_bitwise_is_refused(workspace: Workspace, options: list[str], part: str) -> None:
-    with pytest.raises(ConfigError, match=f"run.bitwise: .*{part}"):
+    with pytest.raises(ConfigError, match=f"run.bitwise.*{part}"):
         batch_plan(load_config(workspace.project, [*COMMON, *options]), 2)
 
 

@@ -1,4 +1,4 @@
-"""`run.bitwise` beyond GPT-2: other families, adapters, preferences, images, and the last digit of their losses."""
+"""`run.bitwise` beyond GPT-2: other families, adapters, experts, images, Muon, tensor parallelism, and their losses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "config": {"model_type": "llama", **SMALL},
         "adapter": {"name": "lora", "rank": 4, "dropout": 0.1},
     },
-}
+    "experts": {"arch": "causal_lm", "config": tiny("qwen3_moe") | {"vocab_size": 320}},
+    "muon": {"arch": "qwen", **SMALL},
+    "wide": {"arch": "qwen", **SMALL, "num_key_value_heads": 4},
+    "wide_gpt2": {"arch": "gpt2", "vocab_size": 320, "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32,
+                  "dropout": 0.0},
+    "wide_lora": {
+        "arch": "causal_lm",
+        "config": {"model_type": "llama", **SMALL, "num_key_value_heads": 4},
+        "adapter": {"name": "lora", "rank": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj", "gate_proj"]},
+    },
+}  # fmt: skip
+WIDE = ["wide", "wide_gpt2", "wide_lora"]
+OPTIONS = {"muon": ("run.optimizer=muon",), **dict.fromkeys(WIDE, ("run.bitwise.width=4",))}
 RUNNERS = ["ddp@3", "fsdp@2", "zero1@2", "zero2@4", "zero3@3"]
+TENSOR = [
+    "megatron_tp2@2",
+    "megatron_tp2@4",
+    "{name: megatron, tensor_parallel: 4}@4",
+    "{name: megatron, tensor_parallel: 2, pipeline_parallel: 2}@4",
+]
 CASES = [(model, runner) for model in MODELS for runner in (*RUNNERS, "megatron_pp2@2")]
+CASES += [(model, runner) for model in WIDE for runner in TENSOR]
 CASES += [("images", runner) for runner in RUNNERS]
 
 
@@ -42,7 +61,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     @lru_cache
     def make(model: str) -> tuple[Path, tuple[str, ...], dict[str, str]]:
         folder = tmp_path_factory.mktemp(model)
-        given = (*COMMON, "run.init_lr=1e-2")
+        given = (*COMMON, "run.init_lr=1e-2", *OPTIONS.get(model, ()))
         if model == "images":
             path = write_project(folder / "project.yaml", shapes(folder))
             prepare_data(load_config(path))

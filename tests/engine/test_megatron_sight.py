@@ -168,18 +168,19 @@ def test_what_is_spread_answers_as_one_process_does(project: Path, layout: str) 
 
 def test_the_plan_of_a_model_within_a_model_names_its_parameters_and_its_adapters(project: Path) -> None:
     with parameters_on_meta():
-        model = make_model(load_config(project, options(LORA | {"model.language_model.lora.targets": ["q_proj"]})))
+        config = load_config(project, options(LORA | {"model.language_model.lora.targets": ["q_proj"]}))
+        model = make_model(config)
     plan = model.structure.tensor_parallel_plan()
     assert plan["language_model.model.embed_tokens"] == "vocabulary"
     assert plan["language_model.model.layers.*.self_attn.q_proj.lora_B"] == "column"
     assert [key for key in plan if "lora" in key] == ["language_model.model.layers.*.self_attn.q_proj.lora_B"]
     runner = registry.get("runner", "megatron")
-    runner.check_model(runner.Options(tensor_parallel=2), model)
+    runner.check_model(runner.Options(tensor_parallel=2), config.run, model)
     with pytest.raises(ConfigError, match=r"k_proj.weight of shape \[16, 32\] cannot be cut .*; the model allows 1, 2"):
-        runner.check_model(runner.Options(tensor_parallel=4), model)
+        runner.check_model(runner.Options(tensor_parallel=4), config.run, model)
     for key in ("pipeline_parallel", "sequence_parallel"):
         given = {"tensor_parallel": 2, key: True if key == "sequence_parallel" else 2}
         with pytest.raises(
             ConfigError, match=f"{key}: Blip2Qwen does not define what runs before and after its blocks"
         ):
-            runner.check_model(runner.Options(**given), model)
+            runner.check_model(runner.Options(**given), config.run, model)

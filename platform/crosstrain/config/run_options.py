@@ -40,6 +40,23 @@ class AmpOptions:
 
 
 @dataclass
+class BitwiseOptions:
+    """Training to the same bits under every runner: `bitwise: true` is short for `bitwise: {mode: on}`."""
+
+    shorthand: ClassVar = "mode"
+    switches: ClassVar[dict[bool, str]] = {True: "on", False: "off"}
+
+    # on: the same bits under every runner and on every number of ranks; slower. None: on if `width` is set
+    mode: Literal["on", "off"] | None = None
+    # number of products whose sum is the result of a sharded layer: the greatest degree of tensor parallelism; None: 1
+    width: Annotated[int, Interval(ge=1, le=1024)] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.mode == "on" or (self.mode is None and self.width is not None)
+
+
+@dataclass
 class BadStepOptions:
     """Handling of bad steps: `on_bad_step: skip` is short for `on_bad_step: {policy: skip}`.
 
@@ -156,8 +173,8 @@ class RunOptions:
     plugins: list[FilePath] = field(default_factory=list)  # additional folders and .py files with plugins
     # maximum number of restarts; if a worker dies, all workers restart from the newest checkpoint
     max_restarts: NonNegativeInt = 0
-    # train to the same bits under every runner and on every number of ranks; slower
-    bitwise: bool = False
+    # train to the same bits under every runner and on every number of ranks
+    bitwise: BitwiseOptions = field(default_factory=BitwiseOptions)
     # compute threads of each rank; None: OMP_NUM_THREADS, or the machine's cores divided by its ranks
     threads: PositiveInt | None = None
 

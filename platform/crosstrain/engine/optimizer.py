@@ -60,13 +60,17 @@ def parameter_groups(
             matrix = name in matrices and len(shape_of(p)) in (2, 3)
             key = -p.element_size(), lr_scale(name), len(shape_of(p)) < 2, matrix
             groups.setdefault(key, []).append((name, p))
-    return [
-        {"params": [p for _, p in groups[key]], "weight_decay": 0.0 if vector else weight_decay}
-        | ({"lr_scale": scale} if scale != 1.0 else {})
-        | ({"matrices": [matrices[name] for name, _ in groups[key]]} if matrix else {})
-        for key in sorted(groups)
-        for _, scale, vector, matrix in [key]
-    ]
+    result = []
+    for key in sorted(groups):
+        members = groups[key]
+        _, scale, vector, matrix = key
+        group: dict[str, Any] = {"params": [p for _, p in members], "weight_decay": 0.0 if vector else weight_decay}
+        if scale != 1.0:
+            group["lr_scale"] = scale
+        if matrix:
+            group["matrices"] = [matrices[name] for name, _ in members]
+        result.append(group)
+    return result
 
 
 def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimizer:

@@ -122,7 +122,7 @@ class Runner:
         """Raise ConfigError for settings that do not work with this runner. Called before workers start."""
 
     @classmethod
-    def check_model(cls, options: Any, model: Model) -> None:
+    def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
         """Raise ConfigError if the runner cannot shard `model` (on the meta device). Called before workers start."""
 
     @classmethod
@@ -302,7 +302,7 @@ def runner_class(run: RunOptions) -> type[Runner]:
     Raises ConfigError if the runner has no such variant.
     """
     chosen: type[Runner] = registry.get("runner", run.runner.name)
-    if not run.bitwise:
+    if not run.bitwise.enabled:
         return chosen
     module, _, name = (chosen.capabilities.bitwise or "").partition(":")
     variant = getattr(import_module(module), name) if module else None

@@ -33,9 +33,10 @@ class DecodeState:
         self._ids = torch.stack([pad(row, (longest - len(row), 0)) for row in ids])
         self._mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in ids]).long()
         keys = {key for prompt in prompts for key in prompt} - {"input_ids"}
-        self._extra = {
-            key: torch.from_numpy(np.concatenate([prompt[key] for prompt in prompts if key in prompt])) for key in keys
-        }
+        self._extra = {}
+        for key in keys:
+            found = [prompt[key] for prompt in prompts if key in prompt]
+            self._extra[key] = torch.from_numpy(np.concatenate(found))
 
     def logits(self) -> Tensor:
         """Compute fp32 logits [prompts, vocabulary] of the next token. Collective. Call once before each `append`."""

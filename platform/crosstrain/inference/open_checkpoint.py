@@ -162,7 +162,7 @@ def open_on_workers(
         how = Launch.detect(1, config.run.device)
         print(sentence(f"note: {error}; using one process with plain torch instead"), file=sys.stderr)
         runner = registry.get("runner", DEFAULT_RUNNER)
-    runner.check_model(config.run.runner.options, outline(config, checkpoint))
+    runner.check_model(config.run.runner.options, config.run, outline(config, checkpoint))
     return config, how
 
 

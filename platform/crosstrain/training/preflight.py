@@ -119,7 +119,7 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
             weights.verify()
             weights.summary({*model.weights.parameters(), *model.weights.buffers(), *model.weights.quantized()})
         freeze(model, run.freeze)
-        runner.check_model(config.run.runner.options, model)
+        runner.check_model(config.run.runner.options, config.run, model)
         check_trackers(run.trackers)
         for callback in run.callbacks:
             registry.get("callback", callback.name).check(callback.options, run)

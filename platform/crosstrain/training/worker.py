@@ -174,7 +174,7 @@ def _make_checkpointer(
         if dataset.end_tokens:
             add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
         runner.model.export.save_parts(checkpoint, reader.names("param"), reader.whole)
-        return {"bitwise": digests(reader) | {"conditions": conditions()}} if config.run.bitwise else None
+        return {"bitwise": digests(reader) | {"conditions": conditions()}} if config.run.bitwise.enabled else None
 
     checkpointer = Checkpointer(
         folder.checkpoints,

@@ -134,7 +134,7 @@ class Race:
                 f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
                 f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
             )
-        if config.run.bitwise:
+        if config.run.bitwise.enabled:
             print(f"reference {label}: {len(reference['rows'])} steps; run.bitwise is set, so all bits must be equal\n")
             return reference, EXACT
         noise = self.record(f"{label} (noise)", size, config, "noise", f"{config.run.output_dir}_noise")

@@ -79,11 +79,10 @@ class Routing:
     def record(self, step: Iterable[MicroBatch]) -> dict[str, Any]:
         """Return the near ties of a step, and the loss that the routers add. Collective."""
         numbers = [micro_batch.first_sample for micro_batch in step]
-        mine = {
-            f"{layer} {number} {token}": found
-            for number, near in zip(numbers, self._seen, strict=False)
-            for (layer, token), found in near.items()
-        }
+        mine = {}
+        for number, seen in zip(numbers, self._seen, strict=False):
+            for (layer, token), found in seen.items():
+                mine[f"{layer} {number} {token}"] = found
         near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
         means = recorded_means(self.runner.model.take_recorded(), self.runner.world)
         return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.structure.routers())}

@@ -99,7 +99,7 @@ class Project:
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = runner_class(config.run)
         check_held(self.model, runner, config)
-        runner.check_model(config.run.runner.options, self.model)
+        runner.check_model(config.run.runner.options, config.run, self.model)
         with fake_world(world_size):
             found, layouts = [], self.layouts(config, world_size, batch)
             for layout in layouts:

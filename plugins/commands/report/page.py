@@ -122,11 +122,11 @@ def _best_validation(run: ReadRun) -> str:
 
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
     """Chart the known metrics in the order of `_CURVES`, then all others in order of appearance."""
-    hidden = _NO_CURVE | {
-        key
-        for key in _ONLY_IF_THEY_CHANGE
-        if len({value for run in runs if key in run.curves for value in run.curves[key].values()}) < 2
-    }
+    hidden = set(_NO_CURVE)
+    for key in _ONLY_IF_THEY_CHANGE:
+        values = {value for run in runs for value in run.curves.get(key, {}).values()}
+        if len(values) < 2:
+            hidden.add(key)
     keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
     of_tokens = any("tokens_per_second" in run.curves for run in runs)
     named = {key: _CURVES.get(key, (key, "", False)) for key in [*_CURVES, *keys] if key in keys}
@@ -149,13 +149,11 @@ def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]
         share = f" ({sum(run.curves[key].values()) / whole:.0%})" if whole > 0 else ""
         return f"{ms:.2f} ms{share}", max(0.0, 100 * (ms / longest))
 
-    return [
-        (
-            chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True),
-            [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)],
-        )
-        for key, found in medians.items()
-    ]
+    rows = []
+    for key, found in medians.items():
+        cells = [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)]
+        rows.append((chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True), cells))
+    return rows
 
 
 def _keys(runs: Sequence[ReadRun]) -> list[str]:

@@ -102,9 +102,10 @@ class ChatResponse(ResponseBuilder):
         return self._choice(piece, message={"role": "assistant", "content": piece.text, "refusal": None})
 
     def _choice(self, piece: Piece, **content: Document) -> Document:
-        scored = [
-            {**self._entry(s.token, s.logprob), "top_logprobs": [self._entry(*t) for t in s.top]} for s in piece.scores
-        ]
+        scored = []
+        for s in piece.scores:
+            top = [self._entry(*t) for t in s.top]
+            scored.append({**self._entry(s.token, s.logprob), "top_logprobs": top})
         logprobs = {"content": scored, "refusal": None} if scored else None
         return {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.reason}
 

@@ -298,10 +298,11 @@ class _Export(Export):
     def merges(self) -> dict[str, Merge]:
         """Return parameter name -> merge of the language model's adapters into the parameter."""
         prefix = _PREFIXES["language_model"]
-        return {
-            prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)
-            for name, merge in self.model.language_model.export.merges().items()
-        }
+        merges = {}
+        for name, merge in self.model.language_model.export.merges().items():
+            others = tuple(prefix + other for other in merge.others)
+            merges[prefix + name] = Merge(others, merge.combine)
+        return merges
 
     def save_config(self, folder: Path) -> None:
         write_json(folder / "config.json", {"arch": "blip2_qwen", **to_plain(self.model.options)})

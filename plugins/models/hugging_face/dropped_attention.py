@@ -35,12 +35,12 @@ def _blocks(shape: torch.Size) -> list[tuple[slice, slice, slice]]:
     """Return the blocks as slices of heads, of queries, and of the keys visible to the block's last query."""
     heads, length, _ = shape
     at_once = max(_PART // (min(_QUERIES, length) * length), 1)
-    return [
-        (slice(head, head + at_once), slice(start, stop), slice(stop))
-        for head in range(0, heads, at_once)
-        for start in range(0, length, _QUERIES)
-        for stop in [min(start + _QUERIES, length)]
-    ]
+    blocks = []
+    for head in range(0, heads, at_once):
+        for start in range(0, length, _QUERIES):
+            stop = min(start + _QUERIES, length)
+            blocks.append((slice(head, head + at_once), slice(start, stop), slice(stop)))
+    return blocks
 
 
 class _DroppedAttention(torch.autograd.Function):

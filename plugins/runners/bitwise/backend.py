@@ -66,6 +66,8 @@ class TreeBackend(Backend):
     on it unchanged.
     """
 
+    supports_coalescing = False  # torch's property would call itself without end
+
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner.rank(), inner.size())
         self.inner: Any = inner

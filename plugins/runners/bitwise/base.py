@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosstrain import ConfigError, Group, MakeOptimizer, MatrixOptimizer, Model, NamedParameters, Runner, RunOptions
+from crosstrain import ConfigError, Group, MakeOptimizer, Model, NamedParameters, Runner, RunOptions
 
+from ..megatron.tensor_parallel import TensorParallel
 from ..used_parameters import UsedParameters
 from .backend import rounds
 from .norm import exact_norm
+from .units import Units, check_units, plan_of_units
 
 
 class Bitwise(Runner):
@@ -22,6 +24,8 @@ class Bitwise(Runner):
     the results of fused kernels depend on the sizes of shards. Losses are fp32 numbers summed in fp64, which is exact
     as long as they differ by less than a factor of 2**29.
     """
+
+    tensor: TensorParallel | None = None  # None: this rank has whole matrices
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -36,13 +40,20 @@ class Bitwise(Runner):
             raise ConfigError("run.bitwise: context parallelism is not supported; use context_parallel=1")
 
     @classmethod
-    def check_model(cls, options: Any, model: Model) -> None:
-        super().check_model(options, model)
-        if model.structure.routers():
-            raise ConfigError("run.bitwise: models with experts are not supported, because routers sum over ranks")
+    def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
+        super().check_model(options, run, model)
+        if run.bitwise.width is not None:
+            check_units(model, cls.over(options), run.bitwise.width)
+
+    @classmethod
+    def over(cls, options: Any) -> dict[str, str]:
+        """Return the user's sharding plan, which is merged over the model's own."""
+        return {}
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         model = super().construct(make_model)
+        if (width := self.run.bitwise.width) is not None and self.tensor is None:
+            Units(width, None).compute(model, plan_of_units(model, self.over(self.options)).modules)
         for module in model.modules():
             module.register_forward_pre_hook(_apart, with_kwargs=True)
         return model
@@ -111,8 +122,6 @@ def unfused(make_optimizer: MakeOptimizer | None) -> MakeOptimizer | None:
 
     def make(parameters: NamedParameters, *shape_of: Any) -> torch.optim.Optimizer:
         optimizer = make_optimizer(parameters, *shape_of)
-        if isinstance(optimizer, MatrixOptimizer):
-            raise ConfigError("run.bitwise: optimizers of whole matrices are not supported; use adamw or sgd")
         for group in optimizer.param_groups:
             if group.get("fused"):
                 group.update(fused=False, foreach=True)

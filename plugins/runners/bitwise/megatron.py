@@ -12,10 +12,13 @@ from torch import Tensor
 from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, RunOptions
 
 from ..megatron.data_parallel import DDPStrategy, Share
+from ..megatron.plan import Resolved
 from ..megatron.runner import MegatronRunner
+from .backend import BACKEND
 from .base import Bitwise, unfused
 from .gradients import WholeGradients
 from .norm import exact_norm
+from .units import Units, plan_of_units
 
 
 class TreeStrategy(DDPStrategy):
@@ -26,28 +29,45 @@ class TreeStrategy(DDPStrategy):
 
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]
-        self.gradients = WholeGradients([share.parameter for share in self.shares], self.group)
+        self.gradients = WholeGradients([share.owned for share in self.shares], self.group)
 
     def start(self, backwards: int) -> None:
         self.gradients.begin_step(backwards)
 
+    def take(self) -> None:
+        """Add the gradients of a micro batch."""
+        self._hand_over()
+        self.gradients.take()
+
     def reduce_grads(self) -> None:
         self.gradients.finish()
-        self._hand_over()
 
 
 class BitwiseMegatron(Bitwise, MegatronRunner):
-    """Pipeline and data parallelism. Stages compute as one process does, with the same random numbers."""
+    """Tensor, pipeline and data parallelism. Stages compute as one process does, with the same random numbers."""
 
-    capabilities: ClassVar = replace(MegatronRunner.capabilities, consecutive_micro_batches=True)
+    capabilities: ClassVar = replace(MegatronRunner.capabilities, consecutive_micro_batches=True, backend=BACKEND)
     data_parallel: TreeStrategy
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options, run)
-        for name in ("tensor_parallel", "expert_parallel", "pipeline_chunks"):
-            if getattr(options, name) > 1:
-                raise ConfigError(f"run.bitwise: {name} is not supported; use {name}=1")
+        unsupported = {
+            "expert_parallel": options.expert_parallel > 1,
+            "pipeline_chunks": options.pipeline_chunks > 1,
+            "sequence_parallel": options.sequence_parallel,
+        }
+        for name, used in unsupported.items():
+            if used:
+                raise ConfigError(f"run.bitwise: {name} is not supported; leave it out")
+        width, degree = run.bitwise.width or 1, options.tensor_parallel
+        units, rest = divmod(width, degree)
+        if degree > 1 and (rest or units & (units - 1)):
+            allowed = [str(d) for d in range(1, width + 1) if width % d == 0 and (width // d).bit_count() == 1]
+            raise ConfigError(
+                f"run.bitwise.width: {width} allows a tensor_parallel of {', '.join(allowed)}, but it is {degree}; set "
+                f"width, in every run that is compared, to a power of two times {degree}"
+            )
         if options.offload != "none" or options.data_parallel_style not in (None, "allreduce"):
             raise ConfigError("run.bitwise: megatron must not set offload, or data_parallel_style to zero1 or fsdp")
 
@@ -72,7 +92,7 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
         yield
         for share in self.tied:
             self._add_tied(share)
-        self.data_parallel.gradients.take()
+        self.data_parallel.take()
 
     def _add_tied(self, share: Share) -> None:
         """Add the last stage's gradient of a tied parameter to the first stage's, for one micro batch.
@@ -89,7 +109,21 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
             dist.recv(received, group=self.tied_group, group_src=1)
             gradient.add_(received)
 
+    @classmethod
+    def over(cls, options: Any) -> dict[str, str]:
+        return options.plan
+
+    def tensor_parallel(self, group: dist.ProcessGroup) -> Units:
+        return Units(self.run.bitwise.width or 1, group, self.rng)
+
+    def plan(self, model: Model) -> Resolved:
+        return plan_of_units(model, self.options.plan)
+
     def gradient_norm(self, gradients: list[Tensor]) -> float:
-        """Return the norm over the stages; data-parallel copies have equal gradients."""
-        counted = [s.owned.grad for s in self.shares.values() if s.norm_weight and s.owned.grad is not None]
-        return exact_norm(counted, self.stages)
+        """Return the norm over all ranks; gradients that several ranks hold count once."""
+        counted = []
+        for share in self.shares.values():
+            counts = self.copies.rank == 0 and (bool(share.cuts) or self.tensor is None or self.tensor.rank == 0)
+            if counts and share.norm_weight and share.owned.grad is not None:
+                counted.append(share.owned.grad)
+        return exact_norm(counted, self.world)

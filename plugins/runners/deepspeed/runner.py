@@ -81,7 +81,7 @@ class DeepSpeedRunner(Runner):
             )
 
     @classmethod
-    def check_model(cls, options: Any, model: Model) -> None:
+    def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
         if options.nvme_paths and not AsyncIOBuilder().is_compatible():
             raise ConfigError(
                 "run.runner: offloading to nvme needs libaio, which is not installed: run `apt-get install libaio-dev`"

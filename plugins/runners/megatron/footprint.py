@@ -135,10 +135,9 @@ def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int
     count = at.batch.accumulation
     out.bubble = bubble(options.pipeline_parallel, options.pipeline_chunks, count)
     out.in_flight = in_flight(options, rank, count)
-    neighbours = sum(
-        0 <= other < options.stages and options.rank_of(other) != rank
-        for stage in options.stages_of(rank)
-        for other in (stage - 1, stage + 1)
-    )
+    neighbours = 0
+    for stage in options.stages_of(rank):
+        for other in (stage - 1, stage + 1):
+            neighbours += 0 <= other < options.stages and options.rank_of(other) != rank
     out.buffers += neighbours * count * hidden
     out.sent += neighbours * count * hidden

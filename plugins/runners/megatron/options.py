@@ -65,11 +65,10 @@ class Options(ContextOptions):
 
     def replicas(self, world_size: int) -> list[list[int]]:
         _, copies, tensor = self.mesh_shape(world_size)
-        return [
-            [*range(stage + rank, stage + copies * tensor, tensor)]
-            for stage in range(0, world_size, copies * tensor)
-            for rank in range(tensor)
-        ]
+        groups = []
+        for stage in range(0, world_size, copies * tensor):
+            groups += [[*range(stage + rank, stage + copies * tensor, tensor)] for rank in range(tensor)]
+        return groups
 
     def copies(self, world_size: int) -> int:
         """Return the number of data-parallel copies. Raises ConfigError if the layout does not fit the ranks."""

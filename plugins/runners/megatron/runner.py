@@ -52,7 +52,7 @@ from .expert_parallel import ExpertParallel, check_experts
 from .footprint import layouts
 from .options import Options
 from .pipeline import Pipeline, Stage, replace_modules, spread, stubs, tied_names, width_of
-from .plan import ShardSpec, ends_of, resolve, shard_specs
+from .plan import Resolved, ShardSpec, ends_of, resolve, shard_specs
 from .rng_tracker import RngTracker
 from .tensor_parallel import ParallelHead, TensorParallel, local, shard_model
 
@@ -104,7 +104,7 @@ class MegatronRunner(Runner):
             raise ConfigError("run.compile: the megatron runner communicates between blocks; use blocks")
 
     @classmethod
-    def check_model(cls, options: Options, model: Model) -> None:
+    def check_model(cls, options: Options, run: RunOptions, model: Model) -> None:
         if options.expert_parallel > 1:
             check_experts(model, options.expert_parallel)
         plan = resolve(model, options.plan)
@@ -137,14 +137,21 @@ class MegatronRunner(Runner):
             self.dp = self.copies
         self.rng = RngTracker(self.device, self.mesh.get_local_rank("tensor"))
         if options.tensor_parallel > 1:
-            group = self.mesh.get_group("tensor")
-            self.tensor = TensorParallel(group, options.sequence_parallel, self.rng)
+            self.tensor = self.tensor_parallel(self.mesh.get_group("tensor"))
         self.tied_group: dist.ProcessGroup | None = None
         if options.pipeline_parallel > 1:
             ends = [[int(column[0]), int(column[-1])] for column in self.mesh.mesh.flatten(1).T]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends)
 
     # ---- building
+
+    def tensor_parallel(self, group: dist.ProcessGroup) -> TensorParallel:
+        """Return the arithmetic of the tensor-parallel ranks."""
+        return TensorParallel(group, self.options.sequence_parallel, self.rng)
+
+    def plan(self, model: Model) -> Resolved:
+        """Return the sharding plan of tensor parallelism."""
+        return resolve(model, self.options.plan)
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # `prepare` allocates only this rank's part
@@ -171,7 +178,7 @@ class MegatronRunner(Runner):
 
     def _cut(self, model: Model) -> _Cut:
         """Shard the model: replace parameters with this rank's slices and experts."""
-        plan = resolve(model, self.options.plan)
+        plan = self.plan(model)
         cut = _Cut({name: p.shape for name, p in model.named_parameters()}, plan.summed)
         if self.options.expert_parallel > 1:
             cut.experts = ExpertParallel(self.expert_mesh.get_group("expert")).shard(model)
