@@ -14,6 +14,7 @@ from crosstrain.config.load import Config, load_config
 from crosstrain.config.run_options import (
     AmpOptions,
     BadStepOptions,
+    BitwiseOptions,
     CurriculumOptions,
     LogOptions,
     ProfileOptions,
@@ -215,6 +216,7 @@ TABLES = {
     "### Reporting, in steps": RunOptions,
     "`log` as a mapping:": LogOptions,
     "`profile` as a mapping:": ProfileOptions,
+    "`bitwise` as a mapping:": BitwiseOptions,
     "`curriculum` as a mapping:": CurriculumOptions,
     "### Length": RunOptions,
     "### Checkpoints": RunOptions,

@@ -56,7 +56,8 @@ def expand(patterns: str | list[str]) -> list[str]:
     try:
         return look(given)
     except LimitError as error:
-        raise DataError(f"{given[0][:100]}: {error}") from None
+        others = f" and {len(given) - 1} more patterns" if len(given) > 1 else ""
+        raise DataError(f"{given[0][:100]}{others}: {error}") from None
     finally:
         look.close()
 
@@ -71,7 +72,8 @@ def _names(patterns: list[str]) -> list[str]:
                 raise DataError(f"no shard matches {name}")
             found += matches
             if len(found) > _MOST_SHARDS:
-                raise DataError(f"{pattern[:100]}: names more than {_MOST_SHARDS} shards")
+                others = " and the patterns before it" if pattern != patterns[0] else ""
+                raise DataError(f"{pattern[:100]}{others}: more than {_MOST_SHARDS} shards")
     return found
 
 

@@ -560,7 +560,7 @@ def test_options_of_streams_are_ignored_where_they_changed_nothing(home: Path, w
     train = str(write_shard(home / "a.tar", [{"jpg": jpeg(0), "txt": b"red"}]))
     old = {"streaming": False, "samples": None, "shuffle_buffer": 1000}
     assert len(opened(home, captions(words, train=train, **old))) == 1
-    with pytest.raises(ConfigError, match=r"streaming: not an option here: none: shards are read by index"):
+    with pytest.raises(ConfigError, match=r"streaming: not an option here: shards are read by index"):
         opened(home, captions(words, train=train, **old | {"streaming": True}))
 
 

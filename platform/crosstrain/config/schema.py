@@ -168,7 +168,7 @@ class Checker:
                     continue
                 with mistakes:
                     if name in elsewhere:
-                        self.fail((*key, str(name)), f"not an option here: {elsewhere[name]}")
+                        self.fail((*key, str(name)), f"not an option here: {elsewhere[name].removeprefix('none: ')}")
                     meant.update(nearest_key(str(name), known))
                     self.unknown_key((*key, str(name)), known)
             for name in known:

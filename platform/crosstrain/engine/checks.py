@@ -79,8 +79,8 @@ def check_vocabulary(model: Model, ids: int | None) -> None:
     """Raise ConfigError if the tokenizer has more IDs than the model's vocabulary."""
     if ids and model.vocab_size and ids > model.vocab_size:
         raise ConfigError(
-            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has {ids} IDs: "
-            f"set vocab_size={ids} for a new model, or prepare the data with the tokenizer of the pretrained model"
+            f"model: a vocab_size of {model.vocab_size} is too small for the {ids} IDs of the dataset's tokenizer: set "
+            f"vocab_size={ids} for a new model, or prepare the data with the tokenizer of the pretrained model"
         )
 
 

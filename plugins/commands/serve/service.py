@@ -82,7 +82,7 @@ class Service:
             with _blamed_on("prompt"):
                 given = self.encoders.encode("text", given)
         elif any(not 0 <= i < (size or i + 1) for i in given):
-            raise wrong("prompt", f"a token ID is not in the model's vocabulary, 0 to {(size or 0) - 1}")
+            raise wrong("prompt", f"a token ID is not in the model's vocabulary{f', 0 to {size - 1}' if size else ''}")
         return Prompt(as_prompt(given, end), [end])
 
     def _check_length(self, param: str, characters: int) -> None:
