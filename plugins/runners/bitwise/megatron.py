@@ -1,4 +1,4 @@
-"""Pipelines to the same bits: each stage sums its gradients of a step's micro batches in the tree of bitwise DDP."""
+"""Megatron's parallelism to the same bits: each rank sums its gradients of a step in the tree of bitwise DDP."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,9 @@ from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, Run
 
 from ..megatron.data_parallel import DDPStrategy, Share
 from ..megatron.plan import Resolved
+from ..megatron.rng_tracker import RngTracker
 from ..megatron.runner import MegatronRunner
+from ..megatron.tensor_parallel import TensorParallel
 from .backend import BACKEND
 from .base import Bitwise, unfused
 from .gradients import WholeGradients
@@ -41,6 +43,17 @@ class TreeStrategy(DDPStrategy):
 
     def reduce_grads(self) -> None:
         self.gradients.finish()
+
+
+class _InUnits(TensorParallel):
+    """Tensor parallelism of a fixed width."""
+
+    def __init__(self, width: int, group: dist.ProcessGroup, rng: RngTracker) -> None:
+        super().__init__(group, False, rng)
+        self.units = Units(width // self.size, group)
+
+    def compute(self, model: Model, styles: dict[str, str]) -> None:
+        self.units.compute(model, styles)
 
 
 class BitwiseMegatron(Bitwise, MegatronRunner):
@@ -113,8 +126,8 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
     def over(cls, options: Any) -> dict[str, str]:
         return options.plan
 
-    def tensor_parallel(self, group: dist.ProcessGroup) -> Units:
-        return Units(self.run.bitwise.width or 1, group, self.rng)
+    def tensor_parallel(self, group: dist.ProcessGroup) -> TensorParallel:
+        return _InUnits(self.run.bitwise.width or 1, group, self.rng)
 
     def plan(self, model: Model) -> Resolved:
         return plan_of_units(model, self.options.plan)

@@ -8,7 +8,7 @@ the embedding, the head and experts included.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from crosstrain import ConfigError, Model
 
 from ..megatron.plan import Resolved, resolve, shard_specs, user_of
-from ..megatron.rng_tracker import RngTracker
-from ..megatron.tensor_parallel import TensorParallel, local
+from ..megatron.tensor_parallel import local
 from .partial_sums import PartialSums
 
 _STYLES = ("column", "fused_qkv", "row")
@@ -116,16 +115,17 @@ def _total(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
     return total
 
 
-class Units(TensorParallel):
-    """The units of this rank. group: the tensor-parallel ranks, on a backend that sums in a tree; None: one rank."""
+class Units:
+    """The `count` units of this rank. group: the tensor-parallel ranks, on a backend that sums in a tree; None: one."""
 
-    def __init__(self, width: int, group: dist.ProcessGroup | None, rng: RngTracker | None = None) -> None:
-        if group is not None and rng is not None:
-            super().__init__(group, False, rng)
-        self.reduced = group
-        self.count = width // (1 if group is None else self.size)
+    def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:
+        self.count, self.group = count, group
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
     def compute(self, model: Model, styles: dict[str, str]) -> None:
+        """Make the modules named in `styles` compute with units."""
         for name, style in styles.items():
             module = model.get_submodule(name)
             if style == "row":
@@ -137,11 +137,11 @@ class Units(TensorParallel):
         """Compute a column-parallel layer with `parts` matrices in one weight, such as queries, keys and values."""
         weights = self._rows(_weight(module), parts)
         biases = self._rows(local(module.bias), parts) if module.bias is not None else [None] * self.count
-        inputs = _Enter.apply(x, self.count, self.reduced)
+        inputs = _Enter.apply(x, self.count, self.group)
         outputs = []
         for unit, weight, bias in zip(inputs, weights, biases, strict=True):
             outputs.append(_Contiguous.apply(functional.linear(unit, weight, bias)))
-        if outputs[0].numel() % _VECTOR:
+        if torch.is_grad_enabled() and outputs[0].numel() % _VECTOR:
             raise ConfigError(
                 f"run.bitwise.width: a unit has {outputs[0].numel()} activations, which is no multiple of {_VECTOR}; "
                 f"use a smaller width"
@@ -154,7 +154,7 @@ class Units(TensorParallel):
         products = []
         for unit, weight in zip(inputs, weights, strict=True):
             products.append(functional.linear(unit.contiguous(), weight.contiguous()))
-        y = _Leave.apply(self.reduced, *products)
+        y = _Leave.apply(self.group, *products)
         return y if module.bias is None else y + module.bias.to(y.dtype)  # y has half precision under autocast
 
     def _rows(self, tensor: Tensor, parts: int) -> list[Tensor]:
