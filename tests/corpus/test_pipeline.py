@@ -170,7 +170,7 @@ def test_what_is_finished_is_not_done_again(corpus: Path, tmp_path: Path, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("wait_for", ["clean/*.json", "tokens-*/*.json"])
 def test_killed_in_any_stage_it_goes_on_to_the_same_result(tmp_path: Path, wait_for: str) -> None:
-    source = json_lines(tmp_path / "t.jsonl", [f"{text} " * 40 + str(i) for i, text in enumerate(long_texts(30_000))])
+    source = json_lines(tmp_path / "t.jsonl", [f"{text} " * 40 + str(i) for i, text in enumerate(long_texts(8_000))])
     recipe = write_recipe(tmp_path, source, dedup=NEAR, workers=2)
     for name in ("whole", "killed"):
         process = subprocess.Popen(
