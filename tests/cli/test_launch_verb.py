@@ -180,7 +180,7 @@ def test_a_project_on_cpus_asks_for_no_gpu_and_its_text_survives(workspace: Work
 def test_a_jobsets_restart_ends_as_an_undisturbed_run_does(shared_workspace: Workspace) -> None:
     """The pods' commands in the pods' environment; a pod is killed, and the set does what its policies say."""
     path = shared_workspace.path
-    options = ("run.output_dir=set", "run.max_iters=60", "run.save_interval=10", *INTERVALS)
+    options = ("run.output_dir=output/set", "run.max_iters=60", "run.save_interval=10", *INTERVALS)
     words = ("--to", "jobset", "--nodes", "2", "--cfg-path", str(shared_workspace.project), "--options", *options)
     config, jobset = yaml.safe_load_all(said(*words))
     (path / "mounted").mkdir()
@@ -211,7 +211,7 @@ def test_a_jobsets_restart_ends_as_an_undisturbed_run_does(shared_workspace: Wor
         return pods
 
     pods = start()
-    wait_until(lambda: logged_step(path / "set") >= 25, pods[0])
+    wait_until(lambda: logged_step(path / "output" / "set") >= 25, pods[0])
     kill(pods[1])
     # 137 is in no rule, so it counts; the limit of 0 fails the Job, and the failure is no PodFailurePolicy.
     assert "137" not in str(job["podFailurePolicy"])
@@ -224,8 +224,8 @@ def test_a_jobsets_restart_ends_as_an_undisturbed_run_does(shared_workspace: Wor
     assert [pod.returncode for pod in pods] == [0, 0], outs
     assert re.search(r"resum|goes? on", outs[0]), outs[0]
     undisturbed = shared_workspace.train("alone", *options[1:], nproc=2)
-    assert numbers(Run(path / "set")) == numbers(undisturbed)
-    assert_same_weights(Run(path / "set").checkpoint(60), undisturbed.checkpoint(60))
+    assert numbers(Run(path / "output" / "set")) == numbers(undisturbed)
+    assert_same_weights(Run(path / "output" / "set").checkpoint(60), undisturbed.checkpoint(60))
 
 
 RAY = """

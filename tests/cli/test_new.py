@@ -95,6 +95,6 @@ def test_a_package_builds_installs_and_runs(tmp_path: Path) -> None:
     run(tmp_path, *pip, "install", "--no-deps", "--target", "site", str(wheel))
     site = tmp_path / "site"
     listed = run(tmp_path, "crosstrain", "list", "optimizer", "my_own", path=(site,))
-    assert "momentum  decay of the average" in listed
+    assert "momentum  decay of the moving average" in listed
     tests = tmp_path / "my_own" / "tests"
     assert " passed" in run(tests, "pytest", "-p", "no:cacheprovider", "--rootdir", str(tests), path=(site,))

@@ -40,3 +40,22 @@ def test_a_process_that_never_begins_is_started_again(tmp_path: Path) -> None:
     )
     assert done.stdout == "done 0\n", done.stderr
     assert (tmp_path / "hung").exists()
+
+
+MANY_FILES = """
+import os
+from crosstrain.utils import forks
+
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # select() takes no descriptor above 1023
+child = forks.CheckedForkContext().Process(target=lambda: None)
+child.start()
+child.join()
+print(child.exitcode)
+"""
+
+
+def test_a_process_begins_beside_a_thousand_open_files() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_FILES], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "0\n", done.stderr

@@ -1,7 +1,7 @@
 """Forked processes that start reliably even if the parent process has threads."""
 
 import os
-import select
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 
@@ -25,7 +25,7 @@ class _CheckedProcess(ForkProcess):
             reading, process_obj.began = os.pipe()
             child = Popen(process_obj)
             os.close(process_obj.began)
-            answers = select.select([reading], [], [], PATIENCE)[0]  # not empty if the child has written or ended
+            answers = wait([reading], PATIENCE)  # not empty if the child has written or ended
             os.close(reading)
             if answers:
                 return child
