@@ -65,7 +65,7 @@ def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
     return out
 
 
-@pytest.mark.parametrize("runner", mostly_slow(["zero3", "fsdp"], ["fsdp"]))
+@pytest.mark.parametrize("runner", mostly_slow(["zero3", "fsdp"], []))
 def test_no_rank_gathers_to_save(workspace: Workspace, runner: str) -> None:
     options = (
         f"run.runner={runner}", f"run.output_dir={workspace.path}/out", "model.n_embd=512", "model.n_layer=6",

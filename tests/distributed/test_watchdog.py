@@ -108,20 +108,14 @@ def line(how: str) -> str:
     return f"elsewhere/astray.py:{number} in forward_backward"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "workers", "expected"),
     [
         ("reduce", 2, "rank 1 never entered all_reduce of 7 float32, which rank 0 waited in for"),
-        pytest.param(
-            "reduce",
-            3,
-            "ranks 1 and 2 never entered all_reduce of 7 float32, which rank 0 waited in for",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("barrier", 2, "rank 1 never entered barrier, which rank 0 waited in for", marks=pytest.mark.slow),
-        pytest.param(
-            "silent", 2, "rank 1 never entered all_reduce of 2 float64, which rank 0 called", marks=pytest.mark.slow
-        ),
+        ("reduce", 3, "ranks 1 and 2 never entered all_reduce of 7 float32, which rank 0 waited in for"),
+        ("barrier", 2, "rank 1 never entered barrier, which rank 0 waited in for"),
+        ("silent", 2, "rank 1 never entered all_reduce of 2 float64, which rank 0 called"),
     ],
 )
 def test_a_call_that_some_rank_never_makes_is_named(astray: Workspace, how: str, workers: int, expected: str) -> None:

@@ -164,6 +164,7 @@ def test_peft_opens_a_checkpoint_and_export_merges_it(trained: Workspace, tmp_pa
     assert "lora" not in str(load_file(tmp_path / "hf" / "model.safetensors").keys())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["run", "checkpoint", "peft"])
 def test_an_adapter_starts_from_another(trained: Workspace, tmp_path: Path, source: str) -> None:
     folder = trained.path / "tuned" / "checkpoints" / "step_000008"

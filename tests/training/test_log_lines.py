@@ -64,6 +64,7 @@ def test_megatrons_notation_and_timers() -> None:
     assert log_lines(METRICS, 400, LogOptions(format="megatron"), first=True)[1:] == [timers, memory]
 
 
+@pytest.mark.slow
 def test_a_run_logs_as_its_project_says(workspace: Workspace) -> None:
     plain = workspace.train("plain", "run.max_iters=2")
     assert len(re.findall(r"\bstep +[12]/2  loss \d", plain.out)) == 2
