@@ -6,6 +6,7 @@ Calls on a process group are matched by order: the n-th call of a rank meets the
 from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
 SETTLED = 2.0  # calls are compared after this many idle seconds, because mismatched calls usually hang
+DEADLOCKED = 6.0  # idle seconds before a deadlock is reported, because both ranks may only be waiting for a third one
 # A mismatch followed by this many more calls is ignored: the ranks evidently agree, and one call was not recorded.
 FORGIVEN = 1024
 
@@ -37,6 +38,27 @@ def find_desync(
             if evidence:
                 return _explain(group, evidence[0], mine, other, others)
     return None
+
+
+def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = False) -> str | None:
+    """Describe a rank that waits for this rank in a collective on one group, while this rank waits for it on another.
+
+    Only idle ranks are compared, unless a collective has failed.
+    """
+    for other in others:
+        settled = min(mine.idle_seconds, other.idle_seconds) >= DEADLOCKED
+        if (failed or settled) and _waits_for(mine, other) and _waits_for(other, mine):
+            pair = sorted((mine, other), key=lambda report: report.rank)
+            calls = [(report, report.waiting.group, report.waiting.number) for report in pair if report.waiting]
+            odd, group, number = max(calls, key=lambda call: _oddity(*call, pair))
+            return _never_entered(odd, group, number, [mine, *others])
+    return None
+
+
+def _waits_for(one: RankReport, two: RankReport) -> bool:
+    """Return True if rank `one` is in a collective that rank `two` must enter and has not entered."""
+    w = one.waiting
+    return w is not None and two.rank in one.histories[w.group].ranks and two.count(w.group) <= w.number
 
 
 def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -> str | None:

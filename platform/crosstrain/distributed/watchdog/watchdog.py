@@ -20,7 +20,13 @@ import torch.distributed as dist
 
 from crosstrain.distributed import group
 from crosstrain.distributed.launch import worker_errors
-from crosstrain.distributed.watchdog.diagnosis import SETTLED, describe_mute, find_absent, find_desync
+from crosstrain.distributed.watchdog.diagnosis import (
+    SETTLED,
+    describe_mute,
+    find_absent,
+    find_deadlock,
+    find_desync,
+)
 from crosstrain.distributed.watchdog.flight_recorder import MAX_CALLS, FlightRecorder, RankReport, locate
 from crosstrain.distributed.watchdog.torch_hooks import delay_abort, is_aborting
 from crosstrain.utils.errors import RankLost, TrainingError, UserError
@@ -115,6 +121,7 @@ class Watchdog:
         self._mute = {*silent} if self._mute is None else self._mute & {*silent}
         mine = self._report(depth)
         problem = find_desync(mine, reports, failed=failed, desynced=desynced)
+        problem = problem or find_deadlock(mine, answered, failed=failed)
         if any(report.aborting for report in (mine, *answered)):  # there is no time to wait for the others
             problem = problem or find_absent(mine, answered, silent=[])
         if problem:
