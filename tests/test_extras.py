@@ -105,6 +105,7 @@ def test_the_core_alone_trains_and_its_verbs_work(core: Place) -> None:
     core.crosstrain("list")
     core.crosstrain("new", "project", "mine")
     core.crosstrain(*_PREPARE, "--input", "text.txt")
+    shutil.rmtree(core.folder / "corpus")  # other tests copy the folder
 
 
 def test_every_extra_is_tried() -> None:
