@@ -27,7 +27,7 @@ SCHEMA = Draft7Validator(COMMITTED)
 # The checker's sentences about types, keys and names. Those about options that do not go together are others.
 STRUCTURE = "unknown key|not an option here|required, but missing|name is required|there is no|expected "
 # Sentences that a schema cannot say: how long a text is, what it holds, what JSON has no word for (0.0 is an integer).
-UNSAID = r"not Unicode|NUL|too long|characters, more than|64 bits|got (-?[0-9.e+]+|nan)$|or several such windows$"
+UNSAID = r"not Unicode|NUL|too long|characters, more than|64 bits|got (-?[0-9.e+]+|nan)$|expected \[first, last\]"
 UNSAID += "|list of a whole number or|refers to an unknown key"
 
 
