@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crosstrain import ConfigError, Group, MakeOptimizer, Model, NamedParameters, Runner, RunOptions
+from crosstrain.engine.runner import context_size
 
 from ..megatron.tensor_parallel import TensorParallel
 from ..used_parameters import UsedParameters
@@ -36,7 +37,7 @@ class Bitwise(Runner):
             raise ConfigError("run.bitwise: fp16 and float8 are not supported; use run.amp=bf16 or fp32")
         if run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available()):
             raise ConfigError("run.bitwise: GPUs are not supported yet; use run.device=cpu")
-        if getattr(options, "context_parallel", 1) > 1:
+        if context_size(options) > 1:
             raise ConfigError("run.bitwise: context parallelism is not supported; use context_parallel=1")
 
     @classmethod
