@@ -268,6 +268,7 @@ def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path:
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 5
 
 
+@pytest.mark.slow
 def test_a_run_from_nothing_to_text(
     workspace: Workspace,
     monkeypatch: pytest.MonkeyPatch,

@@ -42,7 +42,7 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Workspace(tmp_path_factory.mktemp(request.param), dataset), SETTINGS[request.param], {}
 
 
-@pytest.mark.parametrize("name", mostly_slow(PIPELINES, ["interleaved"]))
+@pytest.mark.parametrize("name", mostly_slow(PIPELINES, []))
 def test_every_schedule_trains_as_one_process_with_its_dropout(one: Any, name: str) -> None:
     workspace, settings, kept = one
     size, runner = PIPELINES[name]

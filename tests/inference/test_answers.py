@@ -119,6 +119,7 @@ def test_it_sees_and_is_lost_without_the_image(answers: list[Answer]) -> None:
     assert document["right"] == (document["answer"] == "red")
 
 
+@pytest.mark.slow
 def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run], answers: list[Answer]) -> None:
     from transformers import AutoTokenizer
 
@@ -135,6 +136,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
         assert text.strip() == answer.text
 
 
+@pytest.mark.slow
 def test_a_conversation_about_images_goes_on(trained: tuple[Path, Run], tmp_path: Path) -> None:
     project, run = trained
     files = [str(picture(tmp_path / f"{i}.png", i)) for i in range(2)]
@@ -228,6 +230,7 @@ def test_a_rank_may_have_text_alone_to_ask(trained: tuple[Path, Run], tmp_path: 
         assert (shared, count) == (alone, 1)
 
 
+@pytest.mark.slow
 def test_questions_that_leave_no_room_are_refused(trained: tuple[Path, Run]) -> None:
     project, run = trained
     with pytest.raises(UserError, match=r"the model takes at most 256, so there is no room for 250 more; lower --max"):
@@ -290,6 +293,7 @@ def test_a_sheet_shows_pictures_with_answers(tmp_path: Path) -> None:
     assert sheet.getpixel((60, 60)) == (255, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_cannot_make_evaluation_run_a_command(trained: tuple[Path, Run], tmp_path: Path) -> None:
     _, run = trained
     state = json.loads((run.checkpoint(160) / "state.json").read_text())
