@@ -20,6 +20,7 @@ from common import ROOT, table
 from forks import Refused, train
 from tiny import GPT2, LORA, MODELS, causal_lm, write_data, write_project
 
+from conftest import logged_step
 from crosstrain.checkpoint.digests import recorded
 from crosstrain.checkpoint.folders import find_checkpoint
 
@@ -94,16 +95,9 @@ class Runs:
         """Train on two ranks, and kill them with SIGKILL in ten random steps."""
         moments = sorted(random.Random(0).sample(range(1, self.steps), KILLS))
         for step in moments:
-            if self.train(run, "ddp@2", self.steps, lambda step=step: _logged(run) >= step):  # type: ignore[misc]
+            if self.train(run, "ddp@2", self.steps, lambda step=step: logged_step(run) >= step):  # type: ignore[misc]
                 raise RuntimeError(f"{run} ended before it was killed in step {step}")
         self.train(run, "ddp@2", self.steps)
-
-
-def _logged(run: Path) -> int:
-    """Return the last step in a run's metrics."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1]).get("step", 0) if lines and lines[-1].endswith("}") else 0
 
 
 def main() -> None:

@@ -35,9 +35,11 @@ from fixtures_chat import SHAPES, conversation, write_tokenizer
 from fixtures_ranks import mostly_slow, train
 from fixtures_training import Followed, assert_equal_training, follow
 
-# A margin is a difference of sums of log-probabilities, so its rounding is larger than a mean's, and AdamW amplifies
-# it. The largest difference, 5.4e-6, is DPO's under tensor parallelism in the fifth step; the first losses are equal.
-TOLERANCE = 1e-5
+# A margin is a difference of sums of log-probabilities, so its rounding is larger than a mean's.
+TOLERANCE = 5e-6
+# AdamW amplifies rounding: the largest difference, 5.4e-6, is DPO's under tensor parallelism in the fifth step, after
+# equal first losses.
+TOLERANCE_OF_RUNNERS = 1e-5
 RNG = np.random.default_rng(0)
 OBJECTIVES = ("dpo", "orpo", "kto")
 PAIRS = 40
@@ -233,7 +235,7 @@ def test_every_runner_prefers_alike(
     name, runner = case
     workspace, one = reference(name)
     other = follow(workspace, runner, *OPTIONS)
-    assert_equal_training(one, other, TOLERANCE)
+    assert_equal_training(one, other, TOLERANCE_OF_RUNNERS)
     for key in one.rows[-1]:
         if key.startswith("rewards/") and key != "rewards/accuracies":  # of which the first step's are ties
             assert other.column(key) == pytest.approx(one.column(key), rel=1e-3, abs=2e-5), key

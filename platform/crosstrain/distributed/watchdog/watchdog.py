@@ -20,13 +20,7 @@ import torch.distributed as dist
 
 from crosstrain.distributed import group
 from crosstrain.distributed.launch import worker_errors
-from crosstrain.distributed.watchdog.diagnosis import (
-    SETTLED,
-    describe_mute,
-    find_absent,
-    find_deadlock,
-    find_desync,
-)
+from crosstrain.distributed.watchdog.diagnosis import SETTLED, describe_mute, find_absent, find_deadlock, find_desync
 from crosstrain.distributed.watchdog.flight_recorder import MAX_CALLS, FlightRecorder, RankReport, locate
 from crosstrain.distributed.watchdog.torch_hooks import delay_abort, is_aborting
 from crosstrain.utils.errors import RankLost, TrainingError, UserError
