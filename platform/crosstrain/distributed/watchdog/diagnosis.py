@@ -50,7 +50,7 @@ def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = 
         if (failed or settled) and _waits_for(mine, other) and _waits_for(other, mine):
             pair = sorted((mine, other), key=lambda report: report.rank)
             calls = [(report, report.waiting.group, report.waiting.number) for report in pair if report.waiting]
-            odd, group, number = max(calls, key=lambda call: _oddity(*call, pair))
+            odd, group, number = max(calls, key=lambda call: _oddity(call[0], call[1], call[2], pair))
             return _never_entered(odd, group, number, [mine, *others])
     return None
 
