@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from conftest import ENVIRONMENT, ROOT, copy_source
 from fixtures_docs import blocks
 
 
+@pytest.mark.slow
 def test_a_wheel_trains_from_any_directory(tmp_path: Path) -> None:
     target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     source = copy_source(tmp_path / "source")

@@ -265,7 +265,7 @@ def test_plain_spells_everything_out_and_reads_back(home: Path) -> None:
         assert Config.from_plain(plain).plain == plain
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(prompt=st.text("a$\\{}: "), name=st.sampled_from(["", "${run.seed}"]))
 def test_text_that_looks_like_an_interpolation_survives(prompt: str, name: str) -> None:
     text = f"{prompt}{name}{prompt}"

@@ -90,8 +90,8 @@ def try_many(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, seeds: range
     assert 0 < accepted < len(seeds) / 2  # mistakes, and not only unreadable files
 
 
-def test_a_few_hundred_files_with_mistakes(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    try_many(workspace, monkeypatch, range(200))
+def test_a_hundred_files_with_mistakes(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_many(workspace, monkeypatch, range(100))
 
 
 @pytest.mark.slow

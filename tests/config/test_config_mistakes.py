@@ -365,7 +365,7 @@ def misspellings(word: str) -> set[str]:
     return (lost | swapped) - {word, ""}
 
 
-@pytest.mark.parametrize("cls", [RunOptions, AmpOptions])
+@pytest.mark.parametrize("cls", [pytest.param(RunOptions, marks=pytest.mark.slow), AmpOptions])
 def test_any_misspelling_of_a_key_of_run_suggests_the_key(cls: type) -> None:
     check = Checker(lambda key: f"f: {'.'.join(key)}")
     for name in [f.name for f in fields(cls)]:

@@ -154,6 +154,7 @@ def test_the_counterparts_of_keys_of_seven_programs() -> None:
     assert len(silent) <= 0.05 * len(judged())
 
 
+@pytest.mark.slow
 def test_a_misspelled_key_of_another_program_gets_its_own_counterpart_or_none() -> None:
     run = [f.name for f in fields(RunOptions)]
     checker = Checker(".".join)

@@ -157,7 +157,14 @@ def test_absurd_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "train_tokenizer: expected a whole number of at " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [
+        ("gz", gzip.compress),
+        pytest.param("bz2", bz2.compress, marks=pytest.mark.slow),
+        pytest.param("xz", lzma.compress, marks=pytest.mark.slow),
+    ],
+)
 def test_a_bomb_is_refused(ending: str, compress: Callable[[bytes], bytes], tokenizer: Path, tmp_path: Path) -> None:
     for name in (f"a.txt.{ending}", f"a.jsonl.{ending}"):
         bomb = tmp_path / name

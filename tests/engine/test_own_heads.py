@@ -70,7 +70,7 @@ def bare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return workspace, *run_ranks(1, bare_loop, str(workspace.project), options)[0]
 
 
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["ddp@1", "fsdp@2"]))
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["ddp@1"]))
 def test_a_head_of_its_own_kind_trains_as_a_bare_loop(bare: Any, layout: str) -> None:
     workspace, losses, gradients = bare
     unused = ("run.runner.find_unused_parameters=true",) if layout == "ddp@2" else ()

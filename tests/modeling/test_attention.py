@@ -236,7 +236,7 @@ def test_models_that_cannot_keep_documents_apart_are_refused(config: dict[str, A
     mostly_slow(
         ["ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_tp2_sp@2", "megatron_pp2@2",
          "megatron_tp2_pp2_sp@4"],
-        ["fsdp@2"],
+        [],
     ),
 )  # fmt: skip
 def test_training_on_documents_is_equal_under_every_runner(workspace: Workspace, runner: str) -> None:

@@ -33,6 +33,7 @@ def planned(tmp_path: Path, project: str, *arguments: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_gpt2_345m_on_two_tensor_parallel_ranks_has_the_known_numbers(tmp_path: Path) -> None:
     plan = planned(tmp_path, "gpt2_345m_tp2", "--world-size", "2", "--no-presets")
     assert plan["parameters"]["without_padding"] == 354_823_168
@@ -267,7 +268,7 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        ("cpu", torch.float32),
+        pytest.param("cpu", torch.float32, marks=pytest.mark.slow),
         ("cuda", torch.bfloat16),
         pytest.param("cpu", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("cuda", torch.float32, marks=pytest.mark.slow),

@@ -113,6 +113,7 @@ def test_advantages_and_losses_are_the_papers(project: Path) -> None:
     assert all((batch["old"] == batch["reference"]).all() for batch in found["batches"]), "no step was made yet"
 
 
+@pytest.mark.slow
 def test_reward_rises(project: Path) -> None:
     rate = ("run.init_lr=5e-3", "run.min_lr=5e-3")
     run = train(project, "learns", "datasets.sums.digits=2", "run.objective.kl=0", *rate)

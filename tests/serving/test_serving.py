@@ -160,6 +160,7 @@ def test_logprobs_are_the_models(server: Server, reference: Runner, words: Any) 
     assert all(len(entry.top_logprobs) == 2 and entry.logprob <= entry.top_logprobs[0].logprob for entry in content)
 
 
+@pytest.mark.slow
 def test_two_hundred_at_once_lose_nothing_and_change_nothing(server: Server) -> None:
     async def ask() -> list[Any]:
         client = AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, timeout=120)

@@ -67,6 +67,7 @@ def _use(run: str, folder: str) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_follows_roll_backs_resumes_and_is_used(workspace: Workspace) -> None:
     keys = {"max_iters": 6, "save_interval": 1, "keep_last": None, "on_bad_step": "roll_back", "eval_interval": 3}
     path = project(workspace, {"name": "ema", "decay": 0.9}, {"name": "diary", "poison": 4}, **keys)
@@ -126,6 +127,7 @@ def test_a_server_computes_with_the_averaged_weights(workspace: Workspace) -> No
                 assert json.load(answer)["choices"][0]["text"] == text
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_stays_ended_and_the_best_checkpoints_stay(workspace: Workspace) -> None:
     stopping = {"name": "early_stopping", "patience": 2, "min_delta": 5.0}  # no validation is so much better
     best = {"name": "best_checkpoints", "mode": "max", "count": 2}  # the loss falls, so the first ones

@@ -170,6 +170,7 @@ def test_a_finished_run_does_nothing_more_and_says_so(workspace: Workspace) -> N
     assert "all 2 steps are done: raise run.max_iters" in log
 
 
+@pytest.mark.slow
 def test_epochs_end_with_a_validation_and_a_checkpoint(workspace: Workspace) -> None:
     """An epoch ends with the step that has its last sample, also where it began with another batch size."""
     options = ("run.max_epoch=3", "run.max_iters=null", "run.eval_interval=epoch", "run.save_interval=epoch")
