@@ -34,10 +34,14 @@ ROWS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "dpo": (GPT2 | {"dropout": 0.0}, "pairs", {"objective": {"name": "dpo", "beta": 0.3}}),
     "qwen3_moe": (MODELS["qwen3_moe"], "text", {}),
     "images": (MODELS["images"], "shapes", {}),
-    "gpt2, width 4": (GPT2 | {"dropout": 0.0}, "text", SHARDED),
-    "qwen2, width 4": (MODELS["qwen2"] | {"num_key_value_heads": 4}, "text", SHARDED),
+    "gpt2, width 4": (GPT2, "text", SHARDED),
+    "qwen2, width 4": (causal_lm("qwen2", num_key_value_heads=4, attention_dropout=0.1), "text", SHARDED),
     "llama_lora, width 4": (causal_lm("llama", num_key_value_heads=4) | {"adapter": LORA}, "text", SHARDED),
-    "mixtral, width 4": (causal_lm("mixtral", num_key_value_heads=4, num_local_experts=4), "text", SHARDED),
+    "mixtral, width 4": (
+        causal_lm("mixtral", num_key_value_heads=4, num_local_experts=4, attention_dropout=0.1),
+        "text",
+        SHARDED,
+    ),
 }
 RUN = {
     "bitwise": True, "device": "cpu", "micro_batch_size": 1, "save_interval": 10, "keep_last": 1, "log_interval": 1,

@@ -190,7 +190,7 @@ def test_an_unknown_name_says_which_plugins_failed_and_why(home: Path) -> None:
 @pytest.mark.parametrize("content", [b"x = '\xff'", b"x = 1\0", b"x = (", b"# coding: nonsense\nx = 1"])
 def test_a_file_that_cannot_be_read_breaks_only_itself(home: Path, content: bytes) -> None:
     plugins(home, fine=plugin("runner", "fine"))
-    (home / "plugins" / "bad.py").write_bytes(content + b"  # register_runner")
+    (home / "plugins" / "bad.py").write_bytes(content + b"  # registry.register_runner")
     assert registry.get("runner", "fine")
     assert list(registry.broken) == [home / "plugins" / "bad.py"]
 

@@ -33,11 +33,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "muon": {"arch": "qwen", **SMALL},
     "wide": {"arch": "qwen", **SMALL, "num_key_value_heads": 4},
     "wide_gpt2": {"arch": "gpt2", "vocab_size": 320, "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32,
-                  "dropout": 0.0},
+                  "dropout": 0.1},
     "wide_lora": {
         "arch": "causal_lm",
-        "config": {"model_type": "llama", **SMALL, "num_key_value_heads": 4},
-        "adapter": {"name": "lora", "rank": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj", "gate_proj"]},
+        "config": {"model_type": "llama", **SMALL, "num_key_value_heads": 4, "attention_dropout": 0.1},
+        "adapter": {"name": "lora", "rank": 4, "dropout": 0.1},
     },
 }  # fmt: skip
 WIDE = ["wide", "wide_gpt2", "wide_lora"]

@@ -1,8 +1,8 @@
 """The registry of components: maps (kind, name) to a class or function, loaded on first use.
 
 The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
-imported only when one of its components is requested. Broken plugins and missing dependencies therefore do not affect
-other plugins, and listing the components imports nothing.
+parsed when a name of one of its kinds is requested, and imported only when one of its components is requested. Broken
+plugins and missing dependencies therefore do not affect other plugins, and listing the components imports nothing.
 """
 
 import ast
@@ -58,6 +58,7 @@ class Registry:
         self._objects: dict[tuple[str, str], Any] = {}
         self.broken: dict[Path, str] = {}  # plugin file that could not be read or imported -> reason
         self._files: set[Path] = set()
+        self._unparsed: list[tuple[set[str], Path, bytes, str]] = []  # kinds, file, source, module
         self._labels: dict[str, Path] = {}
         self._started = False
 
@@ -98,7 +99,7 @@ class Registry:
         unknown or registered twice, or if its module fails to import. Raises UserError, with the package and the extra
         to install, if a dependency is missing.
         """
-        self._scan_sources()
+        self._parse(kind)
         key = (kind, name)
         owners = self._entries.get(key, [])
         if len(owners) > 1:
@@ -111,12 +112,12 @@ class Registry:
 
     def names(self, kind: str) -> list[str]:
         """Return the names of this kind, sorted, without importing anything."""
-        self._scan_sources()
+        self._parse(kind)
         return sorted({name for k, name in [*self._entries, *self._objects] if k == kind})
 
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of plugin files for this kind, sorted by name, without importing anything."""
-        self._scan_sources()
+        self._parse(kind)
         return sorted((e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name)
 
     # ---- sources
@@ -174,14 +175,32 @@ class Registry:
                 self._scan(path, ".".join([package, *(inside[:-1] if inside[-1] == "__init__" else inside)]))
 
     def _scan(self, file: Path, module: str) -> None:
-        if file.resolve() in self._files:  # the file is in a folder that was already scanned
+        path = file.resolve()
+        if path in self._files:  # the file is in a folder that was already scanned
             return
-        self._files.add(file.resolve())
-        entries, problem = _scan_file(file, module)
-        for entry in entries:
-            self._entries.setdefault((entry.kind, entry.name), []).append(entry)
-        if problem:
-            self.broken[file] = problem
+        self._files.add(path)
+        try:
+            source = file.read_bytes()
+        except OSError as error:
+            self.broken[file] = f"{type(error).__name__}: {error}"
+        else:
+            if kinds := {word.decode() for word in re.findall(rb"registry\s*\.\s*register_(\w+)", source)}:
+                self._unparsed.append((kinds, file, source, module))
+
+    def _parse(self, kind: str | None = None) -> None:
+        """Parse the files that may register components of this kind; None: all files."""
+        self._scan_sources()
+        waiting, self._unparsed = self._unparsed, []
+        for unparsed in waiting:
+            kinds, file, source, module = unparsed
+            if kind is not None and kind not in kinds and kinds <= set(KINDS):
+                self._unparsed.append(unparsed)
+                continue
+            entries, problem = _registered(source, file, module)
+            for entry in entries:
+                self._entries.setdefault((entry.kind, entry.name), []).append(entry)
+            if problem:
+                self.broken[file] = problem
 
     # ---- importing
 
@@ -215,6 +234,7 @@ class Registry:
         return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
+        self._parse()
         known = sorted({*self.names(kind), *others})
         parts = [f"there is no {kind} called {name!r}"]
         if near := difflib.get_close_matches(name, known, n=3):
@@ -248,14 +268,13 @@ def find_without_importing(module: str) -> ModuleSpec | None:
     return PathFinder.find_spec(module, search if parent else None)
 
 
-def _scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
+def _registered(source: bytes, file: Path, module: str) -> tuple[list[Entry], str | None]:
     """Return the components that `file` (importable as `module`) registers, and an error message or None."""
     try:
-        source = file.read_bytes()
-        tree = ast.parse(source, str(file)) if b"register_" in source else ast.parse("")
+        tree = ast.parse(source, str(file))
     except SyntaxError as error:
         return [], f"SyntaxError: {error.msg}, line {error.lineno}"
-    except (OSError, ValueError, RecursionError) as error:  # the file is unreadable, has null bytes or nests too deeply
+    except (ValueError, RecursionError) as error:  # the file has null bytes or nests too deeply
         return [], f"{type(error).__name__}: {error}".replace("\n", " ")
     entries, problem = [], None
     definitions = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))

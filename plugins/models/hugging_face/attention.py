@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -152,6 +153,9 @@ class Documents:
 
 
 Compute = Callable[..., tuple[Tensor, Any]]
+# Computes attention with dropout: calls its first argument for groups of the heads of query, key and value, and returns
+# the joined outputs [batch, length, heads, width].
+ByHeads = Callable[[Compute, Tensor, Tensor, Tensor], Tensor]
 
 
 def _sdpa(
@@ -264,6 +268,7 @@ def register_attention(name: str, masked: str) -> str:
         attention_mask: Any,
         *,
         documents: Documents | None = None,
+        by_heads: ByHeads | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """Compute attention. With a context, the inputs and the output have the length of this rank's part."""
@@ -278,15 +283,16 @@ def register_attention(name: str, masked: str) -> str:
             raise ConfigError(
                 f"model.attention: {name} supports only bf16 and fp16; set run.amp to one of them, or use sdpa"
             )
-        if documents is None:
-            return _computed_by(by, module, query, key, value, attention_mask, **kwargs)
-        documents.seen.add(id(module))
-        if by == "sdpa":
-            kwargs["documents"] = documents
-        if (context := documents.context) is not None:
-            query, key, value = context.to_heads(query, key, value)
-        out = _computed_by(by, module, query, key, value, attention_mask, **kwargs)[0]
-        return out if context is None else context.to_parts(out), None
+        if documents is not None:
+            documents.seen.add(id(module))
+            if by == "sdpa":
+                kwargs["documents"] = documents
+        compute = partial(_computed_by, by, module, attention_mask=attention_mask, **kwargs)
+        if dropout and by_heads is not None:
+            return by_heads(compute, query, key, value), None
+        if documents is None or (context := documents.context) is None:
+            return compute(query, key, value)
+        return context.to_parts(compute(*context.to_heads(query, key, value))[0]), None
 
     ALL_ATTENTION_FUNCTIONS.register(own, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(own, mask)

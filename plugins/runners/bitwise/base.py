@@ -54,7 +54,7 @@ class Bitwise(Runner):
     def construct(self, make_model: Callable[[], Model]) -> Model:
         model = super().construct(make_model)
         if (width := self.run.bitwise.width) is not None and self.tensor is None:
-            Units(width).compute(model, plan_of_units(model, self.over(self.options)).modules)
+            Units(width).compute(model, plan_of_units(model, self.over(self.options)))
         for module in model.modules():
             module.register_forward_pre_hook(_apart, with_kwargs=True)
         return model

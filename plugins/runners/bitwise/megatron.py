@@ -52,8 +52,8 @@ class _InUnits(TensorParallel):
         super().__init__(group, False, rng)
         self.units = Units(width // self.size, group)
 
-    def compute(self, model: Model, styles: dict[str, str]) -> None:
-        self.units.compute(model, styles)
+    def compute(self, model: Model, plan: Resolved) -> None:
+        self.units.compute(model, plan)
 
 
 class BitwiseMegatron(Bitwise, MegatronRunner):

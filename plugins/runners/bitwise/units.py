@@ -6,7 +6,7 @@ units; a rank without tensor parallelism computes all of them. Everything else o
 the embedding, the head and experts included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from crosstrain import ConfigError, Model
+from crosstrain.utils.rng import derive_seed
 
 from ..megatron.plan import Resolved, resolve, shard_specs, user_of
 from ..megatron.tensor_parallel import local
@@ -44,25 +45,36 @@ def check_units(model: Model, over: dict[str, str], width: int) -> None:
         shard_specs(model, plan, width)
     except ConfigError as error:
         raise ConfigError(f"run.bitwise.width: {str(error).partition(': ')[2]}") from None
-    for name, style in plan.modules.items():
-        _check_dropout(model, name, style)
+    for name in plan.modules:
+        _check_dropout(model, name)
 
 
-def _check_dropout(model: Model, name: str, style: str) -> None:
-    """Refuse dropout between sharded layers, because each rank would draw random numbers for its own units only."""
+def _check_dropout(model: Model, name: str) -> None:
+    """Refuse dropout between sharded layers that `Units` cannot draw for each unit."""
     user = user_of(model, name)
-    module = model.get_submodule(user)
-    rates = {key: rate for key, rate in vars(module).items() if "drop" in key and isinstance(rate, float)}
-    for key, child in module.named_modules():
-        of_layer = style == "row" and key.partition(".")[0] == name[len(user) + 1 :].partition(".")[0]  # an adapter's
-        if isinstance(child, nn.Dropout) and ("att" in key.rpartition(".")[2] or of_layer):
-            rates[key] = child.p
-    for key, rate in rates.items():
-        if rate:
+    for key, rate in vars(model.get_submodule(user)).items():
+        if "drop" in key and isinstance(rate, float) and rate and "att" not in key:
             raise ConfigError(
-                f"run.bitwise.width: {model.weights.canonical_name(user)}.{key} is {rate:g}, but dropout between "
-                f"sharded layers is not supported; set it to 0"
+                f"run.bitwise.width: {model.weights.canonical_name(user)}.{key} is {rate:g}, but only dropout of "
+                f"attention and of adapters can be drawn for each unit; set it to 0"
             )
+
+
+def _drops_attention(model: Model, plan: Resolved) -> bool:
+    for user in {user_of(model, name) for name in plan.modules}:
+        module = model.get_submodule(user)
+        rates = [rate for key, rate in vars(module).items() if "drop" in key and isinstance(rate, float)]
+        rates += [child.p for key, child in module.named_children() if isinstance(child, nn.Dropout) and "att" in key]
+        if any(rates):
+            return True
+    return False
+
+
+def _dropouts_of(model: Model, name: str) -> list[nn.Dropout]:
+    """Return the dropout modules that an adapter added to a linear layer, whose sharded input they see."""
+    user = user_of(model, name)
+    layer = model.get_submodule(f"{user}.{name[len(user) + 1 :].partition('.')[0]}")
+    return [module for module in layer.modules() if isinstance(module, nn.Dropout)]
 
 
 class _Enter(torch.autograd.Function):
@@ -120,18 +132,61 @@ class Units:
 
     def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:
         self.count, self.group = count, group
+        self.first = 0 if group is None else dist.get_rank(group) * count
+        self._attended = False  # attention in this forward drew its dropout for each unit
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
-    def compute(self, model: Model, styles: dict[str, str]) -> None:
-        """Make the modules named in `styles` compute with units."""
-        for name, style in styles.items():
+    def compute(self, model: Model, plan: Resolved) -> None:
+        """Make a model's sharded layers, and dropout between them, compute with units."""
+        for name, style in plan.modules.items():
             module = model.get_submodule(name)
             if style == "row":
                 module.forward = partial(self._row, module)
+                for dropout in _dropouts_of(model, name):
+                    dropout.forward = partial(self._drop, dropout)
             else:
                 module.forward = partial(self._column, module, 3 if style == "fused_qkv" else 1)
+        if _drops_attention(model, plan):
+            model.register_forward_pre_hook(self._pass_heads, with_kwargs=True)
+            model.register_forward_hook(self._check_heads)
+
+    def _pass_heads(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Pre-hook that passes `by_heads` to the attention functions."""
+        self._attended = False
+        return inputs, named | {"by_heads": self._attend}
+
+    def _check_heads(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if model.training and not self._attended:
+            raise ConfigError(
+                "run.bitwise.width: this model's attention cannot draw dropout for groups of heads; set its rate to 0"
+            )
+
+    def _apart(self) -> Iterator[int]:
+        """Yield the index of each unit of this rank; random numbers drawn meanwhile are the unit's own."""
+        seed = int(torch.randint(2**62, ()))  # every rank draws the same number
+        for index in range(self.count):
+            with torch.random.fork_rng():
+                torch.manual_seed(derive_seed(seed, self.first + index))
+                yield index
+
+    def _attend(self, compute: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Compute attention for each unit's heads; query, key and value are [batch, heads, length, width]."""
+        self._attended = True
+        units, outputs = list(zip(*(x.chunk(self.count, 1) for x in (query, key, value)), strict=True)), []
+        for index in self._apart():
+            heads = [x.contiguous() for x in units[index]]
+            outputs.append(_Contiguous.apply(compute(*heads)[0]))
+        return torch.cat(outputs, 2)
+
+    def _drop(self, module: nn.Dropout, x: Tensor) -> Tensor:
+        """Apply dropout to activations that are sharded in their last dimension."""
+        if not (module.training and module.p):
+            return x
+        units = x.unflatten(-1, (self.count, -1)).unbind(-2)
+        outputs = [functional.dropout(units[index].contiguous(), module.p) for index in self._apart()]
+        return torch.stack(outputs, -2).flatten(-2)
 
     def _column(self, module: nn.Module, parts: int, x: Tensor) -> Tensor:
         """Compute a column-parallel layer with `parts` matrices in one weight, such as queries, keys and values."""

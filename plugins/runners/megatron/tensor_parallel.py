@@ -82,9 +82,9 @@ class TensorParallel:
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
-    def compute(self, model: Model, styles: dict[str, str]) -> None:
-        """Make the modules named in `styles`, a resolved plan, compute with this rank's slices."""
-        _compute_with_slices(model, styles, self)
+    def compute(self, model: Model, plan: Resolved) -> None:
+        """Make the modules of a plan compute with this rank's slices."""
+        _compute_with_slices(model, plan.modules, self)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input of column-parallel layers, equal on all ranks: [batch, length, width] or [length, width]."""
@@ -290,7 +290,7 @@ def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: Devi
     for module_name, attribute in plan.attributes:
         owner = model.get_submodule(module_name)
         setattr(owner, attribute, getattr(owner, attribute) // tensor.size)
-    tensor.compute(model, plan.modules)
+    tensor.compute(model, plan)
     for routers in model.structure.routers() if tensor.splits_sequence else []:
         routers.parts = Context(tensor.group)
     return cuts
