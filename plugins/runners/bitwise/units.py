@@ -134,6 +134,7 @@ class Units:
         self.count, self.group = count, group
         self.first = 0 if group is None else dist.get_rank(group) * count
         self._attended = False  # attention in this forward drew its dropout for each unit
+        self._inside = False  # between a column-parallel layer and its row-parallel layer
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -148,6 +149,10 @@ class Units:
                     dropout.forward = partial(self._drop, dropout)
             else:
                 module.forward = partial(self._column, module, 3 if style == "fused_qkv" else 1)
+        for user in {user_of(model, name) for name in plan.modules}:
+            for dropout in model.get_submodule(user).children():
+                if isinstance(dropout, nn.Dropout):
+                    dropout.forward = partial(self._drop_inside, dropout, dropout.forward)
         if _drops_attention(model, plan):
             model.register_forward_pre_hook(self._pass_heads, with_kwargs=True)
             model.register_forward_hook(self._check_heads)
@@ -188,8 +193,13 @@ class Units:
         outputs = [functional.dropout(units[index].contiguous(), module.p) for index in self._apart()]
         return torch.stack(outputs, -2).flatten(-2)
 
+    def _drop_inside(self, module: nn.Dropout, whole: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply dropout of a module with sharded layers; `whole` is for activations that are not sharded."""
+        return self._drop(module, x) if self._inside else whole(x)
+
     def _column(self, module: nn.Module, parts: int, x: Tensor) -> Tensor:
         """Compute a column-parallel layer with `parts` matrices in one weight, such as queries, keys and values."""
+        self._inside = True
         weights = self._rows(_weight(module), parts)
         biases = self._rows(local(module.bias), parts) if module.bias is not None else [None] * self.count
         inputs = _Enter.apply(x, self.count, self.group)
@@ -204,6 +214,7 @@ class Units:
         return torch.stack(outputs, -2).unflatten(-1, (parts, -1)).transpose(-2, -3).flatten(-3)
 
     def _row(self, module: nn.Module, x: Tensor) -> Tensor:
+        self._inside = False
         weights = _weight(module).unflatten(1, (self.count, -1)).unbind(1)
         inputs = x.unflatten(-1, (self.count, -1)).unbind(-2)
         products = []
