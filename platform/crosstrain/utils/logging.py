@@ -8,8 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from crosstrain.utils.errors import printable
 from crosstrain.utils.files import append
 
@@ -48,6 +46,8 @@ class _Handler(logging.Handler):
 
 
 def _print_above_bar(text: str) -> None:
+    from tqdm import tqdm  # here, because `crosstrain --help` should start fast
+
     tqdm.write(text, file=sys.stdout, end="")
     sys.stdout.flush()
 

@@ -18,16 +18,19 @@ def multiple(gaps: list[Gap]) -> float | None:
     return ratios[0] if alike and math.isfinite(ratios[0]) else None
 
 
-def rounding(gaps: Iterable[Gap]) -> str | None:
-    """Return the dtype to which the tensors were rounded, if nearly all differences look like rounding error."""
-    return precision([g.relative if g.dr**2 <= 0.25 * g.dd * g.rr else math.inf for g in gaps])
+def rounded(measured: Record, expected: Record, names: list[str]) -> str | None:
+    """Return the type that all wrong tensors `names` are rounded to, and that the reference's are not, else None."""
+    found = {measured["rounded"].get(name) for name in names}
+    mine = found.pop() if len(found) == 1 else None
+    return None if mine in {expected["rounded"].get(name) for name in names} else mine
 
 
-def precision(errors: list[float], fewest: int = 1) -> str | None:
-    """Return the dtype with rounding errors that explain at least 80% and at least `fewest` of `errors`, else None."""
+def size_of_rounding(gaps: Iterable[Gap]) -> str | None:
+    """Return the type whose rounding errors have the size and direction of at least 80% of the differences."""
+    errors = [gap.relative if gap.dr**2 <= 0.25 * gap.dd * gap.rr else math.inf for gap in gaps]
     # Rounding to p bits causes relative errors of up to 2^-p, with a root mean square of 0.3 to 0.6 times 2^-p.
     for name, epsilon in _ROUNDINGS.items():
-        if sum(0.2 * epsilon < error < 0.8 * epsilon for error in errors) >= max(0.8 * len(errors), fewest):
+        if sum(0.2 * epsilon < error < 0.8 * epsilon for error in errors) >= max(0.8 * len(errors), 1):
             return name
     return None
 
@@ -53,7 +56,10 @@ def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarra
         f"it has only the micro batches of rank {r}, as if there were no others": (rank == r) * total / own
         for r in range(dp)
     }
-    parts = {f"the micro batches of rank {r}": rank == r for r in range(dp)}
+    if np.ptp(weights) < 1e-2:  # the same weight for all
+        factor = float(weights.mean())
+        return scaled(factor, None, record)
+    parts = {f"the micro batches of rank {r}": rank == r for r in range(dp if dp > 1 else 0)}
     parts |= {f"the {name} micro batch of each rank": place == place[i] for name, i in (("first", 0), ("last", -1))}
     parts |= {f"the micro batch that begins with sample {sample}": samples == sample for sample in samples}
     for name, part in parts.items():
@@ -170,13 +176,22 @@ def rate_cause(rates: list[float], number: int, record: Record, reference: Recor
     return "the schedule must advance once for each applied step, and nothing else may change the rate"
 
 
-def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
-    """Explain optimizer state that is wrong although the gradients are equal."""
+def update_cause(ratio: float, number: int, schedule: list[float]) -> str:
+    """Explain an update of step `number` that is `ratio` times as large as expected."""
+    rates = dict(enumerate(schedule, 1))
+    for other in {number - 1, number + 1} & rates.keys() if rates.get(number) else ():
+        if abs(ratio - 1) > 1e-3 and math.isclose(ratio, rates[other] / rates[number], rel_tol=1e-4):
+            return f"it uses the learning rate of step {other}"
+    return f"its update is {ratio:.4g} times the reference's: clipping, the loss scale or the rate"
+
+
+def moment_cause(kind: str, gaps: list[Gap], reference: Record, rounded: str | None) -> str:
+    """Explain optimizer state that is wrong although the gradients are equal. rounded: the type of its values."""
     if kind == "step":
         return "the optimizer's step count, and with it the bias correction"
     clip, norm = reference["clip"], reference["rows"][0]["grad_norm"]
     factor = min(1.0, clip / norm) if clip and norm else 1.0
-    if rounded := precision([gap.relative for gap in gaps], 3):
+    if rounded:
         return f"moments are kept in {rounded}"
     ratio, power = multiple(gaps), 2 if "sq" in kind else 1
     if ratio is None:

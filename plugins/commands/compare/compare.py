@@ -22,7 +22,7 @@ from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
 from .diagnosis import diagnose
-from .tolerance import EXACT, Record, Tolerance, difference, largest, number_difference
+from .tolerance import EXACT, Record, Tolerance, difference, largest, same_forward
 from .worker import Job, Role, compare_worker
 
 Contestant = tuple[str, int, Config]  # label, number of workers, configuration
@@ -122,6 +122,7 @@ class Race:
     steps: int
     deep: bool
     results: dict[str, Any] = field(default_factory=dict)  # label -> measurements
+    _narrow: Tolerance | None = None
 
     def begin(self, label: str, size: int, config: Config) -> tuple[Record, Tolerance]:
         """Record the reference and its noise. Raises UserError if the reference cannot train."""
@@ -141,11 +142,25 @@ class Race:
         dtype = config.run.amp.dtype
         tolerance = Tolerance.of(dtype, reference, noise)
         print(
-            f"reference {label}: {len(reference['rows'])} steps, {dtype}; its own noise is "
-            f"{max(number_difference(noise, reference, key) for key in ('loss', 'grad_norm')):.1e} in losses and "
-            f"norms,\nand differences up to {tolerance.numbers:.1e} count as rounding\n"
+            f"reference {label}: {len(reference['rows'])} steps, {dtype}; differences up to {tolerance.losses:.1e} in "
+            f"losses\nand up to {tolerance.norms:.1e} in gradient norms count as rounding\n"
         )
         return reference, tolerance
+
+    def limits(self, record: Record, first: Contestant, tolerance: Tolerance) -> Tolerance:
+        """Return the limits for a run: narrow ones if its forward has the same bits as that of the reference `first`.
+
+        The noise of the narrow limits is measured when it is first needed.
+        """
+        label, size, config = first
+        reference = self.results[label]
+        if tolerance.is_exact or config.run.amp.dtype == "fp32" or not same_forward(record, reference):
+            return tolerance
+        if self._narrow is None:
+            at = f"{config.run.output_dir}_sums"
+            noise = self.record(f"{label} (noise of sums)", size, config, "noise of sums", at)
+            self._narrow = Tolerance.of(config.run.amp.dtype, reference, noise, narrow=True)
+        return self._narrow
 
     def run(self, contestants: list[Contestant]) -> list[str]:
         """Compare all contestants with the first one; return the labels of those that failed or differ.
@@ -157,17 +172,20 @@ class Race:
         self._show(label, reference)
         failures = []
         for label, size, config in contestants[1:]:
+            what = "failed"
             try:
                 record = self.record(label, size, config, "contestant")
                 self._show(label, reference)
-                finding = diagnose(record, reference, tolerance)
+                limits = self.limits(record, contestants[0], tolerance)
+                finding = diagnose(record, reference, limits)
                 if self.deep and finding is None:
+                    what = "trains alike, but a resume failed"
                     resumed = self.record(label, size, config, "contestant", resumed=True)
                     self.results[label] = record | {"resumed": resumed}
-                    finding = diagnose(resumed, reference, tolerance, resumed=True)
+                    finding = diagnose(resumed, reference, limits, resumed=True)
             except (UserError, WorkerFailure) as error:
-                print(f"{label}: failed: {error}\n")
-                self.results[label] = {"error": str(error)}
+                print(f"{label}: {what}: {error}\n")
+                self.results[label] = self.results.get(label, {}) | {"error": str(error)}
                 failures.append(label)
                 continue
             alike = "trains alike" if self.results[label]["exact"] else APART
@@ -184,7 +202,7 @@ class Race:
         plain["run"]["output_dir"] = at or config.run.output_dir
         last = self.steps if self.deep else 0
         steps = RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant")
-        save = self.deep and role != "noise" and not resumed
+        save = self.deep and role in ("reference", "contestant") and not resumed
         job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
         result = self.scratch / "result.json"
         # The fork server imports the slow modules once, so that workers start faster.

@@ -1,6 +1,7 @@
 """Find the earliest difference between two recorded runs, and the likely cause of this difference."""
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,7 +39,9 @@ class _Judge:
         self.record, self.reference, self.tolerance, self.resumed = record, reference, tolerance, resumed
         self.rows = {row["step"]: row for row in reference["rows"]}
         self.steps, self.mine = steps_of(reference), steps_of(record)
-        self.order = {name: place for place, name in enumerate(record["names"])}
+        called = {module: place for place, module in enumerate(reference["steps"][0]["activations"])}
+        in_order = sorted(record["names"], key=lambda name: called.get(name.rpartition(".")[0], len(called)))
+        self.order = {name: place for place, name in enumerate(in_order)}  # the order of the forward
         self.first = record["rows"][0]["step"]
         self.random = tolerance.random(reference)
 
@@ -47,9 +50,7 @@ class _Judge:
         mine, right = row["grad_norm"], theirs["grad_norm"]
         squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
         ratio = (mine or math.inf) / (right or math.inf)
-        cause, names = causes.norm_cause(
-            ratio, squares, step["gradients"]["copies"], self.record, self.tolerance.numbers
-        )
+        cause, names = causes.norm_cause(ratio, squares, step["gradients"]["copies"], self.record, self.tolerance.norms)
         return self._finding(
             "norm",
             f"the gradient norm of step {row['step']} is {mine} instead of {right}, with equal gradients",
@@ -73,7 +74,7 @@ class _Judge:
             yield from self._loss(row, theirs, step, expected)
             yield from self._idle("gradient", step["gradients"])
             yield from self._gradients(number, step, expected)
-            if self._differs(row["grad_norm"], theirs["grad_norm"]):
+            if difference(row["grad_norm"], theirs["grad_norm"]) > self.tolerance.norms:
                 yield self._norm(row, theirs, step, expected)
             if step["rates"] != expected["rates"] and (
                 len(step["rates"]) > 1 or difference(step["rates"][0], expected["rates"][0]) > 1e-9
@@ -109,7 +110,7 @@ class _Judge:
             )
 
     def _differs(self, a: float | None, b: float | None) -> bool:
-        return difference(a, b) > self.tolerance.numbers
+        return difference(a, b) > self.tolerance.losses
 
     def _finding(
         self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), off: Any = None
@@ -168,11 +169,18 @@ class _Judge:
         """Describe the first place in the forward that differs, and return the parameters there."""
         noise = {} if self.tolerance.noise is None else steps_of(self.tolerance.noise)[number]["activations"]
         before = "the batch"
+        apart = [
+            difference(a, b)
+            for m, found in noise.items()
+            for a, b in zip(found, expected["activations"][m], strict=True)
+        ]
+        usual = statistics.median(apart) if apart else 0.0
         for module, theirs in expected["activations"].items():
             mine, rounding = step["activations"].get(module, theirs), noise.get(module, theirs)
             names = [n for n in self.record["names"] if n.rpartition(".")[0] == module]
             limits = [
-                max(self.tolerance.numbers, 1e-12, 16 * difference(a, b)) for a, b in zip(rounding, theirs, strict=True)
+                max(self.tolerance.least, 1e-12, 16 * max(usual, difference(a, b)))
+                for a, b in zip(rounding, theirs, strict=True)
             ]
             if difference(mine[0], theirs[0]) > limits[0]:
                 return (
@@ -307,19 +315,22 @@ class _Judge:
             return
         gaps = {name: Gap(*mine[name]) for name in wrong}
         worst, said = gaps[wrong[0]], f"{when}the gradient of {_list(wrong)} differs"
-        rounded = causes.rounding(gaps.values())
+        rounded = causes.rounded(step["gradients"], expected["gradients"], wrong)
         ratio = None if rounded else causes.multiple([*gaps.values()])
-        most = len(wrong) >= _MOST * sum(Gap(*p).rr > 0 for p in mine.values())
+        nonzero = sum(Gap(*p).rr > 0 for p in mine.values())
+        most = len(wrong) >= _MOST * nonzero
         if most and ratio is not None:
             said = f"{when}every gradient is {ratio:.4g} times the reference's"
         elif most and (mixed := self._mixture(number, step, expected)):
             yield self._finding("gradients", f"{when}every gradient differs", mixed, wrong, off)
         by = f" (by {worst.relative:.1e} of its norm)"
         cause = f"the backward of that module ({len(wrong)} of {len(mine)} tensors differ)"
-        if most:
+        if not worst.rr or not math.isfinite(worst.dd):
+            by = " (it is not finite)" if worst.rr else " (the reference's is zero)"
+        if len(wrong) >= nonzero:
             cause = "all tensors differ: look before them, at the loss, its mask, the last block or the samples"
         if rounded:
-            cause = f"gradients are summed or exchanged in {rounded}"
+            cause = f"gradients are summed or exchanged in {rounded}: all values are {rounded} numbers"
         elif ratio is not None:
             by = "" if most else f" ({ratio:.4g} times the reference's)"
             cause = causes.scaled(ratio, None if most else wrong, self.record)
@@ -327,6 +338,8 @@ class _Judge:
             cause = f"a forward with about the same loss, or a recomputation with different dropout; {place}"
         elif abs(2 * worst.dr + worst.dd) < 1e-3 * worst.dd:
             cause = "it has the same numbers in different places: a matrix that is sharded or assembled differently"
+        elif sized := causes.size_of_rounding(gaps.values()):
+            cause = f"the differences have the size of rounding errors of {sized}, as if sums or exchanges used it"
         cause = self._routing(number, step, expected) or cause
         yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
@@ -337,13 +350,13 @@ class _Judge:
             weights, rest = causes.solve(parts, step["projections"], sizes)
             return (
                 None
-                if rest > 10 * self.tolerance.floor
+                if rest > self.tolerance.mixed
                 else (causes.weighting(self.record, self.reference["micro_batches"], weights))
             )
         if number - 1 in self.steps:
             columns = [expected["projections"], self.steps[number - 1]["projections"]]
             weights, rest = causes.solve(columns, step["projections"], sizes)
-            if rest <= 100 * self.tolerance.floor and abs(weights[1]) > 1e-2:
+            if rest <= 10 * self.tolerance.mixed and abs(weights[1]) > 1e-2:
                 return (
                     f"they are {weights[0]:.3g} times the reference's and {weights[1]:.3g} times those of the step "
                     f"before: left over, not set to zero, or stale"
@@ -353,7 +366,8 @@ class _Judge:
     # ---- update and state
 
     def _weights(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
-        limit_of, measured = self.tolerance.limits(number, "weights"), step["weights"]
+        limit_of = self.tolerance.limits(number, "weights")
+        measured = step["narrow_weights" if self.tolerance.is_narrow else "weights"]
         weights, off = measured["products"], measured["off"]
         if apart := _apart(measured, self.tolerance.weights):
             yield self._finding(
@@ -384,9 +398,9 @@ class _Judge:
                 wrong,
                 off,
             )
+        rounded = causes.rounded(measured, expected["weights"], wrong)
         along = [weights[name] for name in wrong]  # dot products of difference d, update m and weight w
         decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in along]
-        askew = all(4 * dm**2 < dd * mm and 4 * dw**2 < dd * ww for dd, dm, dw, mm, _, ww in along)
         ratio = causes.multiple([gaps[name] for name in wrong])
         moments = next(self._state(step, number, "update"), None) if "state" in step else None
         cause = "the optimizer, its settings or its groups"
@@ -394,14 +408,14 @@ class _Judge:
             cause = "weight decay: different parameters decay, or at a different rate"
         elif ratio is not None and abs(ratio) < 0.05:
             cause = "they are not updated"
-        elif rounded := causes.precision([(p[0] / p[5]) ** 0.5 for p in along if p[5]], 1 if askew else 3):
+        elif rounded:
             cause = f"weights are kept in {rounded}, without fp32 masters"
         elif not (place := self._place(number, step, expected)[0]).startswith("no module"):
             yield self._finding("forward", said, f"a forward that differs too little for the loss; {place}", wrong, off)
         elif moments:
             cause = f"{moments.cause} (according to the optimizer's moments)"
         elif ratio is not None:
-            cause = f"its update is {ratio:.4g} times the reference's: clipping, the loss scale or the rate"
+            cause = causes.update_cause(ratio, number, self.reference["schedule"])
         yield self._finding("update", said, cause, wrong, off)
 
     def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:
@@ -463,7 +477,8 @@ class _Judge:
             what = f"the {what} of {_list(wrong)}"
             if not exact:
                 said = f"after step {number} {what} differs, with equal gradients"
-                yield self._finding(phase, said, causes.moment_cause(kind, found, self.reference), wrong, off)
+                rounded = causes.rounded(measured, self.steps[number]["state"][kind], wrong)
+                yield self._finding(phase, said, causes.moment_cause(kind, found, self.reference, rounded), wrong, off)
                 continue
             said = f"{what} is not what {'was saved' if phase == 'resume' else 'the runner holds'}"
             cause = (
@@ -472,9 +487,9 @@ class _Judge:
                 else ("shards returns other tensors than those that train")
             )
             if all(math.isclose(gap.dd, gap.rr, rel_tol=1e-6) for gap in found):
-                cause = "it starts at zero: the state is not loaded"
-            elif rounded := causes.rounding(found):
-                cause = f"it is rounded to {rounded}"
+                cause = "it starts at zero: the state is not loaded" if phase == "resume" else "zeros are saved"
+            elif len(types := {measured["rounded"].get(name) for name in wrong}) == 1 and None not in types:
+                cause = f"it is rounded to {types.pop()}"
             elif (ratio := causes.multiple(found)) is not None:
                 cause = f"it is scaled by {ratio:.4g}"
             yield self._finding(phase, said, cause, wrong, off)

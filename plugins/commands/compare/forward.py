@@ -46,16 +46,17 @@ class Activations:
         self._sums = {}
 
     def means(self) -> dict[str, list[float]]:
-        """Return a dict from modules, in order of their first call, to mean squares [input, output]. Collective.
+        """Return a dict from modules, in order of their first call, to [input, output, calls]. Collective.
 
-        The means cover the calls since `clear`. Sharding, replication and recomputation do not change the means.
+        Inputs and outputs are mean squares over the calls since `clear`. Sharding, replication and recomputation do not
+        change the means. Calls are counted on all ranks.
         """
-        mine = {place: [float(sum(of)) for of in sums] for place, sums in self._sums.items()}
+        mine = {place: [*(float(sum(of)) for of in sums), float(len(sums[2]))] for place, sums in self._sums.items()}
         total: dict[str, list[float]] = {}
         for held in self.group.all_gather(mine):
             for place, sums in held.items():
-                total[place] = [a + b for a, b in zip(sums, total.get(place, [0.0] * 4), strict=True)]
-        return {place: [s[0] / max(s[1], 1), s[2] / max(s[3], 1)] for place, s in total.items()}
+                total[place] = [a + b for a, b in zip(sums, total.get(place, [0.0] * 5), strict=True)]
+        return {place: [s[0] / max(s[1], 1), s[2] / max(s[3], 1), s[4]] for place, s in total.items()}
 
 
 class Routing:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from .forward import Activations, Routing
 from .tolerance import Record
 
 Products = list[float]  # pairwise dot products of vectors: [aa, ab, ac, bb, bc, cc] for a, b and c
-Held = dict[tuple[str, Box], tuple[float, Products]]  # (name, box) -> (squared norm, dot products), on one rank
+# (name, box) -> (squared norm, dot products, types that can hold all values), on one rank
+Held = dict[tuple[str, Box], tuple[float, Products, set[str]]]
 
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative rounding error
 
 
@@ -29,12 +31,15 @@ class Probe(Callback):
     """Measures each step of a run after the backward and after the update.
 
     With `write`, the run is the reference, and saves its gradients and state as boxes in `folder`. Other runs compare
-    their tensors with these boxes. `disturb` perturbs the weights in each forward, to measure the reference's noise.
+    their tensors with these boxes. `noise` measures the reference's noise: of "products", with weights perturbed by
+    rounding errors of the compute dtype in each forward, or of "sums", with gradients perturbed by those of fp32.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path, *, write: bool, disturb: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, folder: Path, *, write: bool, noise: Literal["products", "sums"] | None
+    ) -> None:
         super().__init__(None, trainer)
-        self.runner, self.write, self.disturbs, self.step = trainer.runner, write, disturb, trainer.state.step
+        self.runner, self.write, self.noise, self.step = trainer.runner, write, noise, trainer.state.step
         self.group = self.runner.world.twin()
         self.activations, self.routing = Activations(self.runner.model, self.group), Routing(self.runner)
         self._restore: Callable[[], None] = lambda: None
@@ -48,7 +53,7 @@ class Probe(Callback):
     def before_step(self, batch: Step) -> None:
         self.activations.clear()
         self.routing.clear()
-        if self.disturbs:
+        if self.noise == "products":
             self._restore = self._disturb()
 
     def after_backward(self, batch: Step, loss: float) -> None:
@@ -72,8 +77,14 @@ class Probe(Callback):
                 "training": self.runner.model.training,
             }
         )
-        if self.disturbs and isinstance(optimizer, MatrixOptimizer):
-            self._round_otherwise(_EPSILONS[optimizer.dtype])
+        if self.noise == "sums":
+            # Sums differ by about 2**-23. More is added, so that every tensor has several weights whose bf16 rounding
+            # changes: with few such weights, chance would decide how large the noise is.
+            self._round_otherwise(lambda size: 2.0**-20)
+        if self.noise and isinstance(optimizer, MatrixOptimizer):
+            # Rounding alters a few elements of each tensor. Changing only the last bits would be enough for large
+            # matrices, but would rarely have an effect in small ones.
+            self._round_otherwise(lambda size: 8 * _EPSILONS[optimizer.dtype] / size)
 
     def after_update(self, moments: bool) -> None:
         """Record the weights and, with `moments`, the optimizer state. Collective."""
@@ -81,15 +92,17 @@ class Probe(Callback):
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
         now, before = self.reader("state"), self.reader("state", self.step - 1)
-        # Adam's update follows the sign of a gradient. Near zero, rounding decides that sign.
-        share = 0.0 if self.disturbs else _EPSILONS[self.runner.precision.dtype] ** 0.5
 
-        def products(w: Tensor, r: list[Tensor]) -> list[Tensor]:
+        def products(share: float, w: Tensor, r: list[Tensor]) -> list[Tensor]:
+            # Adam's update follows the sign of a gradient. Near zero, rounding decides that sign.
             sure = (r[2] == 0) | (r[2].abs() >= share * r[2].square().mean().sqrt())
             return [(w - r[0]) * sure, r[0] - r[1], r[1]]
 
         known = [s for s in parameters if (s.kind, s.name) in now.tensors]
-        self.steps[-1]["weights"] = self.measure(known, [now, before, self.reader("gradients")], products)
+        for key, dtype in (("weights", self.runner.precision.dtype), ("narrow_weights", torch.float32)):
+            share = 0.0 if self.noise else _EPSILONS[dtype] ** 0.5
+            readers = [now, before, self.reader("gradients")]
+            self.steps[-1][key] = self.measure(known, readers, partial(products, share))
         if moments:
             self.steps[-1] |= self.against(now, shards)
 
@@ -128,6 +141,7 @@ class Probe(Callback):
         off: parameter -> ranks with more than four times the smallest difference of any rank.
         apart: parameter -> largest distance between copies, relative to their norm.
         copies: parameter -> number of ranks that hold the parameter.
+        rounded: parameter -> `bfloat16` or `float16`, if all values have this type's precision.
         partial: parameters with elements that no rank holds.
         idle: ranks that hold no elements.
         """
@@ -143,7 +157,8 @@ class Probe(Callback):
                 data = piece.data.detach().cpu().double()
                 found = vectors(data, [other.data.double() for other in others])
                 products = [_dot(a, b) for i, a in enumerate(found) for b in found[i:]]
-                mine[shard.name, piece.box] = _dot(data, data), products
+                types = {name for name, dtype in _TYPES.items() if torch.equal(data.to(dtype).double(), data)}
+                mine[shard.name, piece.box] = _dot(data, data), products, types
         return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
@@ -164,14 +179,11 @@ class Probe(Callback):
             self.runner.model.zero_grad(set_to_none=True)
         return out
 
-    def _round_otherwise(self, epsilon: float) -> None:
-        """Change gradients just enough that rounding to precision `epsilon` alters a few elements of each tensor.
-
-        Changing only the last bits would be enough for large matrices, but would rarely have an effect in small ones.
-        """
+    def _round_otherwise(self, change: Callable[[int], float]) -> None:
+        """Change gradients by up to `change(number of elements)`, relative to each element."""
         for shard, piece in ((s, p) for s in self.runner.held.gradients() for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
-            piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
+            piece.data.mul_(1 + change(math.prod(shard.shape)) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
         """Perturb weights by up to one rounding error of the compute dtype; return a function that restores them."""
@@ -197,12 +209,15 @@ def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
     idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
     total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
     own: dict[str, dict[int, float]] = {}  # parameter -> rank -> squared difference
+    types: dict[str, set[str]] = {}
     for name, box in {key: None for held in gathered for key in held}:
         ranks = {rank: held[name, box] for rank, held in enumerate(gathered) if (name, box) in held}
-        (square, first), parts = next(iter(ranks.values())), own.setdefault(name, {})
+        (square, first, _), parts = next(iter(ranks.values())), own.setdefault(name, {})
         total[name] = [a + b for a, b in zip(first, total.get(name, [0.0] * len(first)), strict=True)]
         left[name], copies[name] = left[name] - box.numel, len(ranks)
-        for rank, (other, products) in ranks.items():
+        for rank, (other, products, possible) in ranks.items():
+            if other:  # zeros say nothing about the type
+                types[name] = types.get(name, {*_TYPES}) & possible
             parts[rank] = parts.get(rank, 0.0) + products[0]
             far = max(abs(math.sqrt(a) - math.sqrt(b)) for a, b in ((square, other), (first[0], products[0])))
             apart[name] = max(apart.get(name, 0.0), far / max(math.sqrt(square), 1e-30))
@@ -212,6 +227,7 @@ def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
         "off": {name: ranks for name, ranks in off.items() if ranks},
         "apart": apart,
         "copies": copies,
+        "rounded": {name: sorted(possible)[0] for name, possible in types.items() if possible},
         "partial": sorted(name for name, size in left.items() if size > 0),
         "idle": idle,
     }

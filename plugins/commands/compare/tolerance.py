@@ -72,35 +72,52 @@ def relative(products: list[float]) -> float:
     return Gap(products[0], products[1], products[-1] if len(products) == 3 else products[3]).relative
 
 
+def same_forward(record: Record, reference: Record) -> bool:
+    """Return True if all modules in the first step are called as often, with equal mean squares of all values."""
+    mine, theirs = record["steps"][0]["activations"], reference["steps"][0]["activations"]
+    return mine.keys() == theirs.keys() and all(
+        difference(a, b) <= 1e-12 for name in theirs for a, b in zip(mine[name], theirs[name], strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """Largest differences that count as rounding error: multiples of the reference's noise, with a floor per precision.
 
     The noise is the difference between the reference and a second run with the micro batches in reverse order and
-    the weights perturbed by up to one rounding error in each forward. docs/compare.md contains measurements.
+    the weights perturbed by up to one rounding error in each forward. docs/compare.md contains measurements. Limits are
+    narrow for a run whose forward has the same bits as the reference's: then only fp32 sums can differ, and in place of
+    the weights, the gradients are perturbed.
     """
 
-    numbers: float  # relative limit for losses and gradient norms
+    losses: float  # relative limit for losses
+    norms: float  # relative limit for gradient norms
     floor: float  # lower bound on a tensor's limit, relative to the norm of its gradient or update
     shows: float  # a relative error of the weights that is large enough to change gradients
     noise: Record | None = None  # None: only the floors apply
     small: float = 1e-7  # gradients below this fraction of the global gradient norm are only rounding error
     weights: float = 2.0**-22  # relative rounding error of fp32 weights over a few steps
+    least: float = 2e-6  # lower bound on relative limits for losses, gradient norms and mean squares of activations
+    mixed: float = 1e-4  # a gradient that is a weighted sum of others differs by this much in the compute dtype
+    is_narrow: bool = False
 
     @property
     def is_exact(self) -> bool:
         return self == EXACT
 
     @staticmethod
-    def of(dtype: str, reference: Record, noise: Record | None) -> "Tolerance":
-        least, most, floor, shows = (2e-6, 1e-3, 1e-5, 1e-4) if dtype == "fp32" else (2e-5, 2e-2, 2e-3, 0.5)
-        found = 0.0 if noise is None else max(number_difference(noise, reference, k) for k in ("loss", "grad_norm"))
-        return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)
+    def of(dtype: str, reference: Record, noise: Record | None, narrow: bool = False) -> "Tolerance":
+        fp32 = dtype == "fp32" or narrow
+        least, most, floor, shows = (2e-6, 1e-3, 1e-5, 1e-4) if fp32 else (2e-5, 2e-2, 2e-3, 0.5)
+        found = {key: number_difference(noise, reference, key) if noise else 0.0 for key in ("loss", "grad_norm")}
+        losses, norms = (max(least, min(_FACTOR * found[key], most)) for key in found)
+        mixed = 1e-4 if dtype == "fp32" else 2e-2
+        return Tolerance(losses, norms, floor, shows, noise, least=least, mixed=mixed, is_narrow=narrow)
 
     def random(self, reference: Record) -> bool:
         """Return True if the training loss minus router losses differs from the evaluation loss, as with dropout."""
         loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
-        return difference(None if loss is None else loss - added, reference["plain_loss"]) > max(self.numbers, 2e-6)
+        return difference(None if loss is None else loss - added, reference["plain_loss"]) > max(self.losses, 2e-6)
 
     def limits(self, step: int, group: str, kind: str | None = None) -> Callable[[str], float]:
         """Return a function from a tensor's name to its limit in a step: the largest relative difference allowed.
@@ -117,4 +134,4 @@ class Tolerance:
         return lambda name: max(self.floor, factor * max(finite.get(name, 0.0), median))
 
 
-EXACT = Tolerance(0.0, 0.0, 0.0, None, 0.0, 0.0)  # for `run.bitwise`: every difference is an error
+EXACT = Tolerance(0.0, 0.0, 0.0, 0.0, None, 0.0, 0.0, 0.0)  # for `run.bitwise`: every difference is an error

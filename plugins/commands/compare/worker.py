@@ -24,10 +24,11 @@ from crosstrain.training.worker import build_trainer
 
 from .probe import Probe, digests
 
-Role = Literal["reference", "noise", "contestant"]
+Role = Literal["reference", "noise", "noise of sums", "contestant"]
 
 # While a contestant trains, it does not log, validate or save.
 _HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
+_NOISES: dict[Role, Literal["products", "sums"]] = {"noise": "products", "noise of sums": "sums"}
 _MOST_PARTS = 16  # a step with more micro batches is not measured one micro batch at a time
 
 
@@ -52,7 +53,8 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     runner.setup()
     trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
     first = trainer.state.step
-    probe = Probe(trainer, job.folder, write=job.role == "reference", disturb=job.role == "noise")
+    noise = _NOISES.get(job.role)
+    probe = Probe(trainer, job.folder, write=job.role == "reference", noise=noise)
     trainer.hooks.callbacks["probe"] = probe
     record: dict[str, Any] = {}
     if job.resumed:
@@ -68,7 +70,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
         record["micro_batches"] = [[micro_batch.first_sample, micro_batch.num_targets] for micro_batch in step]
     rows: list[dict[str, Any]] = []
     for number, step_ in enumerate(islice(chain([step], batches), job.steps), 1):
-        batch = Step(reversed(step_)) if job.role == "noise" else step_
+        batch = Step(reversed(step_)) if noise else step_
         batch.numbers = step_.numbers
         metrics = trainer.train_step(iter([batch]))
         if metrics is None:

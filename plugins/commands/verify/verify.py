@@ -17,7 +17,7 @@ from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import model_on_meta
 from crosstrain.utils.processes import main_hidden
 
-from ..compare.compare import APART, Race, make_contestants, refusal
+from ..compare.compare import APART, Contestant, Race, make_contestants, refusal
 from ..compare.diagnosis import diagnose
 from ..compare.tolerance import Record, Tolerance, difference, number_difference
 from ..export.folder import export
@@ -54,7 +54,7 @@ def verify(
         race = Race(Path(folder), steps, deep=True)
         reference = race.begin(*first)
         for label, size, config in others:
-            yield from ((label, row) for row in _Acceptance(race, first[2], *reference, label, size, config).checks())
+            yield from ((label, row) for row in _Acceptance(race, first, *reference, label, size, config).checks())
 
 
 @dataclass
@@ -62,12 +62,17 @@ class _Acceptance:
     """Checks that compare a runner with the recorded reference."""
 
     race: Race
-    plain: Config  # configuration of the reference
+    first: Contestant  # the reference
     reference: Record
     tolerance: Tolerance
     label: str
     size: int
     config: Config
+
+    @property
+    def plain(self) -> Config:
+        """The configuration of the reference."""
+        return self.first[2]
 
     def checks(self) -> Iterator[Check]:
         """Yield the checks in the order of a run. If training differs, skip the remaining checks."""
@@ -100,18 +105,19 @@ class _Acceptance:
 
     def _train(self) -> tuple[str, str]:
         self.record = self.race.record(self.label, self.size, self.config, "contestant")
+        self.tolerance = self.race.limits(self.record, self.first, self.tolerance)
         trained = self.record | {"plain_loss": self.reference["plain_loss"], "later_loss": None}
         self.finding = diagnose(trained, self.reference, self.tolerance)
         if self.finding and self.finding.phase not in ("checkpoint", "export"):
             return "no", self.finding.sentence
-        rounding = f" (up to {self.tolerance.numbers:.0e} is rounding)" if self.record["exact"] else ""
+        rounding = f" (up to {self.tolerance.norms:.0e} is rounding)" if self.record["exact"] else ""
         return "yes", self._within(self.record) + rounding
 
     def _evaluate(self) -> tuple[str, str]:
         here, there = ([of["plain_loss"], of["later_loss"]] for of in (self.record, self.reference))
         if not self.record["exact"]:
             here, there = here[:1] * 2, there[:1] * 2
-        if max(map(difference, here, there)) <= self.tolerance.numbers:
+        if max(map(difference, here, there)) <= self.tolerance.losses:
             return "yes", f"loss {here[0]:.7g} before training, {here[1]:.7g} after it"
         return "no", f"losses {here[0]:.7g} and {here[1]:.7g} instead of {there[0]:.7g} and {there[1]:.7g}"
 
@@ -142,7 +148,7 @@ class _Acceptance:
         opened = Config.from_plain(plain)
         read = self.race.record(f"{self.label} read", 1, opened, "contestant", f"{folder}_read")["plain_loss"]
         found = f"loss {read:.7g} when loaded, {self.record['later_loss']:.7g} after training"
-        return "yes" if difference(read, self.record["later_loss"]) <= self.tolerance.numbers else "no", found
+        return "yes" if difference(read, self.record["later_loss"]) <= self.tolerance.losses else "no", found
 
     def _rest(self) -> tuple[str, str]:
         rest = ["several machines", f"precisions other than {self.plain.run.amp.dtype}", "later steps"]
