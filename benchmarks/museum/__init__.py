@@ -27,7 +27,8 @@ class Expected:
     phase: Phase | None = None  # first phase with wrong results; None: no results are wrong
     cause: str = ""  # regular expression that the cause must match, ignoring case
     parameter: str | None = None  # pattern of the canonical names of wrong tensors; None: (nearly) all of them, or none
-    project: Literal["gpt2", "still", "qwen", "chat", "packed", "adapter"] = "gpt2"  # `still`: gpt2 without dropout
+    # `still`: gpt2 without dropout; `muon`: `still` with Muon
+    project: Literal["gpt2", "still", "muon", "qwen", "experts", "chat", "packed", "adapter"] = "gpt2"
     steps: int = 3
     base: str = "ddp"  # the runner that the bug is added to
     options: dict[str, Any] = field(default_factory=dict)  # options of `base`

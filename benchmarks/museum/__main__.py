@@ -42,6 +42,15 @@ QWEN = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "rope_theta": 500000.0, "tie_word_embeddings": False,
 }  # fmt: skip
+EXPERTS = {
+    "arch": "causal_lm",
+    "config": {
+        "model_type": "qwen3_moe", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 RUN = {
     "output_dir": "out", "max_iters": 50, "lr_decay_iters": 50, "global_batch_size": 12, "micro_batch_size": 2,
     "init_lr": 1e-2, "weight_decay": 0.1, "grad_norm_clip": 0.5, "log_interval": 1, "device": "cpu", "trackers": [],
@@ -110,20 +119,22 @@ def write_projects(folder: Path) -> dict[str, Path]:
         "chat_template": TEMPLATE, "split": [80, 10, 10],
     }  # fmt: skip
     lora = {"name": "lora", "rank": 4, "alpha": 8}
-    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "gpt2": ({"dropout": 0.1}, plain),
-        "still": ({}, plain),
-        "qwen": (QWEN, plain),
-        "chat": ({}, chat),
-        "packed": ({}, chat | {"packing": True}),
-        "adapter": ({"adapter": lora}, plain),
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+        "gpt2": ({"dropout": 0.1}, plain, {}),
+        "still": ({}, plain, {}),
+        "muon": ({}, plain, {"optimizer": "muon"}),
+        "qwen": (QWEN, plain, {}),
+        "experts": (EXPERTS, plain, {}),
+        "chat": ({}, chat, {}),
+        "packed": ({}, chat | {"packing": True}, {}),
+        "adapter": ({"adapter": lora}, plain, {}),
     }
     paths = {}
-    for name, (model, data) in kinds.items():
+    for name, (model, data, run) in kinds.items():
         document = {
             "model": model if "arch" in model else MODEL | model,
             "datasets": {"data": data},
-            "run": RUN | {"plugins": [str(HERE)]},
+            "run": RUN | {"plugins": [str(HERE)]} | run,
         }
         paths[name] = folder / f"{name}.yaml"
         paths[name].write_text(yaml.safe_dump(document))
