@@ -38,8 +38,8 @@ def size_of_rounding(gaps: Iterable[Gap]) -> str | None:
 # ---- weights of micro batches
 
 
-def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarray) -> str:
-    """Describe the mistake that gives the micro batches these weights; the correct weight is 1.
+def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarray) -> str | None:
+    """Describe the mistake that gives the micro batches these weights; the correct weight is 1. None: no mistake.
 
     `micro_batches`: [first sample, number of targets] of each micro batch.
     """
@@ -58,7 +58,7 @@ def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarra
     }
     if np.ptp(weights) < 1e-2:  # the same weight for all
         factor = float(weights.mean())
-        return scaled(factor, None, record)
+        return scaled(factor, None, record) if abs(factor - 1) > 1e-2 else None
     parts = {f"the micro batches of rank {r}": rank == r for r in range(dp if dp > 1 else 0)}
     parts |= {f"the {name} micro batch of each rank": place == place[i] for name, i in (("first", 0), ("last", -1))}
     parts |= {f"the micro batch that begins with sample {sample}": samples == sample for sample in samples}

@@ -195,7 +195,8 @@ class _Judge:
 
     def _loss(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, number = row["loss"], row["step"]
-        if not self._differs(loss, theirs["loss"]):
+        limit = self.tolerance.least if self.tolerance.is_narrow and number == 1 else self.tolerance.losses
+        if difference(loss, theirs["loss"]) <= limit:
             return
         said = f"the loss of step {number} is {loss} instead of {theirs['loss']}"
         same = not self._wrong(number, step, expected) and not self._lacking(step, expected)
