@@ -58,7 +58,8 @@ def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarra
     }
     if np.ptp(weights) < 1e-2:  # the same weight for all
         factor = float(weights.mean())
-        return scaled(factor, None, record) if abs(factor - 1) > 1e-2 else None
+        said = usual_scale(factor, record) or f"the sum of the micro batches, {factor:.4g} times"
+        return f"it is {said}" if abs(factor - 1) > 1e-2 else None
     parts = {f"the micro batches of rank {r}": rank == r for r in range(dp if dp > 1 else 0)}
     parts |= {f"the {name} micro batch of each rank": place == place[i] for name, i in (("first", 0), ("last", -1))}
     parts |= {f"the micro batch that begins with sample {sample}": samples == sample for sample in samples}
@@ -104,7 +105,9 @@ def usual_scale(ratio: float, record: Record) -> str | None:
 
 def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
     """Explain why the gradients of the parameters `names` (None: all) are `ratio` times as large as expected."""
-    usual = usual_scale(ratio, record)
+    usual, power = usual_scale(ratio, record), math.log2(ratio) if ratio > 0 else 0.5
+    if abs(power) >= 4 and abs(power - round(power)) < 1e-4:
+        return f"multiplied by 2**{power:.0f}, as by a loss scale that is multiplied or divided once too often"
     if abs(ratio) < 1e-3:
         return "left out of the backward, or set to zero"
     if names is None:
