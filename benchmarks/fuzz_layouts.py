@@ -71,6 +71,11 @@ class How:
     next_runner: str = '{"name": "ddp"}'
     next_ranks: int = 1
 
+    @property
+    def layouts(self) -> str:
+        """Both runners."""
+        return self.runner + self.next_runner * bool(self.change)
+
 
 ONE = '{"name": "ddp"}', 1
 SIMPLEST = What("gpt2", "text", "fp32", "adamw", False, False, "none", 4, 1, 0.0, 0, 1)
@@ -129,25 +134,27 @@ def draw_runner(rng: random.Random, what: What) -> tuple[str, int]:
     return json.dumps(runner), ranks
 
 
-def draw_how(rng: random.Random, what: What) -> How:
+def draw_how(rng: random.Random, what: What, steps: int = STEPS) -> How:
     runner, ranks = draw_runner(rng, what)
     how = How(rng.random() < 0.8, runner, ranks)
     if rng.random() < 0.3:
         next_runner, next_ranks = draw_runner(rng, what)
-        how = replace(how, change=rng.randrange(1, STEPS), next_runner=next_runner, next_ranks=next_ranks)
+        how = replace(how, change=rng.randrange(1, steps), next_runner=next_runner, next_ranks=next_ranks)
     return how
 
 
 class Fuzzer:
-    """Runs and judges combinations in a folder."""
+    """Runs and judges combinations of `steps` steps in a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, steps: int = STEPS) -> None:
+        self.folder, self.steps = folder, steps
         self.data = write_data(folder / "data")
         self.references: dict[bool, tuple[What, Refused | None]] = {}  # bitwise or not -> what its run has trained
 
     def judge(self, what: What, how: How) -> str:
         """Return "equal", "close", "refused: SENTENCE" or "FAILED: REASON"."""
+        if not how.bitwise and ("tensor_parallel" in how.layouts or "context_parallel" in how.layouts):
+            what = replace(what, dropout=False)  # ranks that share samples draw their own random numbers
         try:
             one = self._one(what, how.bitwise)
             run = self._run(what, how, "run")
@@ -182,14 +189,14 @@ class Fuzzer:
         run = self.folder / name
         shutil.rmtree(run, ignore_errors=True)
         project = self._project(what)
-        parts = [(how.runner, how.ranks, how.change or STEPS)]
+        parts = [(how.runner, how.ranks, how.change or self.steps)]
         if how.change:
-            parts.append((how.next_runner, how.next_ranks, STEPS))
+            parts.append((how.next_runner, how.next_ranks, self.steps))
         on = {"mode": "on", **({"width": what.width} if what.width else {})}
         bitwise = json.dumps(on) if how.bitwise else "false"
         for runner, ranks, last in parts:
             options = [f"run.bitwise={bitwise}", f"run.runner={runner}", f"run.output_dir={run}"]
-            train(project, [*options, f"run.max_iters={last}", f"run.lr_decay_iters={STEPS}"], ranks, seconds=120)
+            train(project, [*options, f"run.max_iters={last}", f"run.lr_decay_iters={self.steps}"], ranks, seconds=120)
         return run
 
     def _project(self, what: What) -> Path:
@@ -204,7 +211,7 @@ class Fuzzer:
         run = {
             "device": "cpu", "amp": what.amp, "optimizer": what.optimizer, "global_batch_size": what.batch,
             "micro_batch_size": what.micro_batch, "grad_norm_clip": what.clip, "seed": what.seed, "save_interval": 1,
-            "keep_last": 1, "init_lr": 3e-3, "log_interval": 1, "max_iters": STEPS,
+            "keep_last": 1, "init_lr": 3e-3, "log_interval": 1, "max_iters": self.steps,
             "gradient_checkpointing": what.checkpointing, **DATA.get(what.data, {}),
         }  # fmt: skip
         return write_project(self.folder / "project.yaml", model, self.data[what.data], run)

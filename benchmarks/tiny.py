@@ -37,8 +37,9 @@ LORA = {"name": "lora", "rank": 4, "dropout": 0.1}
 
 
 def causal_lm(family: str, **config: Any) -> dict[str, Any]:
-    """Return a tiny model of a family of transformers."""
-    return {"arch": "causal_lm", "config": {"model_type": family, **_SIZES, **config}}
+    """Return a tiny model of a family of transformers. A value of None leaves a key out."""
+    config = {"model_type": family, **_SIZES, **config}
+    return {"arch": "causal_lm", "config": {key: value for key, value in config.items() if value is not None}}
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_tied": causal_lm("qwen3", head_dim=8, tie_word_embeddings=True),
     "llama": causal_lm("llama"),
     "mistral": causal_lm("mistral", sliding_window=16, head_dim=8),
-    "gpt_neox": causal_lm("gpt_neox"),
+    "gpt_neox": causal_lm("gpt_neox", num_key_value_heads=None),
     "olmo2": causal_lm("olmo2"),
     "qwen3_moe": causal_lm("qwen3_moe", **_EXPERTS),
     "images": {"arch": "blip2_qwen", **{part: {**IMAGES[part], "freeze": False} for part in _PARTS}},

@@ -184,7 +184,9 @@ class AdaptedExport(Around):
         targets = [self.model.weights.canonical_name(name) for name in self.adapter.targets]
         settings = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
         settings |= {"init_lora_weights": True}
-        write_json(folder / _CONFIG, self.adapter.config.to_dict() | settings | {"target_modules": targets})
+        config = self.adapter.config.to_dict() | settings | {"target_modules": targets}
+        # peft turns lists into sets for models with renamed weights, such as mixtures of experts.
+        write_json(folder / _CONFIG, {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()})
         tensors = {_saved_name(name): read(name) for name in sorted(names) if is_adapter(name)}
         write_safetensors(folder / _WEIGHTS, tensors)
 

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class Blip2Qwen(Model):
         language_model: Language = field(default_factory=Language)
 
     options: Options
+    base_model_prefix: ClassVar = ""  # as in TransformersModel
 
     def __init__(self, options: Options) -> None:
         self.folders = weights.folders(options)

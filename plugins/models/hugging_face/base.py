@@ -7,7 +7,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Interval
@@ -69,6 +69,7 @@ class TransformersModel(LanguageModel):
     """
 
     lm: PreTrainedModel
+    base_model_prefix: ClassVar = ""  # transformers reads this of a model with an adapter, to scope renamed weights
 
     def __init__(self, options: Any, config: PreTrainedConfig, lm: PreTrainedModel, source: Path | None) -> None:
         """Wrap `lm`. `config` is not padded. `source`: folder of the initial weights; None: random initialization."""

@@ -95,6 +95,12 @@ class TreeBackend(Backend):
             self.allreduce([tensor], opts)
         return _done(tensors)
 
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """Sum on all ranks; the caller reads the result on one of them."""
+        if _is_float_sum(tensors[0], opts.reduceOp):
+            return self.allreduce(tensors, opts)
+        return self.inner.reduce(tensors, opts)
+
     def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any) -> dist.Work:
         if not _is_float_sum(given, opts.reduceOp):
             return self.inner._reduce_scatter_base(out, given, opts)
