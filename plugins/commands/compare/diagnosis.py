@@ -1,14 +1,13 @@
 """Find the earliest difference between two recorded runs, and the likely cause of this difference."""
 
 import math
-import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import causes
 from .forward import flipped
-from .tolerance import Gap, Record, Tolerance, difference, steps_of
+from .tolerance import Gap, Record, Tolerance, copies_apart, difference, listed, numbered, steps_of, usual_difference
 
 Phase = Literal[
     "samples", "forward", "gradients", "norm", "learning rate", "update", "state", "evaluation", "checkpoint", "export",
@@ -129,7 +128,7 @@ class _Judge:
         number = row["step"]
         mine, wanted = step["data"], expected["data"]
         if [*mine] != [*wanted]:
-            here, there = (_numbers([int(n) for n in found]) for found in (mine, wanted))
+            here, there = (numbered([int(n) for n in found]) for found in (mine, wanted))
             yield self._finding(
                 "samples",
                 f"the micro batches of step {number} begin with samples {here} instead of {there}",
@@ -169,12 +168,7 @@ class _Judge:
         """Describe the first place in the forward that differs, and return the parameters there."""
         noise = {} if self.tolerance.noise is None else steps_of(self.tolerance.noise)[number]["activations"]
         before = "the batch"
-        apart = [
-            difference(a, b)
-            for m, found in noise.items()
-            for a, b in zip(found, expected["activations"][m], strict=True)
-        ]
-        usual = statistics.median(apart) if apart else 0.0
+        usual = usual_difference(noise, expected["activations"])
         for module, theirs in expected["activations"].items():
             mine, rounding = step["activations"].get(module, theirs), noise.get(module, theirs)
             names = [n for n in self.record["names"] if n.rpartition(".")[0] == module]
@@ -252,7 +246,7 @@ class _Judge:
         if idle := measured["idle"]:
             yield self._finding(
                 "state",
-                f"rank {_numbers(idle)} reports no {what}",
+                f"rank {numbered(idle)} reports no {what}",
                 "look at held.shards, held.gradients and held.state",
                 off=idle,
             )
@@ -296,10 +290,10 @@ class _Judge:
 
     def _gradients(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
         mine, off, when = step["gradients"]["products"], step["gradients"]["off"], f"in step {number} "
-        if apart := _apart(step["gradients"], self.tolerance.floor):
+        if apart := copies_apart(step["gradients"], self.tolerance.floor):
             yield self._finding(
                 "gradients",
-                f"{when}the ranks hold different gradients of {_list(apart)}",
+                f"{when}the ranks hold different gradients of {listed(apart)}",
                 "a missing all-reduce, so each rank trains its own model",
                 apart,
                 off,
@@ -307,7 +301,7 @@ class _Judge:
         if lacking := self._lacking(step, expected):
             yield self._finding(
                 "gradients",
-                f"{when}there is no gradient of {'a part of ' * (lacking[0] in mine)}{_list(lacking)}",
+                f"{when}there is no gradient of {'a part of ' * (lacking[0] in mine)}{listed(lacking)}",
                 "frozen or lost in wrapping, or not reported by `gradients`",
                 lacking,
             )
@@ -315,7 +309,7 @@ class _Judge:
         if not wrong:
             return
         gaps = {name: Gap(*mine[name]) for name in wrong}
-        worst, said = gaps[wrong[0]], f"{when}the gradient of {_list(wrong)} differs"
+        worst, said = gaps[wrong[0]], f"{when}the gradient of {listed(wrong)} differs"
         rounded = causes.rounded(step["gradients"], expected["gradients"], wrong)
         ratio = None if rounded else causes.multiple([*gaps.values()])
         nonzero = sum(Gap(*p).rr > 0 for p in mine.values())
@@ -370,10 +364,10 @@ class _Judge:
         limit_of = self.tolerance.limits(number, "weights")
         measured = step["narrow_weights" if self.tolerance.is_narrow else "weights"]
         weights, off = measured["products"], measured["off"]
-        if apart := _apart(measured, self.tolerance.weights):
+        if apart := copies_apart(measured, self.tolerance.weights):
             yield self._finding(
                 "update",
-                f"after step {number} the ranks hold different weights of {_list(apart)}",
+                f"after step {number} the ranks hold different weights of {listed(apart)}",
                 "an update that does not reach the other ranks",
                 apart,
                 off,
@@ -389,7 +383,7 @@ class _Judge:
         wrong = sorted(excess, key=lambda name: -excess[name])
         worst = gaps[wrong[0]]
         by = f"(off by {worst.relative:.1e} of the update)" if worst.rr else "(the reference's do not change)"
-        said = f"step {number} updates {_list(wrong)} differently {by}, with equal gradients and rates"
+        said = f"step {number} updates {listed(wrong)} differently {by}, with equal gradients and rates"
         if self._unseen(number + 1, sum(weights[n][0] for n in wrong), weights):
             yield self._finding(
                 "state",
@@ -448,7 +442,7 @@ class _Judge:
             names = [*dict.fromkeys(entry.rpartition(" of ")[2] for entry in entries)]
             if entries:
                 yield self._finding(
-                    phase, f"{when} {verb} {_list(entries)}", "look at held.shards and held.state", names
+                    phase, f"{when} {verb} {listed(entries)}", "look at held.shards and held.state", names
                 )
         quiet = set() if exact else self._still(number)
         for kind, measured in step["state"].items():
@@ -456,10 +450,10 @@ class _Judge:
                 continue
             limit_of = self.tolerance.limits(number, "state", kind)
             what = "weight" if kind == "param" else f"optimizer's {kind}"
-            if apart := _apart(measured, 0.0 if exact else self.tolerance.weights):
+            if apart := copies_apart(measured, 0.0 if exact else self.tolerance.weights):
                 yield self._finding(
                     phase,
-                    f"{when} differs between ranks in the {what} of {_list(apart)}",
+                    f"{when} differs between ranks in the {what} of {listed(apart)}",
                     "each rank must read and update all copies that it holds",
                     apart,
                     measured["off"],
@@ -475,7 +469,7 @@ class _Judge:
                 continue
             wrong = sorted(excess, key=lambda name: -excess[name])
             off, found = measured["off"], [gaps[name] for name in wrong]
-            what = f"the {what} of {_list(wrong)}"
+            what = f"the {what} of {listed(wrong)}"
             if not exact:
                 said = f"after step {number} {what} differs, with equal gradients"
                 rounded = causes.rounded(measured, self.steps[number]["state"][kind], wrong)
@@ -494,17 +488,3 @@ class _Judge:
             elif (ratio := causes.multiple(found)) is not None:
                 cause = f"it is scaled by {ratio:.4g}"
             yield self._finding(phase, said, cause, wrong, off)
-
-
-def _apart(measured: Record, most: float) -> list[str]:
-    """Return the parameters with copies that differ between ranks by more than `most`, largest difference first."""
-    apart = measured["apart"]
-    return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
-
-
-def _numbers(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
-
-
-def _list(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"

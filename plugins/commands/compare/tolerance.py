@@ -72,6 +72,28 @@ def relative(products: list[float]) -> float:
     return Gap(products[0], products[1], products[-1] if len(products) == 3 else products[3]).relative
 
 
+def copies_apart(measured: Record, most: float) -> list[str]:
+    """Return the parameters with copies that differ between ranks by more than `most`, largest difference first."""
+    apart = measured["apart"]
+    return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
+
+
+def usual_difference(mine: Record, theirs: Record) -> float:
+    """Return the median difference of the modules' mean squares; 0 without modules."""
+    found = [0.0]
+    for module, means in mine.items():
+        found += map(difference, means[:2], theirs[module][:2])
+    return statistics.median(found)
+
+
+def numbered(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+
+
+def listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
+
+
 def same_forward(record: Record, reference: Record) -> bool:
     """Return True if all modules in the first step are called as often, with equal mean squares of all values."""
     mine, theirs = record["steps"][0]["activations"], reference["steps"][0]["activations"]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import ConfigError, Model
-from crosstrain.utils.rng import derive_seed
+from crosstrain import ConfigError, Model, derive_seed
 
 from ..megatron.plan import Resolved, resolve, shard_specs, user_of
 from ..megatron.tensor_parallel import local
