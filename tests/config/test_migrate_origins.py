@@ -17,7 +17,7 @@ import torch
 import yaml
 from crosstrain_plugins.builtin.commands.migrate.foreign_keys import foreign_hint, origins
 from crosstrain_plugins.builtin.commands.migrate.migration import migrate
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT, ROOT, Workspace
@@ -764,6 +764,7 @@ def texts(tree: Any) -> list[str]:
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(name="megatron_lm", section="", added={"data_path": {"pipe:touch ran": None, "${oc.env:HOME}": None}})
 @given(name=st.sampled_from(sorted(LEAST)), section=st.sampled_from(["", *sorted(SECTIONS)]),
        added=st.dictionaries(NAMES, VALUES, min_size=1, max_size=5))  # fmt: skip
 def test_nothing_of_a_strangers_file_acts(tmp_path: Path, name: str, section: str, added: dict[str, Any]) -> None:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
-from fixtures_ranks import mostly_slow
+from fixtures_ranks import mostly_slow, run_ranks
 
 STEPS, LAYOUTS = 2, 5
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(10), [7, 9]))
-def test_every_layout_is_equal_to_one_process_or_refused(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def judged(seed: int, folder: str) -> list[str]:
+    """Run in a process that has not computed gradients yet, so that it can fork ranks: return the verdicts."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     import fuzz_layouts as fuzz  # type: ignore[import-not-found]
 
     rng = random.Random(seed)
     what = replace(fuzz.draw_what(rng), batch=4, micro_batch=1)
-    fuzzer = fuzz.Fuzzer(tmp_path, STEPS)
-    for how in [fuzz.draw_how(rng, what, STEPS) for _ in range(LAYOUTS)]:
-        verdict = fuzzer.judge(what, how)
-        assert not verdict.startswith("FAILED"), f"{verdict}\n{what}\n{how}"
+    fuzzer = fuzz.Fuzzer(Path(folder), STEPS)
+    layouts = [fuzz.draw_how(rng, what, STEPS) for _ in range(LAYOUTS)]
+    return [f"{fuzzer.judge(what, how)}\n{what}\n{how}" for how in layouts]
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(10), [7, 9]))
+def test_layouts_are_equal_to_one_process_or_refused(seed: int, tmp_path: Path) -> None:
+    (verdicts,) = run_ranks(1, judged, seed, str(tmp_path), seconds=600)
+    assert [verdict for verdict in verdicts if verdict.startswith("FAILED")] == []

@@ -44,7 +44,9 @@ class _Tree(dict[str, Any]):
         self._at, self._account = at, {} if False in (tree.get("enabled"), tree.get("enable")) else account
         for name, value in tree.items():
             key = (*at, str(name))
-            if isinstance(value, dict):
+            if _acts(key[-1]):  # templates also read names, such as paths with weights
+                self._account[key] = [value, False]
+            elif isinstance(value, dict):
                 self[key[-1]] = _Tree(value, changes, key, self._account)
             else:
                 self._account[key] = [value, False]
