@@ -213,6 +213,7 @@ def test_expired_credentials_are_one_sentence_and_lose_nothing(bucket: Bucket, m
     assert complete() == [2, 4]
 
 
+@pytest.mark.slow
 def test_damage_in_the_bucket_is_found_when_it_is_read(bucket: Bucket, machines: Iterator[Machine]) -> None:
     next(machines).train()
     bucket.requests.clear()

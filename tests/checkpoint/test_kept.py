@@ -47,7 +47,6 @@ CASES = [
     *(f"{model}{start} on {data}" for model in FAMILIES for start in ("", " pretrained") for data in LANGUAGE_DATA),
     *(f"blip2_qwen{start} on {data}" for start in ("", " pretrained", " frozen") for data in SEEING_DATA),
 ]  # fmt: skip
-QUICK = {("qwen pretrained on instructions", "fsdp")}
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +150,8 @@ def check(found: Mapping[str, torch.Tensor], truth: dict[str, np.ndarray]) -> No
         assert np.array_equal(there, value), name
 
 
-@pytest.mark.parametrize(
-    ("case", "runner"),
-    [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in product(CASES, ["ddp", "fsdp"])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "runner"), list(product(CASES, ["ddp", "fsdp"])))
 def test_what_was_trained_is_what_is_opened(place: Path, tmp_path: Path, case: str, runner: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -133,6 +133,7 @@ def recipe_options(source: Path, **more: Any) -> PrepareOptions:
     return Checker(lambda key: ".".join(key)).dataclass(PrepareOptions, tree, ())
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_files(corpus: Path, tmp_path: Path) -> None:
     alone = prepare(recipe_options(corpus), tmp_path / "one", False)
     prepare(recipe_options(corpus, workers=2), tmp_path / "two", False)

@@ -8,6 +8,7 @@ from conftest import Workspace
 from fixtures_ranks import train
 
 
+@pytest.mark.slow
 def test_micro_batch_size_changes_nothing_without_dropout(workspace: Workspace) -> None:
     whole = train(workspace.project, "whole", "model.dropout=0.0", "run.micro_batch_size=8")
     parts = train(workspace.project, "parts", "model.dropout=0.0", "run.micro_batch_size=1")

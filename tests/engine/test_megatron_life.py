@@ -70,6 +70,7 @@ def test_any_layout_goes_on_from_any_other(uninterrupted: tuple[Workspace, Run],
     assert relative(resumed.column("loss"), one.column("loss")) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_no_padding_and_nothing_twice(uninterrupted: tuple[Workspace, Run]) -> None:
     workspace, one = uninterrupted
     written = Reader.open(begin(workspace, "megatron_tp2@2") / "checkpoints" / "step_000010")

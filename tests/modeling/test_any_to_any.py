@@ -85,7 +85,7 @@ def read(checkpoint: Path) -> Tensors:
     return out
 
 
-@pytest.mark.parametrize("name", mostly_slow(RUNNERS, ["zero1@2"]))
+@pytest.mark.parametrize("name", mostly_slow(RUNNERS, []))
 def test_readers_hold_what_was_written_and_writers_write_what_they_hold(
     uninterrupted: tuple[Workspace, Run], name: str
 ) -> None:
