@@ -99,9 +99,11 @@ class Probe(Callback):
             return [(w - r[0]) * sure, r[0] - r[1], r[1]]
 
         known = [s for s in parameters if (s.kind, s.name) in now.tensors]
-        for key, dtype in (("weights", self.runner.precision.dtype), ("narrow_weights", torch.float32)):
+        readers, dtypes = [now, before, self.reader("gradients")], {"weights": self.runner.precision.dtype}
+        if dtypes["weights"] != torch.float32:
+            dtypes["narrow_weights"] = torch.float32
+        for key, dtype in dtypes.items():
             share = 0.0 if self.noise else _EPSILONS[dtype] ** 0.5
-            readers = [now, before, self.reader("gradients")]
             self.steps[-1][key] = self.measure(known, readers, partial(products, share))
         if moments:
             self.steps[-1] |= self.against(now, shards)

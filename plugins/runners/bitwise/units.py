@@ -51,20 +51,24 @@ def check_units(model: Model, over: dict[str, str], width: int) -> None:
 def _check_dropout(model: Model, name: str) -> None:
     """Refuse dropout between sharded layers that `Units` cannot draw for each unit."""
     user = user_of(model, name)
-    for key, rate in vars(model.get_submodule(user)).items():
-        if "drop" in key and isinstance(rate, float) and rate and "att" not in key:
+    for key, rate in _rates(model.get_submodule(user)).items():
+        if "att" not in key:
             raise ConfigError(
                 f"run.bitwise.width: {model.weights.canonical_name(user)}.{key} is {rate:g}, but only dropout of "
                 f"attention and of adapters can be drawn for each unit; set it to 0"
             )
 
 
+def _rates(module: nn.Module) -> dict[str, float]:
+    """Return the dropout rates above zero that a module keeps as plain attributes."""
+    return {key: rate for key, rate in vars(module).items() if "drop" in key and isinstance(rate, float) and rate}
+
+
 def _drops_attention(model: Model, plan: Resolved) -> bool:
     for user in {user_of(model, name) for name in plan.modules}:
         module = model.get_submodule(user)
-        rates = [rate for key, rate in vars(module).items() if "drop" in key and isinstance(rate, float)]
-        rates += [child.p for key, child in module.named_children() if isinstance(child, nn.Dropout) and "att" in key]
-        if any(rates):
+        rates = [child.p for key, child in module.named_children() if isinstance(child, nn.Dropout) and "att" in key]
+        if _rates(module) or any(rates):
             return True
     return False
 
