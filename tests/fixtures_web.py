@@ -25,6 +25,7 @@ class Server(ThreadingHTTPServer):
         self.cut: int | None = None
         self.etag = '"one"'
         self.at_once = self.most_at_once = 0
+        self.hold = 0.0  # seconds that each request waits for its answer
         self.lock = threading.Lock()
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
@@ -52,25 +53,24 @@ class Handler(BaseHTTPRequestHandler):
             server.most_at_once = max(server.most_at_once, server.at_once)
             failing = 0 if head else server.failures.get(self.path, 0)
             server.failures[self.path] = max(0, server.failures.get(self.path, 0) - bool(failing))
-        try:
-            status, kind, body = (
-                (503, "text/plain", b"") if failing else server.content.get(self.path, (404, "text/plain", b""))
-            )
-            start = 0
-            if status == 200 and (asked := self.headers.get("Range")) and self.headers.get("If-Range") == server.etag:
-                status, start = 206, int(asked.removeprefix("bytes=").removesuffix("-"))
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body) - start))
-            self.send_header("ETag", server.etag)
-            self.end_headers()
-            if head:
-                return
-            cut, server.cut = server.cut, None
-            self.wfile.write(body[start : cut and start + cut])
-        finally:
-            with server.lock:
-                server.at_once -= 1
+        time.sleep(server.hold)
+        with server.lock:  # before the answer: its reader may send the next request before this thread goes on
+            server.at_once -= 1
+        status, kind, body = (
+            (503, "text/plain", b"") if failing else server.content.get(self.path, (404, "text/plain", b""))
+        )
+        start = 0
+        if status == 200 and (asked := self.headers.get("Range")) and self.headers.get("If-Range") == server.etag:
+            status, start = 206, int(asked.removeprefix("bytes=").removesuffix("-"))
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body) - start))
+        self.send_header("ETag", server.etag)
+        self.end_headers()
+        if head:
+            return
+        cut, server.cut = server.cut, None
+        self.wfile.write(body[start : cut and start + cut])
 
     def log_message(self, *_: Any) -> None:
         pass

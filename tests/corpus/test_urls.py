@@ -85,6 +85,7 @@ def test_a_host_is_asked_one_thing_at_a_time_and_again_after_an_error(server: Se
     for n in range(4):
         server.content[f"/{n}"] = page(n)
     server.failures["/2"] = 1
+    server.hold = 0.02  # requests at the same time would overlap
     (tmp_path / "list.txt").write_text("\n".join(server.url(f"/{n}") for n in range(4)))
     found = reader(tmp_path / "list.txt", delay=0.05, hosts=8)
     found.fetch(tmp_path / "fetched", False)
