@@ -253,6 +253,8 @@ class _Judge:
 
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
         """Return the parameters with a wrong gradient in a step, most informative first."""
+        if self.tolerance.is_exact:
+            return self._sorted(dict.fromkeys(self._unequal(step["gradients"], expected["gradients"]), 0.0))
         limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
         floor = self._floor(theirs)
@@ -262,6 +264,11 @@ class _Judge:
             if gap.relative > limit and not gap.dd <= (limit * math.sqrt(gap.rr) + floor) ** 2:
                 excess[name] = gap.relative / max(limit, 1e-30)
         return self._sorted(excess)
+
+    def _unequal(self, measured: Record, expected: Record) -> list[str]:
+        """Return the tensors with different hashes if every difference is an error, else []."""
+        mine, theirs = measured["hashes"], expected["hashes"]
+        return [name for name in mine if self.tolerance.is_exact and mine[name] != theirs.get(name)]
 
     def _floor(self, gradients: dict[str, list[float]]) -> float:
         """Return the norm below which a gradient is only rounding error, from the products of a step's gradients."""
@@ -373,10 +380,11 @@ class _Judge:
                 off,
             )
         excess, gaps, quiet = dict[str, float](), dict[str, Gap](), self._still(number)
+        unequal = self._unequal(measured, expected["weights"])
         for name, (dd, dm, _, mm, _, ww) in weights.items():
             gaps[name] = Gap(dd, dm, mm)
             limit = limit_of(name) * math.sqrt(mm) + self.tolerance.weights * math.sqrt(ww)
-            if name not in quiet and not math.sqrt(dd) <= limit:
+            if name in unequal or (name not in quiet and not math.sqrt(dd) <= limit):
                 excess[name] = math.sqrt(dd) / max(limit, 1e-30) if math.isfinite(dd) else math.inf
         if not excess:
             return
@@ -460,10 +468,11 @@ class _Judge:
                 )
             gaps = {name: Gap(*products) for name, products in measured["products"].items()}
             limits = {n: 0.0 if exact or kind == "step" else limit_of(n) for n in gaps}
+            unequal = [] if exact else self._unequal(measured, self.steps[number]["state"][kind])
             excess = {
                 n: gap.relative / max(limits[n], 1e-9)
                 for n, gap in gaps.items()
-                if n not in quiet and gap.relative > limits[n]
+                if n in unequal or (n not in quiet and gap.relative > limits[n])
             }
             if not excess:
                 continue

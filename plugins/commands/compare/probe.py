@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import sys
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,8 +21,8 @@ from .forward import Activations, Routing
 from .tolerance import Record
 
 Products = list[float]  # pairwise dot products of vectors: [aa, ab, ac, bb, bc, cc] for a, b and c
-# (name, box) -> (squared norm, dot products, types that can hold all values), on one rank
-Held = dict[tuple[str, Box], tuple[float, Products, set[str]]]
+# (name, box) -> (squared norm, dot products, types that can hold all values, hash), on one rank
+Held = dict[tuple[str, Box], tuple[float, Products, set[str], int]]
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative rounding error
@@ -103,7 +104,7 @@ class Probe(Callback):
         if dtypes["weights"] != torch.float32:
             dtypes["narrow_weights"] = torch.float32
         for key, dtype in dtypes.items():
-            share = 0.0 if self.noise else _EPSILONS[dtype] ** 0.5
+            share = 0.0 if self.noise or self.runner.run.bitwise.enabled else _EPSILONS[dtype] ** 0.5
             self.steps[-1][key] = self.measure(known, readers, partial(products, share))
         if moments:
             self.steps[-1] |= self.against(now, shards)
@@ -140,6 +141,7 @@ class Probe(Callback):
         returns must be the difference.
 
         products: parameter -> dot products of the vectors; each element is counted once.
+        hashes: parameter -> hash of all bits; sharding does not change it.
         off: parameter -> ranks with more than four times the smallest difference of any rank.
         apart: parameter -> largest distance between copies, relative to their norm.
         copies: parameter -> number of ranks that hold the parameter.
@@ -160,7 +162,7 @@ class Probe(Callback):
                 found = vectors(data, [other.data.double() for other in others])
                 products = [_dot(a, b) for i, a in enumerate(found) for b in found[i:]]
                 types = {name for name, dtype in _TYPES.items() if torch.equal(data.to(dtype).double(), data)}
-                mine[shard.name, piece.box] = _dot(data, data), products, types
+                mine[shard.name, piece.box] = _dot(data, data), products, types, _hash(shard, piece)
         return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
@@ -211,21 +213,24 @@ def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
     idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
     total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
     own: dict[str, dict[int, float]] = {}  # parameter -> rank -> squared difference
-    types: dict[str, set[str]] = {}
+    types, hashes = dict[str, set[str]](), dict[str, int]()
     for name, box in {key: None for held in gathered for key in held}:
         ranks = {rank: held[name, box] for rank, held in enumerate(gathered) if (name, box) in held}
-        (square, first, _), parts = next(iter(ranks.values())), own.setdefault(name, {})
+        (square, first, _, code), parts = next(iter(ranks.values())), own.setdefault(name, {})
+        hashes[name] = (hashes.get(name, 0) + code) % 2**64
         total[name] = [a + b for a, b in zip(first, total.get(name, [0.0] * len(first)), strict=True)]
         left[name], copies[name] = left[name] - box.numel, len(ranks)
-        for rank, (other, products, possible) in ranks.items():
+        for rank, (other, products, possible, others) in ranks.items():
             if other:  # zeros say nothing about the type
                 types[name] = types.get(name, {*_TYPES}) & possible
             parts[rank] = parts.get(rank, 0.0) + products[0]
             far = max(abs(math.sqrt(a) - math.sqrt(b)) for a, b in ((square, other), (first[0], products[0])))
-            apart[name] = max(apart.get(name, 0.0), far / max(math.sqrt(square), 1e-30))
+            bits = sys.float_info.min if others != code else 0.0  # above zero also if the norms are equal
+            apart[name] = max(apart.get(name, 0.0), bits, far / max(math.sqrt(square), 1e-30))
     off = {n: [r for r, d in p.items() if not d <= 16 * min(p.values()) + 1e-30] for n, p in own.items()}
     return {
         "products": total,
+        "hashes": hashes,
         "off": {name: ranks for name, ranks in off.items() if ranks},
         "apart": apart,
         "copies": copies,
@@ -237,6 +242,21 @@ def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
 
 def _dot(a: Tensor, b: Tensor) -> float:
     return (a.detach().cpu().double() * b.cpu().double()).sum().item()
+
+
+def _hash(shard: Shard, piece: Piece) -> int:
+    """Return a sum of hashes of a piece's elements, as fp32 numbers, and of their places in the whole tensor.
+
+    A sum of whole numbers modulo 2**64 does not depend on the order, so hashes of pieces can be added. The hash of an
+    element is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014).
+    """
+    places = torch.arange(math.prod(shard.shape)).view(shard.shape)[piece.box.slices_in(Box.whole(shard.shape))]
+    bits = piece.data.detach().to("cpu", torch.float32).contiguous().view(torch.int32)
+    mixed = (places << 32) ^ bits
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return int((mixed ^ (mixed >> 31)).sum()) % 2**64
 
 
 def _signs(shard: Shard, box: Box) -> Tensor:
