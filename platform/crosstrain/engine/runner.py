@@ -308,8 +308,8 @@ def runner_class(run: RunOptions) -> type[Runner]:
     variant = getattr(import_module(module), name) if module else None
     if variant is None or not issubclass(variant, chosen):  # a subclass inherits the capabilities of its base
         raise ConfigError(
-            f"run.bitwise: {run.runner.name} has no variant (`Capabilities.bitwise`) whose results do not depend on the "
-            f"number of ranks; use a different runner"
+            f"run.bitwise: {run.runner.name} has no variant of its own (`Capabilities.bitwise`), so its results depend "
+            f"on the number of ranks; use a different runner"
         )
     return variant
 
