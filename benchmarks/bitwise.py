@@ -58,7 +58,9 @@ LAYOUTS = {
 WIDE = {12: ["ddp@1", "tp1@1", "tp2@2", "tp4@4", "tp2@4", "tp2_pp2@4", "fsdp@2", "zero1@2", "zero3@2", "ddp@4"]}
 MEGATRON = {
     "pp2": {"pipeline_parallel": 2}, "tp1": {}, "tp2": {"tensor_parallel": 2}, "tp4": {"tensor_parallel": 4},
-    "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}, "ep2": {"expert_parallel": 2},
+    "tp2_sp": {"tensor_parallel": 2, "sequence_parallel": True}, "cp2": {"context_parallel": 2},
+    "tp2_ep2": {"tensor_parallel": 2, "expert_parallel": 2}, "pp2_ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
 }  # fmt: skip
 CHANGES = ["zero3@2", "ddp@4", "fsdp@3", "zero1@1", "ddp@3"]  # runner and ranks of every fifth of a run
 KILLS = 10

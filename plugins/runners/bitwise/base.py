@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from crosstrain.engine.runner import context_size
 from ..megatron.tensor_parallel import TensorParallel
 from ..used_parameters import UsedParameters
 from .backend import rounds
+from .experts import all_experts
 from .norm import exact_norm
 from .units import Units, check_units, plan_of_units
 
@@ -55,6 +57,8 @@ class Bitwise(Runner):
         model = super().construct(make_model)
         if (width := self.run.bitwise.width) is not None and self.tensor is None:
             Units(width).compute(model, plan_of_units(model, self.over(self.options)))
+        for experts in model.structure.experts().values():
+            experts.forward = partial(all_experts, experts)
         for module in model.modules():
             module.register_forward_pre_hook(_apart, with_kwargs=True)
         return model

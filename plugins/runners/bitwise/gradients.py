@@ -16,26 +16,32 @@ _BUCKET = 25 << 20  # bytes of gradients that are exchanged together
 class WholeGradients:
     """The gradients of a step, summed in a fixed tree over the micro batches of all ranks.
 
-    Rank r computes micro batches r * count to (r + 1) * count - 1 of a step.
+    Rank r computes micro batches r * count to (r + 1) * count - 1 of a step. They are those of `sources` ranks, one
+    after the other, if the parameters are experts that other ranks send tokens to.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group) -> None:
-        self.group, self.count, self._leaf = group, 0, 0
-        self._sums = {parameter: PartialSums() for parameter in parameters}
+    def __init__(self, parameters: list[nn.Parameter], group: Group, sources: int = 1) -> None:
+        self.group, self.sources, self.count, self._leaf = group, sources, 0, [0] * sources
+        self._parts = {parameter: [PartialSums() for _ in range(sources)] for parameter in parameters}
+        self._sums = {parameter: parts[0] for parameter, parts in self._parts.items()}
 
     def begin_step(self, count: int) -> None:
-        """Begin a step of `count` micro batches on each rank."""
-        self.count, self._leaf = count, self.group.rank * count
+        """Begin a step of `count` micro batches of each source."""
+        self.count = self.sources * count
+        self._leaf = [self.group.rank * self.count + source * count for source in range(self.sources)]
 
-    def take(self) -> None:
-        """Move the gradients of the next micro batch from the parameters into the sums."""
-        for parameter, sums in self._sums.items():
-            sums.add((0, self._leaf), parameter.grad)
+    def take(self, source: int = 0) -> None:
+        """Move the gradients of a source's next micro batch from the parameters into the sums."""
+        for parameter, parts in self._parts.items():
+            parts[source].add((0, self._leaf[source]), parameter.grad)
             parameter.grad = None
-        self._leaf += 1
+        self._leaf[source] += 1
 
     def finish(self) -> None:
         """Set the parameters' gradients to the sums over the micro batches of all ranks. Collective."""
+        for first, *others in self._parts.values():
+            for node in (node for sums in others for node in sums.take()):
+                first.add(*node)
         if self.group.size == 1:
             for parameter, sums in self._sums.items():
                 total = sums.total()

@@ -7,39 +7,52 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, RunOptions
 
 from ..megatron.data_parallel import DDPStrategy, Share
+from ..megatron.expert_parallel import ExpertParallel
 from ..megatron.plan import Resolved
 from ..megatron.rng_tracker import RngTracker
 from ..megatron.runner import MegatronRunner
 from ..megatron.tensor_parallel import TensorParallel
 from .backend import BACKEND
 from .base import Bitwise, unfused
+from .experts import ExpertSources
 from .gradients import WholeGradients
 from .norm import exact_norm
 from .units import Units, plan_of_units
 
 
 class TreeStrategy(DDPStrategy):
-    """Data parallelism whose gradients are summed in a fixed tree after the last micro batch of a step."""
+    """Data parallelism whose gradients are summed in a fixed tree after the last micro batch of a step.
 
-    def __init__(self, group: Group) -> None:
+    sources: for experts, the gradients from each rank that sends tokens.
+    """
+
+    def __init__(self, group: Group, sources: list[dict[nn.Parameter, Tensor]] | None = None) -> None:
         super().__init__(group, bucket_mb=1)
+        self.sources = sources
 
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]
-        self.gradients = WholeGradients([share.owned for share in self.shares], self.group)
+        owned = [share.owned for share in self.shares]
+        self.gradients = WholeGradients(owned, self.group, 1 if self.sources is None else len(self.sources))
 
     def start(self, backwards: int) -> None:
         self.gradients.begin_step(backwards)
 
     def take(self) -> None:
-        """Add the gradients of a micro batch."""
-        self._hand_over()
-        self.gradients.take()
+        """Add the gradients of a micro batch of each source."""
+        if self.sources is None:
+            self._hand_over()
+            self.gradients.take()
+            return
+        for number, gradients in enumerate(self.sources):
+            for share in self.shares:
+                share.owned.grad = gradients.pop(share.parameter, None)
+            self.gradients.take(number)
 
     def reduce_grads(self) -> None:
         self.gradients.finish()
@@ -61,12 +74,12 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
 
     capabilities: ClassVar = replace(MegatronRunner.capabilities, consecutive_micro_batches=True, backend=BACKEND)
     data_parallel: TreeStrategy
+    strategies: list[TreeStrategy]  # type: ignore[assignment]
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options, run)
         unsupported = {
-            "expert_parallel": options.expert_parallel > 1,
             "pipeline_chunks": options.pipeline_chunks > 1,
             "sequence_parallel": options.sequence_parallel,
         }
@@ -91,7 +104,13 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
     def _choose_strategies(self, model: Model) -> torch.device:
         self.data_parallel = TreeStrategy(self.copies)
         self.strategies = [self.data_parallel]
+        if self.options.expert_parallel > 1:
+            self.strategies.append(TreeStrategy(Group(self.expert_mesh["expert_data"].get_group()), self.experts.taps))
         return self.device
+
+    def expert_parallel(self, group: dist.ProcessGroup) -> ExpertParallel:
+        self.experts = ExpertSources(group)
+        return self.experts
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         loss = super().forward_backward(micro_batches, num_targets)
@@ -105,7 +124,8 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
         yield
         for share in self.tied:
             self._add_tied(share)
-        self.data_parallel.take()
+        for strategy in self.strategies:
+            strategy.take()
 
     def _add_tied(self, share: Share) -> None:
         """Add the last stage's gradient of a tied parameter to the first stage's, for one micro batch.
@@ -136,7 +156,8 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
         """Return the norm over all ranks; gradients that several ranks hold count once."""
         counted = []
         for share in self.shares.values():
-            counts = self.copies.rank == 0 and (bool(share.cuts) or self.tensor is None or self.tensor.rank == 0)
-            if counts and share.norm_weight and share.owned.grad is not None:
+            # A weight of 1: no other tensor-parallel rank has the same part.
+            counts = share.norm_weight == 1.0 or (share.norm_weight and self.mesh.get_local_rank("tensor") == 0)
+            if counts and share.strategy.group.rank == 0 and share.owned.grad is not None:
                 counted.append(share.owned.grad)
         return exact_norm(counted, self.world)

@@ -24,6 +24,11 @@ class PartialSums:
             level, index = level + 1, index // 2
         self.nodes.append(((level, index), value))
 
+    def take(self) -> list[tuple[Node, Tensor | None]]:
+        """Return all nodes, and remove them."""
+        nodes, self.nodes = self.nodes, []
+        return nodes
+
     def total(self) -> Tensor | None:
         """Return the sum of all nodes, and remove the nodes."""
         value = None

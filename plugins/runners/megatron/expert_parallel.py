@@ -43,6 +43,20 @@ def local_forward(experts: nn.Module, *inputs: Tensor) -> Tensor:
         experts._parameters.update(kept)
 
 
+def _one_expert_each(experts: nn.Module, rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return the output of expert `numbers[i]` for each row i."""
+    return local_forward(experts, rows, numbers[:, None], torch.ones_like(numbers[:, None], dtype=rows.dtype))
+
+
+def weighted(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Return each token's weighted sum of outputs, [tokens, width].
+
+    out: outputs of (token, expert) pairs, [tokens * k, width], in the order `order`. weights: [tokens, k].
+    """
+    pairs = out[order.argsort()].view(*weights.shape, -1)
+    return (pairs * weights[..., None]).sum(1)
+
+
 class _Exchange(torch.autograd.Function):
     """Differentiable all-to-all: send rows [sum(send), width], receive rows [sum(receive), width]."""
 
@@ -100,9 +114,14 @@ class ExpertParallel:
             send = receive = [len(order) // self.size + (n < len(order) % self.size) for n in range(self.size)]
         rows = _Exchange.apply(hidden_states[order // k], send, receive, self.group)
         numbers = numbers[:mine].repeat(self.size).repeat_interleave(arriving, output_size=sum(receive))
-        if idle := not len(rows):  # a row of zeros keeps the autograd graph, so the backward exchanges too
-            rows, numbers = rows.sum(0, keepdim=True), numbers.new_zeros(1)
-        out = local_forward(experts, rows, numbers[:, None], top_k_weights.new_ones(len(numbers), 1))
-        out = _Exchange.apply(out[:0] if idle else out, receive, send, self.group)
-        pairs = out[order.argsort()].view(*top_k_weights.shape, -1)
-        return (pairs * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+        out = _Exchange.apply(self.compute(experts, rows, numbers, receive), receive, send, self.group)
+        return weighted(out, order, top_k_weights).to(hidden_states.dtype)
+
+    def compute(self, experts: nn.Module, rows: Tensor, numbers: Tensor, counts: list[int]) -> Tensor:
+        """Return the outputs of this rank's experts `numbers` for rows [sum(counts), width].
+
+        The rows are sorted by the rank that sent them; `counts` has their number for each rank.
+        """
+        if not len(rows):  # a row of zeros keeps the autograd graph, so the backward exchanges too
+            return _one_expert_each(experts, rows.sum(0, keepdim=True), numbers.new_zeros(1))[:0]
+        return _one_expert_each(experts, rows, numbers)

@@ -149,6 +149,10 @@ class MegatronRunner(Runner):
         """Return the arithmetic of the tensor-parallel ranks."""
         return TensorParallel(group, self.options.sequence_parallel, self.rng)
 
+    def expert_parallel(self, group: dist.ProcessGroup) -> ExpertParallel:
+        """Return the arithmetic of the expert-parallel ranks."""
+        return ExpertParallel(group)
+
     def plan(self, model: Model) -> Resolved:
         """Return the sharding plan of tensor parallelism."""
         return resolve(model, self.options.plan)
@@ -181,7 +185,7 @@ class MegatronRunner(Runner):
         plan = self.plan(model)
         cut = _Cut({name: p.shape for name, p in model.named_parameters()}, plan.summed)
         if self.options.expert_parallel > 1:
-            cut.experts = ExpertParallel(self.expert_mesh.get_group("expert")).shard(model)
+            cut.experts = self.expert_parallel(self.expert_mesh.get_group("expert")).shard(model)
         if self.tensor is not None:
             cut.specs = shard_model(model, plan, self.tensor, self.mesh["tensor"])
             self.head = ParallelHead(self.tensor)
