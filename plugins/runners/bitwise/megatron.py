@@ -13,8 +13,7 @@ from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, Run
 
 from ..megatron.data_parallel import DDPStrategy, Share
 from ..megatron.expert_parallel import ExpertParallel
-from ..megatron.plan import Resolved
-from ..megatron.rng_tracker import RngTracker
+from ..megatron.plan import Resolved, ShardSpec
 from ..megatron.runner import MegatronRunner
 from ..megatron.tensor_parallel import TensorParallel
 from .backend import BACKEND
@@ -22,7 +21,7 @@ from .base import Bitwise, unfused
 from .experts import ExpertSources
 from .gradients import WholeGradients
 from .norm import exact_norm
-from .units import Units, plan_of_units
+from .units import Units, check_sequence, plan_of_units
 
 
 class TreeStrategy(DDPStrategy):
@@ -61,9 +60,10 @@ class TreeStrategy(DDPStrategy):
 class _InUnits(TensorParallel):
     """Tensor parallelism of a fixed width."""
 
-    def __init__(self, width: int, group: dist.ProcessGroup, rng: RngTracker) -> None:
-        super().__init__(group, False, rng)
-        self.units = Units(width // self.size, group)
+    def __init__(self, width: int, *parallel: Any) -> None:
+        super().__init__(*parallel)
+        self.units = Units(width // self.size, self)
+        self.has_dropout = False  # each rank draws the random numbers of one process
 
     def compute(self, model: Model, plan: Resolved) -> None:
         self.units.compute(model, plan)
@@ -79,13 +79,8 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options, run)
-        unsupported = {
-            "pipeline_chunks": options.pipeline_chunks > 1,
-            "sequence_parallel": options.sequence_parallel,
-        }
-        for name, used in unsupported.items():
-            if used:
-                raise ConfigError(f"run.bitwise: {name} is not supported; leave it out")
+        if options.pipeline_chunks > 1:
+            raise ConfigError("run.bitwise: pipeline_chunks is not supported; leave it out")
         width, degree = run.bitwise.width or 1, options.tensor_parallel
         units, rest = divmod(width, degree)
         if degree > 1 and (rest or units & (units - 1)):
@@ -96,6 +91,12 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
             )
         if options.offload != "none" or options.data_parallel_style not in (None, "allreduce"):
             raise ConfigError("run.bitwise: megatron must not set offload, or data_parallel_style to zero1 or fsdp")
+
+    @classmethod
+    def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
+        super().check_model(options, run, model)
+        if options.sequence_parallel:
+            check_sequence(model, options.plan)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         self._sent: list[Any] = []  # handles of sends that may still be in progress
@@ -142,12 +143,15 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
             dist.recv(received, group=self.tied_group, group_src=1)
             gradient.add_(received)
 
+    def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
+        return set()  # replicated parameters compute with whole sequences
+
     @classmethod
     def over(cls, options: Any) -> dict[str, str]:
         return options.plan
 
     def tensor_parallel(self, group: dist.ProcessGroup) -> TensorParallel:
-        return _InUnits(self.run.bitwise.width or 1, group, self.rng)
+        return _InUnits(self.run.bitwise.width or 1, group, self.options.sequence_parallel, self.rng)
 
     def plan(self, model: Model) -> Resolved:
         return plan_of_units(model, self.options.plan)

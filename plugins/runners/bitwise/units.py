@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from crosstrain import ConfigError, Model, derive_seed
 
-from ..megatron.plan import Resolved, resolve, shard_specs, user_of
-from ..megatron.tensor_parallel import local
+from ..megatron.plan import Resolved, ends_of, resolve, shard_specs, user_of
+from ..megatron.tensor_parallel import TensorParallel, local
 from .partial_sums import PartialSums
 
 _STYLES = ("column", "fused_qkv", "row")
@@ -46,6 +47,21 @@ def check_units(model: Model, over: dict[str, str], width: int) -> None:
         raise ConfigError(f"run.bitwise.width: {str(error).partition(': ')[2]}") from None
     for name in plan.modules:
         _check_dropout(model, name)
+
+
+def check_sequence(model: Model, over: dict[str, str]) -> None:
+    """Raise ConfigError if a module with sharded layers has further parameters, such as those of adapters.
+
+    Their gradients would be sums over parts of the sequence.
+    """
+    plan = plan_of_units(model, over)
+    users = tuple(f"{user_of(model, name)}." for name in plan.modules)
+    for name, parameter in model.named_parameters():
+        if name.startswith(users) and name.rpartition(".")[0] not in plan.modules and parameter.requires_grad:
+            raise ConfigError(
+                f"run.bitwise: with sequence_parallel, {model.weights.canonical_name(name)} would be applied to a part "
+                f"of the sequence; leave sequence_parallel out"
+            )
 
 
 def _check_dropout(model: Model, name: str) -> None:
@@ -118,6 +134,29 @@ class _Contiguous(torch.autograd.Function):
         return gradient.contiguous()
 
 
+def _enter_whole(
+    tensor: TensorParallel, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pre-hook that passes the whole sequence to a module with sharded layers."""
+    if inputs:
+        return (tensor.whole_sequence(inputs[0]), *inputs[1:]), named
+    return inputs, named | {"hidden_states": tensor.whole_sequence(named["hidden_states"])}
+
+
+def _whole(tensor: TensorParallel, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Call a module's forward with the whole sequence, and return this rank's part of the result.
+
+    A module without submodules, such as a norm, is recomputed in the backward, so that only parts are kept.
+    """
+
+    def compute(part: Tensor) -> Tensor:
+        return tensor.split_sequence(forward(tensor.whole_sequence(part)))
+
+    if tensor.splits_sequence and torch.is_grad_enabled() and not [*module.children()]:
+        return checkpoint(compute, x, use_reentrant=False)
+    return compute(x)
+
+
 def _total(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
     """Return the sum over the units of all ranks in a fixed tree; overwrites `parts`."""
     sums = PartialSums()
@@ -131,11 +170,15 @@ def _total(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Units:
-    """The `count` units of this rank. group: the tensor-parallel ranks, on a backend that sums in a tree; None: one."""
+    """The `count` units of this rank. tensor: the tensor-parallel ranks, whose backend sums in a tree; None: one rank.
 
-    def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:
-        self.count, self.group = count, group
-        self.first = 0 if group is None else dist.get_rank(group) * count
+    If these ranks split the sequence, each keeps its part of the activations, but modules compute with the whole
+    sequence: gradients of norms and biases are sums over the sequence, and products of fewer rows round differently.
+    """
+
+    def __init__(self, count: int, tensor: TensorParallel | None = None) -> None:
+        self.count, self.tensor = count, tensor
+        self.group, self.first = (None, 0) if tensor is None else (tensor.group, tensor.rank * count)
         self._attended = False  # attention in this forward drew its dropout for each unit
         self._inside = False  # between a column-parallel layer and its row-parallel layer
 
@@ -152,13 +195,30 @@ class Units:
                     dropout.forward = partial(self._drop, dropout)
             else:
                 module.forward = partial(self._column, module, 3 if style == "fused_qkv" else 1)
-        for user in {user_of(model, name) for name in plan.modules}:
-            for dropout in model.get_submodule(user).children():
+        users = {model.get_submodule(user_of(model, name)) for name in plan.modules}
+        if self.tensor is not None and self.tensor.splits_sequence:
+            self._on_parts(model, users)
+        for user in users:
+            for dropout in user.children():
                 if isinstance(dropout, nn.Dropout):
                     dropout.forward = partial(self._drop_inside, dropout, dropout.forward)
         if _drops_attention(model, plan):
             model.register_forward_pre_hook(self._pass_heads, with_kwargs=True)
             model.register_forward_hook(self._check_heads)
+
+    def _on_parts(self, model: Model, users: set[nn.Module]) -> None:
+        """Make the modules in and after the blocks compute with whole sequences; `users` have sharded layers."""
+        assert self.tensor is not None
+        closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
+        found = [*model.blocks(), *map(model.get_submodule, closing)]
+        for module in found:
+            if module in users:
+                module.register_forward_pre_hook(partial(_enter_whole, self.tensor), with_kwargs=True)
+                found += [child for child in module.children() if isinstance(child, nn.Dropout)]
+            elif users & {*module.modules()}:
+                found += module.children()
+            else:
+                module.forward = partial(_whole, self.tensor, module, module.forward)
 
     def _pass_heads(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Pre-hook that passes `by_heads` to the attention functions."""
@@ -224,7 +284,9 @@ class Units:
         for unit, weight in zip(inputs, weights, strict=True):
             products.append(functional.linear(unit.contiguous(), weight.contiguous()))
         y = _Leave.apply(self.group, *products)
-        return y if module.bias is None else y + module.bias.to(y.dtype)  # y has half precision under autocast
+        if module.bias is not None:
+            y = y + module.bias.to(y.dtype)  # y has half precision under autocast
+        return y if self.tensor is None else self.tensor.split_sequence(y)
 
     def _rows(self, tensor: Tensor, parts: int) -> list[Tensor]:
         """Return each unit's rows of a weight or bias of `parts` parts."""

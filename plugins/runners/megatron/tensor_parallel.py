@@ -85,6 +85,8 @@ class TensorParallel:
     def compute(self, model: Model, plan: Resolved) -> None:
         """Make the modules of a plan compute with this rank's slices."""
         _compute_with_slices(model, plan.modules, self)
+        for routers in model.structure.routers() if self.splits_sequence else []:
+            routers.parts = Context(self.group)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input of column-parallel layers, equal on all ranks: [batch, length, width] or [length, width]."""
@@ -291,8 +293,6 @@ def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: Devi
         owner = model.get_submodule(module_name)
         setattr(owner, attribute, getattr(owner, attribute) // tensor.size)
     tensor.compute(model, plan)
-    for routers in model.structure.routers() if tensor.splits_sequence else []:
-        routers.parts = Context(tensor.group)
     return cuts
 
 
