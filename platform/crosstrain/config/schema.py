@@ -1,6 +1,5 @@
 """Validate plain data against typed dataclasses: return typed values, or raise errors, one sentence per mistake."""
 
-import difflib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 from crosstrain.config import bounds
 from crosstrain.config.hints import hint_of_key, hints
 from crosstrain.config.registry import registry
-from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, sentence
+from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, nearest, sentence
 
 Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
@@ -298,10 +297,6 @@ def _takes(hint: Any, value: Any) -> bool:
     if isinstance(value, Mapping):
         return origin is dict or is_dataclass(origin)
     return isinstance(value, (list, tuple)) and origin in (list, tuple)
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=cutoff)
 
 
 def nearest_key(name: str, known: Iterable[str]) -> list[str]:

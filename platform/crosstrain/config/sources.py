@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Key, nearest, to_plain
+from crosstrain.config.schema import Key, to_plain
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, ConfigErrors, first_line, sentence
+from crosstrain.utils.errors import ConfigError, ConfigErrors, first_line, nearest, sentence
 from crosstrain.utils.files import read_regular
 from crosstrain.utils.limited_process import LimitedProcess
 
