@@ -72,8 +72,7 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     try:
         tree, root = parse(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(sentence(f"{label}: cannot be read: {reason}")) from error
+        raise ConfigError(sentence(f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}")) from error
     except Unreadable as error:
         place = f"{label}:{error.line}" if error.line else label
         raise ConfigError(sentence(f"{place}: {error}")) from error

@@ -37,8 +37,7 @@ class ConfigErrors(ConfigError):
     """Several mistakes in one configuration, sorted by file and line. `str` has one line per mistake."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
-        found = {text for error in errors for text in error.sentences}
-        super().__init__("\n".join(sorted(found, key=_by_line)))
+        super().__init__("\n".join(sorted({text for error in errors for text in error.sentences}, key=_by_line)))
 
     @property
     def sentences(self) -> list[str]:
