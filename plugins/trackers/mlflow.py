@@ -39,8 +39,8 @@ class MlflowTracker(Tracker):
         artifacts = f"file://{folder}/artifacts" if self._uri == ours else None
         self._id = run.remembered("mlflow", lambda: self._create(artifacts))
         self._client.update_run(self._id, status="RUNNING")
-        known = self._client.get_run(self._id).data.metrics
-        self._last = int(known.get("step", 0))  # last step on the server; a resumed run logs only later steps
+        # last step on the server; a resumed run logs only later steps
+        self._last = int(self._client.get_run(self._id).data.metrics.get("step", 0))
 
     def _create(self, artifacts: str | None) -> str:
         """Create a run with its hyperparameters, and return its ID."""

@@ -168,12 +168,12 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
 def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any]) -> dict[str, Any]:
     """Score and list the answers for the splits, and draw a contact sheet for --sheet. Collective."""
     component = training_dataset(model.config)
+    kind = registry.get("dataset", component.name)
     results: dict[str, Any] = {}
     pictures: list[tuple[Answer, Any]] = []
     for split in splits:
         dataset = open_split(model.config, split)
         assert dataset.tokenizer_path is not None
-        kind = registry.get("dataset", component.name)
         end = kind.prompt_builder(component.options, dataset.tokenizer_path).end_id
         assert isinstance(dataset, VqaDataset)
         answers, silent = answer_questions(

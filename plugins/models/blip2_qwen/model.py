@@ -334,8 +334,7 @@ def _projector(options: Projector, width: int, out: int) -> nn.Module:
 
 def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
     """Replace the embeddings at `places` [batch, length] with image features [images, queries, width], in order."""
-    expected = features.shape[0] * features.shape[1]
-    if has_values(places) and expected != (found := int(places.sum())):
+    if has_values(places) and features.shape[:2].numel() != (found := int(places.sum())):
         raise DataError(
             f"{features.shape[0]} images of {features.shape[1]} query tokens do not fill {found} placeholders: set the "
             f"dataset's image_tokens to model.qformer.num_query_tokens, which is {features.shape[1]}"
