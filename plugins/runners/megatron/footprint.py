@@ -38,8 +38,7 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
         tensor = TensorParallel(group, options.sequence_parallel, RngTracker(torch.device("cpu"), 0))
-    ranks = dict.fromkeys((0, options.pipeline_parallel - 1))
-    return [_layout(options, at, tensor, rank) for rank in ranks]
+    return [_layout(options, at, tensor, rank) for rank in dict.fromkeys((0, options.pipeline_parallel - 1))]
 
 
 def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, rank: int) -> Layout:

@@ -295,8 +295,7 @@ class MegatronRunner(Runner):
             seed_dropout(self, micro_batches[number])
             return self.objective.inputs(to_device(micro_batches[number].data, self.device))
 
-        stage = pipeline.stages[0]
-        rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data)) for m in micro_batches)
+        rows, length = max((len(m.data["input_ids"]), pipeline.stages[0].tokens(m.data)) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self.gradient_sync)
         self.micro_losses = list(losses) if pipeline.has_last else []
@@ -380,10 +379,8 @@ class _SharesState(HeldState):
         return {share.owned: share for share in self.runner.shares.values()}
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        share = self.runner.shares[parameter]
-        if isinstance(self.runner.data_parallel, FSDPStrategy):
-            return local(parameter.detach())
-        return share.owned.detach()
+        fsdp = isinstance(self.runner.data_parallel, FSDPStrategy)
+        return local(parameter.detach()) if fsdp else self.runner.shares[parameter].owned.detach()
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
         optimizer = self.runner.optimizer

@@ -43,8 +43,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[batch, length, width] -> this rank's [batch, part, width] of the sum."""
-    size = dist.get_world_size(group)
-    parts = x.reshape(x.shape[0], size, -1, x.shape[2]).transpose(0, 1).contiguous()
+    parts = x.reshape(x.shape[0], dist.get_world_size(group), -1, x.shape[2]).transpose(0, 1).contiguous()
     out = torch.empty_like(parts[0])
     dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
     return out
