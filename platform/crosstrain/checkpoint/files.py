@@ -115,8 +115,7 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
     """Raise CheckpointError, with the file's name, unless the file has the `expected` size and checksums."""
     place = storage.origin(path) or path
     with os_errors_as(CheckpointError, f"{place}: cannot be read"), open_regular(path, follow=False) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected["bytes"]:
+        if (size := os.fstat(file.fileno()).st_size) != expected["bytes"]:
             raise CheckpointError(f"{place}: has {size} bytes, expected {expected['bytes']}")
         older = "sha256" in expected  # format versions 1 and 2
         found = hashlib.file_digest(file, "sha256").hexdigest() if older else _sums_of(file)

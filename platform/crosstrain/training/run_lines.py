@@ -58,8 +58,7 @@ def log_setup(trainer: Trainer) -> None:
 
 def log_restart(world: Group, step: int) -> None:
     """Log the reason for the restart, if these workers were restarted. Collective."""
-    reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
-    if reasons:
+    if reasons := [reason for reason in world.all_gather(restart_reason()) if reason]:
         _, number, most, why = max(reasons)
         log.info("%s; all ranks restarted (restart %d of %d) and continue from step %d", why, number, most, step)
 
