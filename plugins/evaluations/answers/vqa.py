@@ -220,8 +220,7 @@ def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tup
     about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
     found = []
     for sample, answer in about.items():
-        picture = next((e.picture for e in dataset.examples(sample)), None)
-        if picture is not None:
+        if (picture := next((e.picture for e in dataset.examples(sample)), None)) is not None:
             found.append((answer, picture))
     return found[:most]
 

@@ -85,8 +85,7 @@ class TransformersModel(LanguageModel):
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self.sees_all = kinds == {"full_attention"} and not any(windows)  # every block uses full causal attention
-        words = (lm.get_input_embeddings(), lm.get_output_embeddings())
-        if getattr(words[0], "num_embeddings", None) != lm.config.get_text_config().vocab_size:
+        if getattr(lm.get_input_embeddings(), "num_embeddings", None) != lm.config.get_text_config().vocab_size:
             raise ConfigError(f"model: {config.model_type} does not have one embedding per token of its vocabulary")
         if internals.routers_of(lm):
             lm.config.output_router_logits = False  # hooks record the router logits
