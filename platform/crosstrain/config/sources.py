@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -193,9 +194,7 @@ def resolve(tree: dict[str, Any], layers: Sequence[Layer], key: Key = ()) -> Any
 def _resolve(given: tuple[dict[str, Any], Sequence[Layer], Key]) -> Any:
     tree, layers, key = given
     try:
-        node: Any = OmegaConf.create(tree)
-        for name in key:
-            node = node[name]
+        node: Any = reduce(getitem, key, OmegaConf.create(tree))
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise _unresolved(error, layers, tree, key) from error
