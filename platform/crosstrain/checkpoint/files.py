@@ -265,10 +265,10 @@ class Reader:
                     check_file(path, self.files[name])
             self._fetched.add(name)
 
-    def whole(self, name: str) -> Tensor:
-        """Read a parameter in fp32. Raises CheckpointError as `fill` does."""
-        value = torch.empty(self.tensors["param", name].shape)
-        self.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
+    def whole(self, name: str, kind: str = "param", dtype: torch.dtype = torch.float32) -> Tensor:
+        """Read a tensor, by default a parameter in fp32. Raises CheckpointError as `fill` does."""
+        value = torch.empty(self.tensors[kind, name].shape, dtype=dtype)
+        self.fill([Shard(kind, name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
         return value
 
     def fill(self, shards: Iterable[Shard]) -> None:
