@@ -314,8 +314,10 @@ def _expected(hint: Any, value: Any) -> str:
     return f"expected {describe(hint)}, got {_show(value)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-_WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything", object: "anything"}
+_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null", Path: "a path",
+    list: "a list", dict: "a mapping", Any: "anything", object: "anything",
+}  # fmt: skip
 
 
 def describe(hint: Any, limits: bool = False) -> str:

@@ -50,10 +50,9 @@ def log_setup(trainer: Trainer) -> None:
         len(trainer.dataset),
         f"steps {first} to {last}" if first <= last else f"all {last} steps are done: {_LONGER}",
     )
-    held_out = trainer.val_dataset
-    for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
-        if notice:
-            log.warning(notice)
+    notices = [split.notice for split in (trainer.dataset, trainer.val_dataset) if split is not None]
+    for notice in filter(None, dict.fromkeys(notices)):
+        log.warning(notice)
 
 
 def log_restart(world: Group, step: int) -> None:
