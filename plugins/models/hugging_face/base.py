@@ -149,9 +149,7 @@ class TransformersModel(LanguageModel):
             result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
-        if labels is None or routers is None:
-            return result
-        return mode.head.add(result, routers.loss(labels, documents))
+        return result if labels is None or routers is None else mode.head.add(result, routers.loss(labels, documents))
 
     def _mask(self, seen: Any, attention: str) -> Any:
         """Convert a mask [batch, 1, length, past + length] to the form required by the attention implementation."""

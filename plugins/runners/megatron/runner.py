@@ -394,9 +394,8 @@ class _SharesState(HeldState):
 
     def copies(self) -> Group:
         stages, world = self.runner.stages.size, self.runner.world
-        if stages == 1:
-            return world
-        return Group(dist.new_subgroups(world.size // stages)[0])  # ranks of a stage are consecutive
+        # The ranks of a stage are consecutive.
+        return world if stages == 1 else Group(dist.new_subgroups(world.size // stages)[0])
 
     def trained(self) -> NamedParameters:
         owned = [(share.name, share.owned) for share in self.runner.shares.values() if share.owned.numel()]

@@ -223,8 +223,7 @@ class TPRegion:
 
 def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     weight = local(module.weight)
-    if isinstance(module, Conv1D):  # Conv1D weights are [in, out]
-        weight = weight.T
+    weight = weight.T if isinstance(module, Conv1D) else weight  # Conv1D weights are [in, out]
     return functional.linear(x, weight, None if bias is None else local(bias))
 
 
