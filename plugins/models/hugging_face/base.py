@@ -355,8 +355,8 @@ class TransformersExport(Export):
 
     def save_config(self, folder: Path) -> None:
         config = copy.deepcopy(self.model.config)
-        lm = self.model.lm
-        config.architectures = [type(lm).__name__]
-        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # dtype of the weights
+        config.architectures = [type(self.model.lm).__name__]
+        # dtype of the weights
+        config.dtype = next((p.dtype for p in self.model.lm.parameters() if p.requires_grad), config.dtype)
         config.save_pretrained(folder)
         copy_files(self._generation, folder)
