@@ -182,8 +182,12 @@ class AdaptedExport(Around):
         """Write the adapter in peft's format; `PeftModel.from_pretrained` opens the folder."""
         base = self.model.weights.folder()
         targets = [self.model.weights.canonical_name(name) for name in self.adapter.targets]
-        settings = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
-        settings |= {"init_lora_weights": True}
+        settings = {
+            "base_model_name_or_path": base and str(base),
+            "task_type": "CAUSAL_LM",
+            "inference_mode": True,
+            "init_lora_weights": True,
+        }
         config = self.adapter.config.to_dict() | settings | {"target_modules": targets}
         # peft turns lists into sets for models with renamed weights, such as mixtures of experts.
         write_json(folder / _CONFIG, {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()})
@@ -264,13 +268,11 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
             )
     usual = require("peft", "model.adapter").LoraConfig().to_dict() | {"init_lora_weights": None}
     config["init_lora_weights"] = None if (start := config.get("init_lora_weights")) in _INITIAL else start
-    others = [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]
-    if others:
+    if others := [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]:
         raise CheckpointError(f"{folder / _CONFIG}: adapters with {others[0]} are not supported")
     theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": bool(config.get("use_dora"))}
     for key, value in theirs.items():
-        given = getattr(options, key)
-        if given is not None and given != value:
+        if (given := getattr(options, key)) not in (None, value):
             raise OptionError(key, f"expected {value}, as in {folder}, got {given}; leave this option out")
     return replace(options, **theirs)
 

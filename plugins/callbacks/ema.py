@@ -21,8 +21,7 @@ class EMA(Callback):
         super().__init__(options, trainer)
         self.average = []
         for shard in self.weights():
-            pieces = [Piece(p.box, p.data.clone()) for p in shard.pieces]
-            self.average.append(replace(shard, kind="ema", pieces=pieces))
+            self.average.append(replace(shard, kind="ema", pieces=[Piece(p.box, p.data.clone()) for p in shard.pieces]))
 
     def weights(self) -> list[Shard]:
         """Return this rank's shards of the trained parameters."""

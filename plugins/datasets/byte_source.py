@@ -54,8 +54,7 @@ class RemoteBytes:
 
         If more than 64 MiB are announced but not read, the oldest ranges are dropped.
         """
-        new = [found for found in dict.fromkeys(ranges) if found not in self._announced]
-        if new:
+        if new := [found for found in dict.fromkeys(ranges) if found not in self._announced]:
             future = self._threads.submit(read_ranges, self._url, new)
             self._announced |= {found: (future, place) for place, found in enumerate(new)}
         while sum(last - first for first, last in self._announced) > _HELD:

@@ -16,7 +16,7 @@ import bisect
 import os
 import shutil
 import struct
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -156,12 +156,9 @@ class TokenFile:
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Return the token offsets in [start, stop) at which documents begin; `start` must be above 0."""
-        starts = []
-        for document in range(self.document_at(start - 1) + 1, self.num_documents):
-            if (position := self.document_start(document)) >= stop:
-                break
-            starts.append(position)
-        return np.unique(np.array(starts, np.int64))
+        following = range(self.document_at(start - 1) + 1, self.num_documents)
+        starts = takewhile(lambda position: position < stop, map(self.document_start, following))
+        return np.unique(np.fromiter(starts, np.int64))
 
     def document(self, document: int) -> np.ndarray:
         """Return the tokens of one document, with all its sequences joined."""

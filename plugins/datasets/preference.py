@@ -37,8 +37,7 @@ class Preference(ConversationDataset):
     @classmethod
     def shapes(cls, options: Options) -> Batch:
         ids = torch.zeros(2, options.seq_length, dtype=torch.int64, device="meta")
-        of_rows = {"preferred": ids[:, 0], "reference": torch.zeros(2, device="meta")}
-        return {"input_ids": ids, "labels": ids, **of_rows}
+        return {"input_ids": ids, "labels": ids, "preferred": ids[:, 0], "reference": torch.zeros(2, device="meta")}
 
     def __init__(self, options: Options, split: Split) -> None:
         self.row_documents = 2 if options.pairs else 1

@@ -39,7 +39,9 @@ class RowAudit:
         for name in ("unread", "reasons"):
             for key, (number, first) in plain.get(name, {}).items():
                 if name == "reasons" or not self._ignored(key):
-                    _count(self.plain[name], key, number, first)
+                    counts = self.plain[name]
+                    kept = key if key in counts or len(counts) < _KINDS else "others"
+                    counts.setdefault(kept, [0, first])[0] += number
         self.plain["named"] += plain.get("named", [])[: _NAMED - len(self.plain["named"])]
 
     def notices(self) -> list[str]:
@@ -69,9 +71,3 @@ class RowAudit:
 
     def _ignored(self, path: str) -> bool:
         return any(path == given or path.startswith(f"{given}.") for given in self.ignore_columns)
-
-
-def _count(counts: dict[str, list[Any]], key: str, number: int, first: str) -> None:
-    if key not in counts and len(counts) >= _KINDS:
-        key = "others"
-    counts.setdefault(key, [0, first])[0] += number

@@ -90,8 +90,7 @@ class TextDataset(Dataset):
         for own in filter(None, (options.val, options.test)):
             locate(own)
         _, folder = locate(options.path)
-        made = Summary.read(folder) if folder is not None and options.prepare is not None else None
-        if made is not None and options.prepare is not None and (changed := options.prepare.changed_from(made.options)):
+        if folder and options.prepare and (changed := options.prepare.changed_from(Summary.read(folder).options)):
             key, then, now = changed
             raise DataError(
                 f"{folder} was prepared with {key}={then!r}, but prepare.{key} is now {now!r}:"

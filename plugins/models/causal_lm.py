@@ -149,8 +149,7 @@ def _check_keys(family: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: str) -> None:
-    known = {"model_type", *(field.name for field in fields(cls)), *cls.attribute_map}
-    known |= keys_beside_fields(cls.model_type)
+    known = {"model_type", *(f.name for f in fields(cls)), *cls.attribute_map, *keys_beside_fields(cls.model_type)}
     if {"num_attention_heads", "num_key_value_heads"} <= known:
         known.add("head_dim")  # attention reads head_dim in families that do not declare it
     known -= _NOT_OF_TRAINING

@@ -82,8 +82,7 @@ def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
             raise ConfigError(f"model.pretrained: {source} is of type {family!r}; known: {', '.join(_FAMILIES)}")
     make = _FAMILIES[family][0]
     if source is not None:
-        fixed = {key: size for key, size in given.items() if key in SIZES}
-        check_published(make.from_pretrained(source), fixed, source)
+        check_published(make.from_pretrained(source), {k: size for k, size in given.items() if k in SIZES}, source)
     config = make.from_pretrained(source, **given) if source else make(**given)
     if options.rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": options.rope_theta}

@@ -12,7 +12,7 @@ Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 
 @registry.register_optimizer("adamw")
-class AdamW(torch.optim.AdamW):
+class AdamW(torch.optim.Adam):
     """torch's fused AdamW (Loshchilov & Hutter, 2019), optionally with L2 regularization instead of weight decay."""
 
     @dataclass
@@ -24,9 +24,14 @@ class AdamW(torch.optim.AdamW):
         decoupled: bool = True  # False: add the weight decay to the gradient (Adam with L2 regularization)
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
-        super().__init__(groups, lr=lr, betas=tuple(options.betas), eps=options.eps, fused=True)
-        for group in self.param_groups:
-            group["decoupled_weight_decay"] = options.decoupled
+        super().__init__(
+            groups,
+            lr=lr,
+            betas=tuple(options.betas),
+            eps=options.eps,
+            fused=True,
+            decoupled_weight_decay=options.decoupled,
+        )
 
 
 @registry.register_optimizer("sgd")

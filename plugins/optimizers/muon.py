@@ -54,8 +54,7 @@ class Muon(MatrixOptimizer):
     def transform(self, matrix: Tensor, state: dict[str, Tensor]) -> Tensor:
         if matrix.ndim > 2:
             return torch.stack([self.transform(each, state) for each in matrix])
-        x = matrix.to(self.dtype)
-        x = x.T if matrix.shape[0] > matrix.shape[1] else x
+        x = (matrix.T if matrix.shape[0] > matrix.shape[1] else matrix).to(self.dtype)
         x = x / x.norm().clamp(min=_EPS)
         for _ in range(self.options.ns_steps):
             gram = x @ x.T

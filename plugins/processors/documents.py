@@ -82,16 +82,15 @@ class DocumentLengthFilter(Filter):
     options: Options
 
     def text(self, text: str) -> str | Dropped:
-        least, most = self.options.min_characters, self.options.max_characters
-        return text if _within(len(text), least, most) else Dropped(f"{len(text)} characters")
+        return self._outside(len(text), "characters") or text
 
     def tokens(self, count: int) -> Dropped | None:
-        least, most = self.options.min_tokens, self.options.max_tokens
-        return None if _within(count, least, most) else Dropped(f"{count} tokens")
+        return self._outside(count, "tokens")
 
-
-def _within(count: int, least: int, most: int | None) -> bool:
-    return least <= count and (most is None or count <= most)
+    def _outside(self, count: int, unit: str) -> Dropped | None:
+        """Return `Dropped` if a count is outside the limits of its unit, else None."""
+        least, most = getattr(self.options, f"min_{unit}"), getattr(self.options, f"max_{unit}")
+        return None if least <= count and (most is None or count <= most) else Dropped(f"{count} {unit}")
 
 
 @registry.register_processor("repetition")

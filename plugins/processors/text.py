@@ -149,8 +149,7 @@ class Questions:
         if self.dialogue is not None:  # add one conversation, with all its turns
             learned += self.dialogue(annotation, images, rng)
         if self.options.per_sample is not None and self.options.per_sample < len(learned):
-            chosen = rng.choice(len(learned), self.options.per_sample, replace=False)
-            learned = [learned[i] for i in sorted(chosen)]
+            learned = [learned[i] for i in sorted(rng.choice(len(learned), self.options.per_sample, replace=False))]
         return learned
 
     def questions(self, annotation: Annotation, images: int) -> Asked:

@@ -83,8 +83,7 @@ def page_document(content: bytes, content_type: str, source: str, url: str | Non
         except (UnicodeDecodeError, LookupError):
             continue
         if header.get_content_type() != "text/plain":
-            trafilatura = require("trafilatura", "reading HTML")
-            text = trafilatura.extract(text, url=url, include_comments=False) or ""
+            text = require("trafilatura", "reading HTML").extract(text, url=url, include_comments=False) or ""
         return Document(text, source)
     return Document("", source, ("page in an unknown encoding",))
 
@@ -94,8 +93,7 @@ def _page(record: Any, source: str) -> Document:
     http = record.http_headers
     kind = str((http or record.rec_headers).get_header("Content-Type"))
     content_type, status = kind.partition(";")[0].strip().lower(), http.get_statuscode() if http else "200"
-    is_page = record.rec_type in ("response", "resource", "conversion")
-    if not is_page or status != "200" or content_type not in TYPES:
+    if record.rec_type not in ("response", "resource", "conversion") or status != "200" or content_type not in TYPES:
         return Document("", source, (f"{record.rec_type} of type {content_type} and status {status}",))
     content = record.content_stream().read(_MOST + 1)
     if len(content) > _MOST:

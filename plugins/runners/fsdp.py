@@ -39,8 +39,7 @@ def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
 
 def unrounded(block: nn.Module) -> list[nn.Module]:
     """Return a block's modules with parameters that autocast does not round, such as norms."""
-    own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
-    return [module for module in own if not is_linear(module)]
+    return [m for m in block.modules() if not is_linear(m) and next(m.parameters(recurse=False), None) is not None]
 
 
 @registry.register_runner("fsdp")

@@ -30,17 +30,16 @@ class MlflowTracker(Tracker):
     def __init__(self, options: Options, run: TrackedRun) -> None:
         super().__init__(options, run)
         self._entities = require("mlflow.entities", "tracker 'mlflow'")
-        client = require("mlflow.tracking", "tracker 'mlflow'").MlflowClient
         folder = run.folder.resolve() / "mlflow"
         folder.mkdir(exist_ok=True)
         ours = f"sqlite:///{folder}/mlflow.db"
         self._uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or ours
-        self._client = client(tracking_uri=self._uri)
+        self._client = require("mlflow.tracking", "tracker 'mlflow'").MlflowClient(tracking_uri=self._uri)
         artifacts = f"file://{folder}/artifacts" if self._uri == ours else None
         self._id = run.remembered("mlflow", lambda: self._create(artifacts))
         self._client.update_run(self._id, status="RUNNING")
-        known = self._client.get_run(self._id).data.metrics
-        self._last = int(known.get("step", 0))  # last step on the server; a resumed run logs only later steps
+        # last step on the server; a resumed run logs only later steps
+        self._last = int(self._client.get_run(self._id).data.metrics.get("step", 0))
 
     def _create(self, artifacts: str | None) -> str:
         """Create a run with its hyperparameters, and return its ID."""

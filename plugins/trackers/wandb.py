@@ -65,5 +65,4 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=0)
 
     def place(self) -> str:
-        offline = self._run.offline
-        return f"wandb sync {Path(self._run.dir).parent}" if offline else str(self._run.url)
+        return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)

@@ -59,7 +59,7 @@ def check_start(
     for other in larger:
         batch_plan(config, other)
     ready = preflight(config, size, dry=dry, fresh=fresh)
-    start = Start(project, options, ready, size, fresh, how.is_first and not was_restarted(), dry)
+    start = Start(project, options, ready, size, how.is_first and not was_restarted(), dry)
     for check in preflight_checks():
         check.run(start, given)
     return ready.config

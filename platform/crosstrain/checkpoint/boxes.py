@@ -151,9 +151,8 @@ def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 
 def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
     """Return None if the boxes tile a tensor of this shape exactly once; otherwise, text for an error."""
-    for box in boxes:
-        if not box.within(shape):
-            return f"a box at {list(box.offset)} of shape {list(box.shape)} is outside the shape {list(shape)}"
+    if box := next((box for box in boxes if not box.within(shape)), None):
+        return f"a box at {list(box.offset)} of shape {list(box.shape)} is outside the shape {list(shape)}"
     covered, wanted = sum(box.numel for box in boxes), math.prod(shape)
     if covered < wanted:
         return f"{wanted - covered} of its {wanted} elements are not in any file"

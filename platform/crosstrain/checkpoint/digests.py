@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, whole_pieces
+from crosstrain.checkpoint.boxes import CALLBACK, RUNNER
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import DTYPES, STATE, read_json
 
@@ -25,9 +25,7 @@ def digests(reader: Reader) -> dict[str, str]:
     for kind, name in sorted(reader.tensors):
         if kind.startswith((CALLBACK, RUNNER)):
             continue
-        stored = reader.tensors[kind, name]
-        value = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
-        reader.fill([Shard(kind, name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
+        value = reader.whole(name, kind, _DTYPES[reader.tensors[kind, name].dtype])
         digest = found["weights" if kind == "param" else "moments"]
         digest.update(f"{kind} {name} {[*value.shape]}".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)

@@ -115,8 +115,7 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
     """Raise CheckpointError, with the file's name, unless the file has the `expected` size and checksums."""
     place = storage.origin(path) or path
     with os_errors_as(CheckpointError, f"{place}: cannot be read"), open_regular(path, follow=False) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected["bytes"]:
+        if (size := os.fstat(file.fileno()).st_size) != expected["bytes"]:
             raise CheckpointError(f"{place}: has {size} bytes, expected {expected['bytes']}")
         older = "sha256" in expected  # format versions 1 and 2
         found = hashlib.file_digest(file, "sha256").hexdigest() if older else _sums_of(file)
@@ -266,10 +265,10 @@ class Reader:
                     check_file(path, self.files[name])
             self._fetched.add(name)
 
-    def whole(self, name: str) -> Tensor:
-        """Read a parameter in fp32. Raises CheckpointError as `fill` does."""
-        value = torch.empty(self.tensors["param", name].shape)
-        self.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
+    def whole(self, name: str, kind: str = "param", dtype: torch.dtype = torch.float32) -> Tensor:
+        """Read a tensor, by default a parameter in fp32. Raises CheckpointError as `fill` does."""
+        value = torch.empty(self.tensors[kind, name].shape, dtype=dtype)
+        self.fill([Shard(kind, name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
         return value
 
     def fill(self, shards: Iterable[Shard]) -> None:

@@ -166,8 +166,7 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
                 raise CheckpointError(f"{path}: two boxes in {where.file} have the key {where.key}")
             seen.add((where.file, where.key))
             held[where.file] += where.box.numel * ITEM_SIZES[stored.dtype]
-        problem = check_cover([where.box for where in stored.boxes], stored.shape)
-        if problem:
+        if problem := check_cover([where.box for where in stored.boxes], stored.shape):
             raise CheckpointError(f"{path}: {kind} {name}: {problem}")
     for file, size in held.items():
         if size > files[file]["bytes"]:

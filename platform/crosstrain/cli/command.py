@@ -27,10 +27,10 @@ class Command(ABC):
         """Run the command and return the exit code. Raises UserError for a user's mistake."""
 
 
-def python_function(verb: str) -> Callable[..., Any] | None:
+def python_function(name: str) -> Callable[..., Any] | None:
     """Return the Python interface of a command, or None if the command does not exist or has no Python interface."""
-    if verb not in registry.names("command"):
+    if name not in registry.names("command"):
         return None
-    command = registry.get("command", verb)
-    module, _, name = command.function.partition(":")
-    return getattr(import_module(f"{command.__module__.rpartition('.')[0]}.{module}"), name) if name else None
+    command = registry.get("command", name)
+    module, _, function = command.function.partition(":")
+    return getattr(import_module(f"{command.__module__.rpartition('.')[0]}.{module}"), function) if function else None

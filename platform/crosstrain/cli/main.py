@@ -121,16 +121,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. The attribute `run` of the result is the command's method `run`."""
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
+    commands = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
     asked: argparse.ArgumentParser = parser
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in {entry.name: entry.summary for entry in registry.entries("command")}.items():
-        verb_parser = verbs.add_parser(name, help=summary.rstrip("."))
+        own_parser = commands.add_parser(name, help=summary.rstrip("."))
         if name == chosen:
-            verb = registry.get("command", chosen)()
-            verb.add_arguments(verb_parser)
-            verb_parser.set_defaults(run=verb.run, words=argv)
-            asked = verb_parser
+            made = registry.get("command", chosen)()
+            made.add_arguments(own_parser)
+            own_parser.set_defaults(run=made.run, words=argv)
+            asked = own_parser
     flags = {*parser._option_string_actions, *asked._option_string_actions}
     for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if asked is not parser):
         # Check for unknown flags first: argparse would report a misspelled required flag as missing.

@@ -6,6 +6,7 @@ import io
 import re
 import textwrap
 import tokenize
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -67,10 +68,7 @@ def meanings(cls: type) -> dict[str, str]:
     A meaning is the docstring below the field, or else the comment on the field's lines, or else the comment directly
     above. Fields made by `make_dataclass` have no source; their meaning is in `field(metadata={"meaning": ...})`.
     """
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        found |= _own_meanings(base)
-    return found
+    return dict(ChainMap(*map(_own_meanings, cls.__mro__[:-1])))
 
 
 @cache

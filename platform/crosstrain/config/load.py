@@ -270,8 +270,7 @@ class _Builder:
         """Apply the preset of a component that is nested in other options."""
         name, presets = _presets(given["name"], files := preset_files(kind))
         cls = options_class(kind, registry.get(kind, name, files))  # the error for an unknown name lists presets, too
-        layers = [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}]
-        return reduce(sources.merge, layers)
+        return reduce(sources.merge, [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}])
 
     def _unpublished(self, cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Reset options in `below` to their defaults if pretrained folders in `given` determine their values."""

@@ -1,6 +1,5 @@
 """Validate plain data against typed dataclasses: return typed values, or raise errors, one sentence per mistake."""
 
-import difflib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 from crosstrain.config import bounds
 from crosstrain.config.hints import hint_of_key, hints
 from crosstrain.config.registry import registry
-from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, sentence
+from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, nearest, sentence
 
 Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
@@ -300,10 +299,6 @@ def _takes(hint: Any, value: Any) -> bool:
     return isinstance(value, (list, tuple)) and origin in (list, tuple)
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=cutoff)
-
-
 def nearest_key(name: str, known: Iterable[str]) -> list[str]:
     """Return a list with the known key that `name` misspells, or an empty list. Longer names must match better."""
     return nearest(name, known, 0.6 if len(name) <= 4 else 0.75)
@@ -319,8 +314,10 @@ def _expected(hint: Any, value: Any) -> str:
     return f"expected {describe(hint)}, got {_show(value)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-_WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything", object: "anything"}
+_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null", Path: "a path",
+    list: "a list", dict: "a mapping", Any: "anything", object: "anything",
+}  # fmt: skip
 
 
 def describe(hint: Any, limits: bool = False) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,10 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Key, nearest, to_plain
+from crosstrain.config.schema import Key, to_plain
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, ConfigErrors, first_line, sentence
+from crosstrain.utils.errors import ConfigError, ConfigErrors, first_line, nearest, sentence
 from crosstrain.utils.files import read_regular
 from crosstrain.utils.limited_process import LimitedProcess
 
@@ -72,8 +73,7 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     try:
         tree, root = parse(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(sentence(f"{label}: cannot be read: {reason}")) from error
+        raise ConfigError(sentence(f"{label}: cannot be read: {getattr(error, 'strerror', None) or error}")) from error
     except Unreadable as error:
         place = f"{label}:{error.line}" if error.line else label
         raise ConfigError(sentence(f"{place}: {error}")) from error
@@ -194,9 +194,7 @@ def resolve(tree: dict[str, Any], layers: Sequence[Layer], key: Key = ()) -> Any
 def _resolve(given: tuple[dict[str, Any], Sequence[Layer], Key]) -> Any:
     tree, layers, key = given
     try:
-        node: Any = OmegaConf.create(tree)
-        for name in key:
-            node = node[name]
+        node: Any = reduce(getitem, key, OmegaConf.create(tree))
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise _unresolved(error, layers, tree, key) from error

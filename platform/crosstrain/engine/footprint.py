@@ -75,11 +75,10 @@ class Sizes:
         def some(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
             return [p for p in parameters if among is None or p in among]
 
-        blocks = [numbers(some(block.parameters())) for block in model.blocks()]
         everything = some(model.parameters())
         total, trained = numbers(everything), numbers(p for p in everything if p.requires_grad)
         inside = numbers(p for block in model.blocks() for p in some(block.parameters()))[0]
-        largest = max((size for size, _ in blocks), default=0)
+        largest = max((numbers(some(block.parameters()))[0] for block in model.blocks()), default=0)
         return cls(total[0], trained[0], trained[1], total[1], largest, total[0] - inside)
 
 

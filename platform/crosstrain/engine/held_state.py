@@ -83,8 +83,7 @@ class HeldState:
         """Return this rank's shards of the gradients, times `gradient_scale`; valid after `forward_backward`."""
         out = []
         for name, parameter in self.runner.model.weights.parameters().items():
-            gradient = self.gradient(parameter)
-            if gradient is not None:
+            if (gradient := self.gradient(parameter)) is not None:
                 shape = self.runner.model.weights.logical_shape(name, self.full_shape(parameter))
                 out.append(Shard("grad", name, tuple(shape), self.pieces(parameter, gradient, shape)))
         return out

@@ -114,8 +114,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     changed = set[str]()
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        own = group.keys() - still - {"params"}
-        changed |= {key for key in own if key not in kept or group[key] != kept[key]}
+        changed |= {key for key in group.keys() - still - {"params"} if key not in kept or group[key] != kept[key]}
         group.update(kept)
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient

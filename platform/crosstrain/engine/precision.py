@@ -39,11 +39,11 @@ class LossScaler:
                 self.tolerance -= 1
             else:
                 self.scale = max(self.scale / 2, self.min_scale)
-            return
-        self.steps_since_overflow += 1
-        if self.steps_since_overflow % self.window == 0:
-            self.scale *= 2
-            self.tolerance = self.hysteresis
+        else:
+            self.steps_since_overflow += 1
+            if self.steps_since_overflow % self.window == 0:
+                self.scale *= 2
+                self.tolerance = self.hysteresis
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. The state is empty if the scale is constant."""

@@ -140,11 +140,10 @@ class KVSlots(Cache):
         """Store new keys and values [slots, heads, 1, width] of a layer; return all [slots, heads, span, width]."""
         slots = torch.arange(len(self.lengths), device=key_states.device)
         at = self._at.to(key_states.device)
-        out = []
-        for held, new in zip(self._room(layer_idx, key_states, self._span), (key_states, value_states), strict=True):
+        room = self._room(layer_idx, key_states, self._span)
+        for held, new in zip(room, (key_states, value_states), strict=True):
             held[slots, :, at] = new[:, :, 0].to(held.dtype)
-            out.append(held[:, :, : self._span])
-        return tuple(out)
+        return tuple(held[:, :, : self._span] for held in room)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

@@ -38,13 +38,11 @@ def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractCo
     - offload: keep the input in host memory and recompute everything else (fairscale's checkpoint wrapper).
     """
     for block in blocks:
-        if mode == "full":
-            block.forward = partial(_checkpointed, block.forward, noop_context_fn)
-        elif mode == "selective":
-            contexts = partial(create_selective_checkpoint_contexts, _KEPT)
-            block.forward = partial(_checkpointed, block.forward, contexts)
-        elif mode == "offload":
+        if mode == "offload":
             _offload(block, autocast)
+        elif mode != "none":
+            contexts = noop_context_fn if mode == "full" else partial(create_selective_checkpoint_contexts, _KEPT)
+            block.forward = partial(_checkpointed, block.forward, contexts)
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -89,8 +89,7 @@ class ForwardMode:
 
     def of_loss(self) -> dict[str, Any]:
         """Return this mode's keyword arguments for `token_cross_entropy`."""
-        names = ("reduce", "hits", "token_losses", "traced_rows")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("reduce", "hits", "token_losses", "traced_rows")}
 
     def arguments(self) -> "dict[str, ForwardMode]":
         """Return keyword arguments that pass this mode to a model's forward; empty for `PLAIN`."""

@@ -113,6 +113,5 @@ def pretrained_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=_FILES))
     except Exception as error:  # many exception types: no network, no such name, no permission
-        reason = first_line(error)
-        said = f"{source}: not a folder, and cannot be downloaded from the Hugging Face Hub ({reason})"
+        said = f"{source}: not a folder, and cannot be downloaded from the Hugging Face Hub ({first_line(error)})"
         raise CheckpointError("; ".join(filter(None, (said, near(path))))) from None

@@ -116,8 +116,7 @@ class Weights:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Canonical name -> parameter, for all parameters; a tied parameter appears once, under its first name."""
-        name_of = self.model.weights.canonical_name
-        return {name_of(name): parameter for name, parameter in self.model.named_parameters()}
+        return {self.model.weights.canonical_name(name): p for name, p in self.model.named_parameters()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Canonical name -> buffer, for persistent floating-point buffers; checkpoints store them like parameters."""

@@ -57,8 +57,8 @@ def _megatron_line(metrics: StepMetrics, max_iters: int, targets: str) -> str:
         f"loss scale {metrics.loss_scale:.1f}",
         f"grad norm {shown(metrics.grad_norm, '.3f')}",
         metrics.throughput,
+        *(f"{name} {value:.6g}" for name, value in metrics.recorded.items()),
     ]
-    parts += [f"{name} {value:.6g}" for name, value in metrics.recorded.items()]
     if metrics.skipped_steps:
         parts.append(f"skipped steps {metrics.skipped_steps}")
     if metrics.mfu is not None:

@@ -57,8 +57,7 @@ class Preflight:
     def sample(self) -> Batch | None:
         """A batch of one sample; None if it can be made neither from the dataset's options nor from its data."""
         component = training_dataset(self.config)
-        shapes = registry.get("dataset", component.name).shapes(component.options)
-        if shapes is not None:
+        if (shapes := registry.get("dataset", component.name).shapes(component.options)) is not None:
             return shapes
         try:
             return first_batch(self.dataset or open_split(self.config, "train"))

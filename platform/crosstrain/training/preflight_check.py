@@ -24,7 +24,6 @@ class Start:
     options: Overrides
     ready: Preflight
     world_size: int
-    fresh: bool  # start over; the earlier run's folder is kept as NAME.1
     first: bool  # this process is node 0's launcher or rank 0, and this is not a restart
     dry: bool  # only check; no worker is started
 

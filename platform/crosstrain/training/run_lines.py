@@ -50,16 +50,14 @@ def log_setup(trainer: Trainer) -> None:
         len(trainer.dataset),
         f"steps {first} to {last}" if first <= last else f"all {last} steps are done: {_LONGER}",
     )
-    held_out = trainer.val_dataset
-    for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
-        if notice:
-            log.warning(notice)
+    notices = [split.notice for split in (trainer.dataset, trainer.val_dataset) if split is not None]
+    for notice in filter(None, dict.fromkeys(notices)):
+        log.warning(notice)
 
 
 def log_restart(world: Group, step: int) -> None:
     """Log the reason for the restart, if these workers were restarted. Collective."""
-    reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
-    if reasons:
+    if reasons := [reason for reason in world.all_gather(restart_reason()) if reason]:
         _, number, most, why = max(reasons)
         log.info("%s; all ranks restarted (restart %d of %d) and continue from step %d", why, number, most, step)
 

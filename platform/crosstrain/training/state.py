@@ -105,9 +105,8 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
 
 def _check_together(url: str, world: Group) -> None:
     """Check a checkpoint in a bucket, one part on each rank. An error on any rank is raised on all. Collective."""
-    share = world.rank, world.size
     # Return only the folder: `together` gathers the results, and a `Reader` is large.
-    world.together(lambda: folders.verified(storage.local(url), share=share).folder)
+    world.together(lambda: folders.verified(storage.local(url), share=(world.rank, world.size)).folder)
 
 
 def continues(checkpoint: Path, config: Config) -> bool:

@@ -37,8 +37,7 @@ class ConfigErrors(ConfigError):
     """Several mistakes in one configuration, sorted by file and line. `str` has one line per mistake."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
-        found = {text for error in errors for text in error.sentences}
-        super().__init__("\n".join(sorted(found, key=_by_line)))
+        super().__init__("\n".join(sorted({text for error in errors for text in error.sentences}, key=_by_line)))
 
     @property
     def sentences(self) -> list[str]:
@@ -121,9 +120,14 @@ def printable(text: str) -> str:
     return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return a list with the closest match for `name` in `known`, or an empty list if none is close."""
+    return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=cutoff)
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return "did you mean NAME?" with the closest match for `name` in `known`, or `otherwise` if none is close."""
-    near = difflib.get_close_matches(name[:100], list(known), n=1)
+    near = nearest(name, known)
     return f"did you mean {near[0]}?" if near else otherwise
 
 

@@ -25,9 +25,9 @@ def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
     """
     wanted = Path(path).expanduser()
     candidates = [wanted] if wanted.is_absolute() else [wanted, home() / wanted]
-    for candidate in candidates:
-        if os.path.exists(candidate):  # also False for an invalid name, such as one with a null byte
-            return candidate
+    # `os.path.exists` is also False for an invalid name, such as one with a null byte.
+    if found := next(filter(os.path.exists, candidates), None):
+        return found
     if os.path.exists(beside := Path(named_in).parent / wanted):
         raise ConfigError(f"{path}: paths are relative to the working directory; did you mean {show(beside)}?")
     raise ConfigError(missing(path, candidates))

@@ -12,7 +12,7 @@ from crosstrain.utils.errors import TrainingError, UserError
 from crosstrain.utils.paths import home, show
 
 
-def command(verb: str, *arguments: object) -> str:
+def command(name: str, *arguments: object) -> str:
     """Return the shell-quoted command line that runs a command in the working directory, or shows its `--help`.
 
     The command line runs `crosstrain` if this environment has that program, and `python -m crosstrain` otherwise.
@@ -23,7 +23,7 @@ def command(verb: str, *arguments: object) -> str:
         words = [_as_typed(Path(sys.executable)), "-m", "crosstrain"]
         if source.is_dir():  # a checkout that is not installed
             words = ["env", f"PYTHONPATH={source}", *words]
-    return shlex.join(str(word) for word in (*words, verb, *arguments))
+    return shlex.join(str(word) for word in (*words, name, *arguments))
 
 
 def _as_typed(program: Path) -> Path:

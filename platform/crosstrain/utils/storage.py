@@ -180,23 +180,22 @@ def tried(url: str, action: Callable[[Any, str], T]) -> T:
 
 def _file_system(url: str) -> Any:
     """Return the file system of a URL. Each process opens a file system only once."""
-    match = _URL.match(url)
-    assert match is not None
+    protocol = url.partition("://")[0]
     import fsspec  # this import takes 50 ms, and local runs do not need it
 
     try:
         # Other processes write too, so listings must not be cached.
-        return fsspec.filesystem(match[1], use_listings_cache=False)
+        return fsspec.filesystem(protocol, use_listings_cache=False)
     except ImportError as error:
-        if (package := _PACKAGES.get(match[1])) is None:
+        if (package := _PACKAGES.get(protocol)) is None:
             raise StorageError(f"{url}: {_words(error)}") from error
         raise missing(url, package) from error
     except Exception as error:
-        if match[1] in fsspec.available_protocols():  # credentials may be missing
+        if protocol in fsspec.available_protocols():  # credentials may be missing
             raise StorageError(f"{url}: cannot be opened ({_words(error)})") from error
         known = ", ".join(f"{name}://" for name in _PACKAGES)
         raise StorageError(
-            f"{url}: unknown protocol {match[1]}; known: {known} and the other protocols of fsspec"
+            f"{url}: unknown protocol {protocol}; known: {known} and the other protocols of fsspec"
         ) from None
 
 

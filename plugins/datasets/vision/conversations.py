@@ -143,8 +143,7 @@ def collate(samples: list[Sample]) -> Batch:
         whole = [_one_segment(s) for s in samples]
         batch["segments"] = _padded(whole, "segments", SHARED)
         batch["position_ids"] = _padded(whole, "position_ids", 0)
-    images = [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]
-    if images:
+    if images := [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]:
         batch["pixel_values"] = torch.cat(images)
     return batch
 

@@ -270,11 +270,8 @@ class ImageDataset(VqaDataset):
             self.skip(index, str(error))
             return []
         pixels = self._pixels(images, np.random.default_rng(0)) if images else None
-        found = []
-        for conversation, answer, kind in asked:
-            prompt = self.encoder.prompt(conversation, pixels)
-            found.append(Example(prompt, conversation[-1].text, answer, kind, images[0] if images else None))
-        return found
+        picture = images[0] if images else None
+        return [Example(self.encoder.prompt(c, pixels), c[-1].text, answer, kind, picture) for c, answer, kind in asked]
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:

@@ -168,12 +168,12 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
 def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any]) -> dict[str, Any]:
     """Score and list the answers for the splits, and draw a contact sheet for --sheet. Collective."""
     component = training_dataset(model.config)
+    kind = registry.get("dataset", component.name)
     results: dict[str, Any] = {}
     pictures: list[tuple[Answer, Any]] = []
     for split in splits:
         dataset = open_split(model.config, split)
         assert dataset.tokenizer_path is not None
-        kind = registry.get("dataset", component.name)
         end = kind.prompt_builder(component.options, dataset.tokenizer_path).end_id
         assert isinstance(dataset, VqaDataset)
         answers, silent = answer_questions(
@@ -220,8 +220,7 @@ def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tup
     about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
     found = []
     for sample, answer in about.items():
-        picture = next((e.picture for e in dataset.examples(sample)), None)
-        if picture is not None:
+        if (picture := next((e.picture for e in dataset.examples(sample)), None)) is not None:
             found.append((answer, picture))
     return found[:most]
 

@@ -55,10 +55,9 @@ class Completions(Evaluation):
         Raises UserError for --image or --chat without --generate or --interactive.
         """
         talks = bool(given["generate"] or given["interactive"])
-        if given["image"] and not talks:
-            raise UserError("--image: needs --generate or --interactive")
-        if given["chat"] and not talks:
-            raise UserError("--chat: needs --generate or --interactive")
+        for flag in ("image", "chat"):
+            if given[flag] and not talks:
+                raise UserError(f"--{flag}: needs --generate or --interactive")
         return talks
 
     def needs_one_process(self, given: Mapping[str, Any]) -> bool:

@@ -72,14 +72,13 @@ def talk(model: OpenModel, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Complete the prompts from the flags and from the keyboard. Returns the prompts with their completions."""
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "num_completions", "seed")
     complete = partial(_complete, model, Sampling(*(given[key] for key in keys)))
-    about, found, form = (model.config, model.checkpoint, model.encoders), [], None
+    about, form = (model.config, model.checkpoint, model.encoders), None
     if given["image"]:
         form = ChatForm.of_training(*about)
     elif given["chat"]:
         form = ChatForm.possible(*about) or ChatForm.of_template(model.encoders)
     session = None if form is None else ChatSession(form, given["image"])
-    for prompt in given["generate"]:
-        found.append({"prompt": prompt, "completions": complete(prompt, session, show=model.is_main)})
+    found = [{"prompt": p, "completions": complete(p, session, show=model.is_main)} for p in given["generate"]]
     if given["interactive"]:
         if session is None and (form := ChatForm.possible(*about)) is not None:
             session = ChatSession(form, [])

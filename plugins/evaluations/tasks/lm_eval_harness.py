@@ -71,8 +71,7 @@ class HarnessModel(TemplateLM):
         """Return each text's log-likelihood given the prefix token, in windows of the model's maximum length."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
-            tokens = self.tok_encode(request.args[0])
-            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self._length, 1)
+            windows = get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self._length, 1)
             found.append(sum(self._likelihood(*make_disjoint_window(window)) for window in windows))
         return found
 

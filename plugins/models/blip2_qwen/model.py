@@ -119,9 +119,8 @@ class Blip2Qwen(Model):
         with self._precision("language_model", input_ids.device):
             embeddings = self.language_model.embed(input_ids.clamp(min=0))
         if pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length():
-            images = pixel_values
-            if images is None:
-                images = torch.zeros((1, 3, *self.image_size), device=input_ids.device)
+            size = (1, 3, *self.image_size)
+            images = torch.zeros(size, device=input_ids.device) if pixel_values is None else pixel_values
             features = self.encode_images(images).to(embeddings.dtype)
             if pixel_values is None:
                 # A rank without images must still use the same parameters and reduce the same gradients as other ranks.
@@ -334,8 +333,7 @@ def _projector(options: Projector, width: int, out: int) -> nn.Module:
 
 def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
     """Replace the embeddings at `places` [batch, length] with image features [images, queries, width], in order."""
-    expected = features.shape[0] * features.shape[1]
-    if has_values(places) and expected != (found := int(places.sum())):
+    if has_values(places) and features.shape[:2].numel() != (found := int(places.sum())):
         raise DataError(
             f"{features.shape[0]} images of {features.shape[1]} query tokens do not fill {found} placeholders: set the "
             f"dataset's image_tokens to model.qformer.num_query_tokens, which is {features.shape[1]}"

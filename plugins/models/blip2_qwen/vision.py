@@ -70,8 +70,7 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) 
         bound = 1 / math.sqrt(value[0].numel())
         value.uniform_(-bound, bound, generator=rng)
     else:
-        std = options.position_std if name == "pos_embed" else 0.02
-        nn.init.trunc_normal_(value, std=std, generator=rng)
+        nn.init.trunc_normal_(value, std=options.position_std if name == "pos_embed" else 0.02, generator=rng)
         if block and "eva" in (options.encoder or DEFAULT):
             value.div_(math.sqrt(2 * (int(block[1]) + 1)))
 
@@ -85,8 +84,7 @@ def blip2_place(name: str, width: int) -> str | Excerpt:
         bias = f"vision_model.encoder.layers.{found[1]}.self_attn.qkv.bias"
         return Excerpt(bias, 0 if found[2] == "q" else 2 * width, 3 * width)
     if found := re.match(r"blocks\.(\d+)\.(.+?)(\.weight|\.bias)$", name):
-        inner = _BLIP2_BLOCK.get(found[2], found[2])
-        return f"vision_model.encoder.layers.{found[1]}.{inner}{found[3]}"
+        return f"vision_model.encoder.layers.{found[1]}.{_BLIP2_BLOCK.get(found[2], found[2])}{found[3]}"
     stem, _, last = name.rpartition(".")
     if last in ("weight", "bias"):
         return f"vision_model.{_BLIP2.get(stem, stem)}.{last}"

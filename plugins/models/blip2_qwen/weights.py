@@ -132,8 +132,8 @@ def _as_it_is(name: str, _: set[str]) -> str | Excerpt:
 
 def _under(prefix: str, source: Source) -> Source:
     """Adapt the source of a part to the parameter names of the full model."""
-
-    def covers(name: str) -> bool:
-        return name.startswith(prefix) and source.covers(name.removeprefix(prefix))
-
-    return Source(source.folder, lambda name, names: source.place(name.removeprefix(prefix), names), covers)
+    return Source(
+        source.folder,
+        lambda name, names: source.place(name.removeprefix(prefix), names),
+        lambda name: name.startswith(prefix) and source.covers(name.removeprefix(prefix)),
+    )

@@ -214,9 +214,8 @@ def _each_apart(
     outputs = []
     for row, place in documents:
         part = slice(row, row + 1), slice(None), place
-        bias = within(position_bias, row, place)
         own = query[part], key[part], value[part], within(mask, row, place)
-        outputs.append(_sdpa(module, *own, position_bias=bias, **kwargs)[0])
+        outputs.append(_sdpa(module, *own, position_bias=within(position_bias, row, place), **kwargs)[0])
     return torch.cat(outputs, 1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
 
 

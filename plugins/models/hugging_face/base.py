@@ -85,8 +85,7 @@ class TransformersModel(LanguageModel):
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self.sees_all = kinds == {"full_attention"} and not any(windows)  # every block uses full causal attention
-        words = (lm.get_input_embeddings(), lm.get_output_embeddings())
-        if getattr(words[0], "num_embeddings", None) != lm.config.get_text_config().vocab_size:
+        if getattr(lm.get_input_embeddings(), "num_embeddings", None) != lm.config.get_text_config().vocab_size:
             raise ConfigError(f"model: {config.model_type} does not have one embedding per token of its vocabulary")
         if internals.routers_of(lm):
             lm.config.output_router_logits = False  # hooks record the router logits
@@ -150,9 +149,7 @@ class TransformersModel(LanguageModel):
             result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
-        if labels is None or routers is None:
-            return result
-        return mode.head.add(result, routers.loss(labels, documents))
+        return result if labels is None or routers is None else mode.head.add(result, routers.loss(labels, documents))
 
     def _mask(self, seen: Any, attention: str) -> Any:
         """Convert a mask [batch, 1, length, past + length] to the form required by the attention implementation."""
@@ -358,8 +355,8 @@ class TransformersExport(Export):
 
     def save_config(self, folder: Path) -> None:
         config = copy.deepcopy(self.model.config)
-        lm = self.model.lm
-        config.architectures = [type(lm).__name__]
-        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # dtype of the weights
+        config.architectures = [type(self.model.lm).__name__]
+        # dtype of the weights
+        config.dtype = next((p.dtype for p in self.model.lm.parameters() if p.requires_grad), config.dtype)
         config.save_pretrained(folder)
         copy_files(self._generation, folder)

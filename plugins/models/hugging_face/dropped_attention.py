@@ -6,6 +6,7 @@ visible keys, and two elements share a random number. Only one matrix is kept fo
 a negative sign where they are dropped.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,16 +32,14 @@ def dropped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, d
     return _DroppedAttention.apply(query, key, value, round(dropout * 2**16)).view(shape)
 
 
-def _blocks(shape: torch.Size) -> list[tuple[slice, slice, slice]]:
-    """Return the blocks as slices of heads, of queries, and of the keys visible to the block's last query."""
+def _blocks(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield the blocks as slices of heads, of queries, and of the keys visible to the block's last query."""
     heads, length, _ = shape
     at_once = max(_PART // (min(_QUERIES, length) * length), 1)
-    blocks = []
     for head in range(0, heads, at_once):
         for start in range(0, length, _QUERIES):
             stop = min(start + _QUERIES, length)
-            blocks.append((slice(head, head + at_once), slice(start, stop), slice(stop)))
-    return blocks
+            yield slice(head, head + at_once), slice(start, stop), slice(stop)
 
 
 class _DroppedAttention(torch.autograd.Function):

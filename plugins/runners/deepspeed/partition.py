@@ -156,8 +156,7 @@ class Stage3(Partition):
 
     def refused(self) -> None:
         """Gather persistent parameters again, because DeepSpeed leaves them partitioned after a refused step."""
-        persistent = self.zero.persistent_parameters
-        if persistent:
+        if persistent := self.zero.persistent_parameters:
             persistent[0].all_gather(persistent)
 
     def loaded(self) -> None:

@@ -257,8 +257,7 @@ class DeepSpeedRunner(Runner):
         with self._refusal() as norm:
             self.engine.step()
         # DeepSpeed returns -1 for a norm that is not finite, or skips the computation.
-        finite = bool(norm) and norm[0] >= 0
-        return StepResult(norm[0] / self.gradient_scale if finite else math.inf, False)
+        return StepResult(norm[0] / self.gradient_scale if norm and norm[0] >= 0 else math.inf, False)
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:

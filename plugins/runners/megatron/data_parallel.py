@@ -128,8 +128,7 @@ class DDPStrategy:
 
         def finish() -> None:
             work.wait()
-            sizes = [share.owned.numel() for share in shares]
-            for share, gradient in zip(shares, flat.split(sizes), strict=True):
+            for share, gradient in zip(shares, flat.split([s.owned.numel() for s in shares]), strict=True):
                 share.owned.grad = gradient.view_as(share.owned)
 
         return finish

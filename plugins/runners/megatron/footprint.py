@@ -6,6 +6,7 @@ The model is sharded and split into stages as in training.
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,7 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
         tensor = TensorParallel(group, options.sequence_parallel, RngTracker(torch.device("cpu"), 0))
-    ranks = dict.fromkeys((0, options.pipeline_parallel - 1))
-    return [_layout(options, at, tensor, rank) for rank in ranks]
+    return [_layout(options, at, tensor, rank) for rank in dict.fromkeys((0, options.pipeline_parallel - 1))]
 
 
 def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, rank: int) -> Layout:
@@ -67,7 +67,7 @@ def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, ra
         if not is_last:
             head = StubHead(tensor)
         if not is_first:
-            first.register_forward_pre_hook(_receive(parts), prepend=True)
+            first.register_forward_pre_hook(partial(_receive, parts), prepend=True)
     if tensor is not None and options.sequence_parallel:
         tensor.hook(model, first if is_first else None, None if is_last else last)
     out = _with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
@@ -102,12 +102,10 @@ def _with_experts(model: Model, copies: int, expert_parallel: int, describe: Cal
     return rest
 
 
-def _receive(parts: int) -> Callable[..., tuple[Any, ...]]:
-    def receive(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        rows, length, width = inputs[0].shape
-        return (torch.zeros(rows, length // parts, width, requires_grad=True), *inputs[1:])
-
-    return receive
+def _receive(parts: int, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pre-hook of a stage's first block: replace its input with hidden states of the size that a stage receives."""
+    rows, length, width = inputs[0].shape
+    return (torch.zeros(rows, length // parts, width, requires_grad=True), *inputs[1:])
 
 
 def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layout:

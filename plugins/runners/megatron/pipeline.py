@@ -130,8 +130,7 @@ def stubs(
         module = model.get_submodule(name)
         tied = isinstance(module, nn.Embedding) and id(module.weight) in kept
         found[name] = StubEmbedding(module, tied) if isinstance(module, nn.Embedding) else StubBlock()
-    for name in [] if is_last else ends.last:
-        found[name] = StubBlock()
+    found |= {name: StubBlock() for name in ends.last if not is_last}
     return {n: stub for n, stub in found.items() if not isinstance(model.get_submodule(n), StubBlock | StubEmbedding)}
 
 

@@ -299,8 +299,7 @@ class MegatronRunner(Runner):
             seed_dropout(self, micro_batches[number])
             return self.objective.inputs(to_device(micro_batches[number].data, self.device))
 
-        stage = pipeline.stages[0]
-        rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data)) for m in micro_batches)
+        rows, length = max((len(m.data["input_ids"]), pipeline.stages[0].tokens(m.data)) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self.gradient_sync)
         self.micro_losses = list(losses) if pipeline.has_last else []
@@ -384,10 +383,8 @@ class _SharesState(HeldState):
         return {share.owned: share for share in self.runner.shares.values()}
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        share = self.runner.shares[parameter]
-        if isinstance(self.runner.data_parallel, FSDPStrategy):
-            return local(parameter.detach())
-        return share.owned.detach()
+        fsdp = isinstance(self.runner.data_parallel, FSDPStrategy)
+        return local(parameter.detach()) if fsdp else self.runner.shares[parameter].owned.detach()
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
         optimizer = self.runner.optimizer
@@ -401,9 +398,8 @@ class _SharesState(HeldState):
 
     def copies(self) -> Group:
         stages, world = self.runner.stages.size, self.runner.world
-        if stages == 1:
-            return world
-        return Group(dist.new_subgroups(world.size // stages)[0])  # ranks of a stage are consecutive
+        # The ranks of a stage are consecutive.
+        return world if stages == 1 else Group(dist.new_subgroups(world.size // stages)[0])
 
     def trained(self) -> NamedParameters:
         owned = [(share.name, share.owned) for share in self.runner.shares.values() if share.owned.numel()]

@@ -43,8 +43,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[batch, length, width] -> this rank's [batch, part, width] of the sum."""
-    size = dist.get_world_size(group)
-    parts = x.reshape(x.shape[0], size, -1, x.shape[2]).transpose(0, 1).contiguous()
+    parts = x.reshape(x.shape[0], dist.get_world_size(group), -1, x.shape[2]).transpose(0, 1).contiguous()
     out = torch.empty_like(parts[0])
     dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
     return out
@@ -84,7 +83,28 @@ class TensorParallel:
 
     def compute(self, model: Model, plan: Resolved) -> None:
         """Make the modules of a plan compute with this rank's slices."""
-        _compute_with_slices(model, plan.modules, self)
+        self.has_dropout = has_dropout(model)
+        regions: dict[nn.Module, TPRegion] = {}
+        blocks = set(model.blocks())
+        for name, style in plan.modules.items():
+            module = model.get_submodule(name)
+            if style == "vocabulary":
+                if isinstance(module, nn.Embedding):  # a head's forward is not replaced: `ParallelHead` uses its weight
+                    module.forward = partial(_embed, self, module)
+                continue
+            if style == "experts":
+                # Expert parallelism may have replaced the forward.
+                forward = vars(module).get("forward", partial(local_forward, module))
+                module.forward = partial(_experts, self, forward)
+                continue
+            parent = model.get_submodule(user_of(model, name))
+            if parent not in regions:
+                regions[parent] = TPRegion(self, model, None if parent in blocks else parent)
+            region = regions[parent]
+            if style == "row":
+                module.forward, region.last_row = partial(region.row, module), module
+            else:
+                module.forward, region.last_column = partial(region.column, module), module
         for routers in model.structure.routers() if self.splits_sequence else []:
             routers.parts = Context(self.group)
 
@@ -205,8 +225,7 @@ class TPRegion:
 
 def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     weight = local(module.weight)
-    if isinstance(module, Conv1D):  # Conv1D weights are [in, out]
-        weight = weight.T
+    weight = weight.T if isinstance(module, Conv1D) else weight  # Conv1D weights are [in, out]
     return functional.linear(x, weight, None if bias is None else local(bias))
 
 
@@ -241,32 +260,6 @@ def _experts(tensor: TensorParallel, forward: Callable[..., Tensor], *inputs: Te
     gradients of routing weights are summed over the ranks, like the gradients of hidden states.
     """
     return tensor.leave(forward(*map(tensor.enter, inputs)))
-
-
-def _compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorParallel) -> None:
-    """Make the modules named in `styles` compute with slices."""
-    tensor.has_dropout = has_dropout(model)
-    regions: dict[nn.Module, TPRegion] = {}
-    blocks = set(model.blocks())
-    for name, style in styles.items():
-        module = model.get_submodule(name)
-        if style == "vocabulary":
-            if isinstance(module, nn.Embedding):  # a head's forward is not replaced: `ParallelHead` uses its weight
-                module.forward = partial(_embed, tensor, module)
-            continue
-        if style == "experts":
-            # Expert parallelism may have replaced the forward.
-            forward = vars(module).get("forward", partial(local_forward, module))
-            module.forward = partial(_experts, tensor, forward)
-            continue
-        parent = model.get_submodule(user_of(model, name))
-        if parent not in regions:
-            regions[parent] = TPRegion(tensor, model, None if parent in blocks else parent)
-        region = regions[parent]
-        if style == "row":
-            module.forward, region.last_row = partial(region.row, module), module
-        else:
-            module.forward, region.last_column = partial(region.column, module), module
 
 
 def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh | None) -> dict[str, ShardSpec]:

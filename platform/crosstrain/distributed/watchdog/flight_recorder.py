@@ -237,8 +237,9 @@ def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
     if size is None or type(size[0]) is not int:
         return ""
     number, dtype = size
-    typed = operation in _TYPED
-    return f"{number} {str(dtype).removeprefix('torch.')}" if typed else f"{number * dtype.itemsize} bytes"
+    return (
+        f"{number} {str(dtype).removeprefix('torch.')}" if operation in _TYPED else f"{number * dtype.itemsize} bytes"
+    )
 
 
 @functools.cache
