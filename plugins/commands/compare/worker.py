@@ -52,13 +52,12 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     runner = make_runner(config)
     runner.setup()
     trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
-    first = trainer.state.step
     noise = _NOISES.get(job.role)
     probe = Probe(trainer, job.folder, write=job.role == "reference", noise=noise)
     trainer.hooks.callbacks["probe"] = probe
     record: dict[str, Any] = {}
     if job.resumed:
-        earlier = _checkpoint(trainer, first)
+        earlier = _checkpoint(trainer)
         record["loaded"] = probe.against(earlier, as_stored(earlier.kinds(), runner.held.shards()))
     batches = trainer.batches()
     if job.uneven:
@@ -77,8 +76,9 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
             runner.close()
             return stop.received or signal.SIGTERM
         probe.after_update(moments=job.uneven or number in (1, job.steps))
-        kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
-        rows.append(kept)
+        rows.append(
+            {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
+        )
         probe.steps[-1] |= {"data": _by_sample(runner, step_), "routing": probe.routing.record(batch)}
         if number == job.evaluate_after:
             runner.synchronize()
@@ -87,7 +87,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
                 try:
                     Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
-                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.held.shards())
+                    record["saved"] = probe.against(_checkpoint(trainer), runner.held.shards())
                 except CheckpointError as error:  # raised on all ranks
                     record["saved"] = {"error": str(error)}
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
@@ -116,8 +116,9 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     }
 
 
-def _checkpoint(trainer: Trainer, step: int) -> Reader:
-    return Reader.open(step_folder(trainer.folder.checkpoints, step))
+def _checkpoint(trainer: Trainer) -> Reader:
+    """Open the checkpoint of the current step."""
+    return Reader.open(step_folder(trainer.folder.checkpoints, trainer.state.step))
 
 
 def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]:
