@@ -62,16 +62,14 @@ class Probe(Callback):
         optimizer = self.runner.optimizer
         assert optimizer is not None
         self.step += 1
-        rates = sorted({group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups})
         shards = self.runner.held.gradients()
         for piece in (piece for shard in shards for piece in shard.pieces):
             piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
         self._keep("gradients", shards)
-        gradients = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
         self.steps.append(
             {
-                "rates": rates,
-                "gradients": gradients,
+                "rates": sorted({group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups}),
+                "gradients": self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]]),
                 "projections": self.project(shards),
                 "activations": self.activations.means(),
                 "training": self.runner.model.training,
@@ -80,11 +78,11 @@ class Probe(Callback):
         if self.noise == "sums":
             # Sums differ by about 2**-23. More is added, so that every tensor has several weights whose bf16 rounding
             # changes: with few such weights, chance would decide how large the noise is.
-            self._round_otherwise(lambda size: 2.0**-20)
+            self._round_otherwise(self.runner.held.gradients(), lambda size: 2.0**-20)
         if self.noise and isinstance(optimizer, MatrixOptimizer):
             # Rounding alters a few elements of each tensor. Changing only the last bits would be enough for large
             # matrices, but would rarely have an effect in small ones.
-            self._round_otherwise(lambda size: 8 * _EPSILONS[optimizer.dtype] / size)
+            self._round_otherwise(self.runner.held.gradients(), lambda size: 8 * _EPSILONS[optimizer.dtype] / size)
 
     def after_update(self, moments: bool) -> None:
         """Record the weights and, with `moments`, the optimizer state. Collective."""
@@ -181,23 +179,21 @@ class Probe(Callback):
             self.runner.model.zero_grad(set_to_none=True)
         return out
 
-    def _round_otherwise(self, change: Callable[[int], float]) -> None:
-        """Change gradients by up to `change(number of elements)`, relative to each element."""
-        for shard, piece in ((s, p) for s in self.runner.held.gradients() for p in s.pieces):
+    def _round_otherwise(self, shards: Iterable[Shard], change: Callable[[int], float]) -> None:
+        """Change tensors by up to `change(number of elements)`, relative to each element."""
+        for shard, piece in ((s, p) for s in shards for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + change(math.prod(shard.shape)) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
         """Perturb weights by up to one rounding error of the compute dtype; return a function that restores them."""
-        epsilon = _EPSILONS[self.runner.precision.dtype]
-        pieces = [(s, p, p.data.clone()) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
-        for shard, piece, kept in pieces:
-            noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
-            piece.data.copy_(kept * (1 + epsilon * noise.to(kept.device)))
+        shards = [shard for shard in self.runner.held.shards() if shard.kind == "param"]
+        values = [(piece, piece.data.clone()) for shard in shards for piece in shard.pieces]
+        self._round_otherwise(shards, lambda _: _EPSILONS[self.runner.precision.dtype])
         self.runner.loaded()
 
         def restore() -> None:
-            for _, piece, kept in pieces:
+            for piece, kept in values:
                 piece.data.copy_(kept)
             self.runner.loaded()
 
