@@ -173,8 +173,7 @@ def _measure(
             if p.requires_grad and p.device.type != "meta":
                 p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
         if takes_mode(model):
-            rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
-            forward = ForwardMode(head, traced_rows=rows)
+            forward = ForwardMode(head, traced_rows=CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30)
         stack.enter_context(tracker)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             out = model(**objective.inputs(inputs, forward))
