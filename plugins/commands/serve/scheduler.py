@@ -122,9 +122,9 @@ class Scheduler:
                 logits = self._decoder.step(plan.tokens)
             except Exception as error:
                 self._failed(list(self._running.values()), error)
-                return
-            for slot, row in logits.items():
-                self._advance(slot, row)
+            else:
+                for slot, row in logits.items():
+                    self._advance(slot, row)
 
     def _start(self, slot: int, job: Job) -> None:
         self._running[slot] = job
