@@ -115,8 +115,11 @@ class Probe(Callback):
             own = [s for s in shards if s.kind == kind and (kind, s.name) in there.tensors]
             by_kind[kind] = self.measure(own, [there], lambda a, r: [a - r[0], r[0]])
             missing += [f"a part of {kind} of {name}" for name in by_kind[kind]["partial"]]
-        surplus = sorted(f"{kind} of {name}" for kind, name in here - there.tensors.keys())
-        return {"missing": sorted(missing), "surplus": surplus, "state": by_kind}
+        return {
+            "missing": sorted(missing),
+            "surplus": sorted(f"{kind} of {name}" for kind, name in here - there.tensors.keys()),
+            "state": by_kind,
+        }
 
     def reader(self, kind: str, step: int | None = None) -> Reader:
         return Reader.open(step_folder(self._files[kind].root, self.step if step is None else step))
@@ -156,9 +159,11 @@ class Probe(Callback):
             for piece, *others in zip(shard.pieces, *there, strict=True):
                 data = piece.data.detach().cpu().double()
                 found = vectors(data, [other.data.double() for other in others])
-                products = [_dot(a, b) for i, a in enumerate(found) for b in found[i:]]
-                types = {name for name, dtype in _TYPES.items() if torch.equal(data.to(dtype).double(), data)}
-                mine[shard.name, piece.box] = _dot(data, data), products, types
+                mine[shard.name, piece.box] = (
+                    _dot(data, data),
+                    [_dot(a, b) for i, a in enumerate(found) for b in found[i:]],
+                    {name for name, dtype in _TYPES.items() if torch.equal(data.to(dtype).double(), data)},
+                )
         return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:

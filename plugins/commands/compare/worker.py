@@ -100,11 +100,11 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Describe the model and the parallel layout. Collective."""
     runner = trainer.runner
-    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
+    held = runner.world.all_gather([*runner.model.weights.parameters()])
     first = {id(p): name for name, p in runner.model.weights.parameters().items()}
     seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
     return {
-        "names": [*names],
+        "names": [*dict.fromkeys(chain.from_iterable(held))],
         "tied": [name for key, name in first.items() if seen.count(key) > 1],  # parameters used in more than one place
         "world_size": runner.world.size,
         "dp_size": runner.dp.size,
