@@ -126,8 +126,9 @@ class Project:
             model = copy.deepcopy(model)
             model.context = Context(cast(dist.ProcessGroup, dist.new_group([*range(sharing)])))
         inputs, replicas = self.batch_of(batch.micro_batch), batch.dp_size * sharing
-        at = PlanContext(model, inputs, config.run, world_size, batch, self.device, replicas)
-        found = runner.layouts(options, at)
+        found = runner.layouts(
+            options, PlanContext(model, inputs, config.run, world_size, batch, self.device, replicas)
+        )
         for layout in found if sharing > 1 else []:
             layout.model, layout.computes = layout.model or model, f"{layout.computes} {sharing}"
         return found
