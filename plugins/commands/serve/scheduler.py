@@ -94,10 +94,9 @@ class Scheduler:
         self._group.broadcast(StepPlan(stop=True))
 
     def _step(self) -> None:
-        now = time.monotonic()
         with self._changed:
             known = [*self._running.values(), *self._waiting]
-        if late := [job for job in known if job.cancelled or now > job.deadline]:
+        if late := [job for job in known if job.cancelled or time.monotonic() > job.deadline]:
             self._drop(
                 late,
                 ApiError(504, f"the completion did not finish within {self._limits.seconds:g} seconds", code="timeout"),
