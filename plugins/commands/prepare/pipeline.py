@@ -133,10 +133,11 @@ class _Pipeline:
 
     def _tokenizer(self, dropped: list[list[int]]) -> Path:
         """Return the folder of the given tokenizer, or of a tokenizer trained on the remaining documents."""
-        if self.given is not None:
-            key = key_of(self.given.backend.to_str())
-        else:
-            key = key_of([shard.key for shard in self.shards], dropped, self.options.train_tokenizer)
+        key = (
+            key_of([shard.key for shard in self.shards], dropped, self.options.train_tokenizer)
+            if self.given is None
+            else key_of(self.given.backend.to_str())
+        )
         folder = self.folder / f"tokenizer-{key}"
         if not folder.exists():
             (self.given or self._trained(dropped)).save(folder.with_suffix(".new"))
