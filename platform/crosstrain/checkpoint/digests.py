@@ -10,10 +10,9 @@ import torch
 
 from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, whole_pieces
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.manifest import DTYPES, STATE, read_json
+from crosstrain.checkpoint.manifest import STATE, STORED_DTYPES, read_json
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def digests(reader: Reader) -> dict[str, str]:
@@ -26,7 +25,7 @@ def digests(reader: Reader) -> dict[str, str]:
         if kind.startswith((CALLBACK, RUNNER)):
             continue
         stored = reader.tensors[kind, name]
-        value = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
+        value = torch.empty(stored.shape, dtype=STORED_DTYPES[stored.dtype])
         reader.fill([Shard(kind, name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
         digest = found["weights" if kind == "param" else "moments"]
         digest.update(f"{kind} {name} {[*value.shape]}".encode())

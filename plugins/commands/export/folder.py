@@ -31,7 +31,7 @@ from crosstrain import (
 )
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
-from crosstrain.checkpoint.manifest import DTYPES, read_json
+from crosstrain.checkpoint.manifest import STORED_DTYPES, read_json
 from crosstrain.modeling.weights import Part
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
 from crosstrain.utils.storage import is_url
@@ -45,7 +45,6 @@ _REDIRECTIONS = {
     "quantization_config",
 }  # fmt: skip
 _ENDS_OF_REDIRECTIONS = ("name_or_path", "_file", "_files")
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,9 @@ class _Parameters:
 
     def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return the dtypes and shapes of all exported parameters, as tensors on the meta device."""
-        found = {n: (t.shape, _DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"}
+        found = {
+            n: (t.shape, STORED_DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"
+        }
         found |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
         merged = {other for merge in self.merges.values() for other in merge.others}
         kept = {name.removeprefix(self.prefix): found[name] for name in found if name.startswith(self.owned)}
