@@ -59,9 +59,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     if job.resumed:
         earlier = _checkpoint(trainer)
         record["loaded"] = probe.against(earlier, as_stored(earlier.kinds(), runner.held.shards()))
-    batches = trainer.batches()
-    if job.uneven:
-        batches = map(partial(_uneven, runner), batches)
+    batches = map(partial(_uneven, runner), trainer.batches()) if job.uneven else trainer.batches()
     step = next(batches)
     record["plain_loss"], targets, record["plain_training"] = _evaluate(runner, step)
     if job.role == "reference" and runner.world.size == 1 and len(step) <= _MOST_PARTS:

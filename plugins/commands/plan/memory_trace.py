@@ -145,9 +145,8 @@ def _measure(
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()
     tracker = _Tracker()
-    skipped = set(map(id, absent))
     for blocks, how in model.structure.checkpointing(mode):
-        here = [block for block in blocks if id(block) not in skipped]
+        here = [block for block in blocks if block not in absent]
         activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:
             # A block without parameters is a placeholder for a block on a different pipeline stage.
