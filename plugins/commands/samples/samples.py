@@ -34,7 +34,8 @@ def samples(
                 f"--number: the {len(dataset)} samples of the {split} split are numbered from 0, got {number}"
             )
         index = dataset.training_index(seed, number) if split == "train" else number
-        origin = (f"index {index} of {len(dataset)}", dataset.location(index))
-        title = ", ".join(filter(None, (f"sample {number} of {split}", *origin)))
-        views.append(SampleView(title, dataset.get(index, sample_rng(seed, number)), tokenizer))
+        parts = (f"sample {number} of {split}", f"index {index} of {len(dataset)}", dataset.location(index))
+        views.append(
+            SampleView(", ".join(filter(None, parts)), dataset.get(index, sample_rng(seed, number)), tokenizer)
+        )
     return views

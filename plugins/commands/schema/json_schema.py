@@ -145,8 +145,9 @@ class _Definitions(dict[str, Schema]):
 
 def _names(kind: str) -> dict[str, str]:
     """Return the names of components and presets, each with its summary line."""
-    presets = {name: first_comment(file) for name, file in preset_files(kind).items()}
-    return {entry.name: entry.summary for entry in registry.entries(kind)} | presets
+    return {entry.name: entry.summary for entry in registry.entries(kind)} | {
+        name: first_comment(file) for name, file in preset_files(kind).items()
+    }
 
 
 def _enum(kind: str, without: Collection[str] = ()) -> Schema:

@@ -62,8 +62,9 @@ class Scheduler:
                 raise _stopping()
             waiting = len(self._waiting)
             if waiting and waiting + len(jobs) > self._limits.waiting:
-                message = f"{waiting} completions are already waiting; try again later"
-                raise ApiError(429, message, code="too_many_requests")
+                raise ApiError(
+                    429, f"{waiting} completions are already waiting; try again later", code="too_many_requests"
+                )
             self._waiting.extend(jobs)
             self._changed.notify()
 
