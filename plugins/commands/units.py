@@ -14,7 +14,7 @@ def read_bytes(text: str, what: str) -> int:
     what: name of the value in the error.
     """
     problem = f"{what}: {text!r} is not a size such as 5GB or 24GiB"
-    size = int(_read(r"([\d.]+)\s*([KMGTP]?)(I?)B?", text, problem))
+    size = int(_read(r"(\d+\.?\d*|\.\d+)\s*([KMGTP]?)(I?)B?", text, problem))
     if size < 1000:  # too small: the unit is probably missing
         raise UserError(problem)
     return size
@@ -25,15 +25,14 @@ def read_number(text: str, what: str) -> float:
 
     what: name of the value in the error.
     """
-    return _read(r"([\d.]+(?:E\d+)?)\s*([KMGBTP]?)()", text, f"{what}: {text!r} is not a number such as 2.5B")
+    return _read(
+        r"((?:\d+\.?\d*|\.\d+)(?:E\d+)?)\s*([KMGBTP]?)()", text, f"{what}: {text!r} is not a number such as 2.5B"
+    )
 
 
 def _read(pattern: str, text: str, problem: str) -> float:
     match = re.fullmatch(pattern, text.strip().upper(), re.ASCII)
-    try:
-        value = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]] if match else 0.0
-    except ValueError:  # such as 1.2.3
-        value = 0.0
+    value = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]] if match else 0.0
     if not 0 < value < math.inf:
         raise UserError(problem)
     return value

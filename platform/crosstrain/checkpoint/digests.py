@@ -10,10 +10,9 @@ import torch
 
 from crosstrain.checkpoint.boxes import CALLBACK, RUNNER
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.manifest import DTYPES, STATE, read_json
+from crosstrain.checkpoint.manifest import STATE, STORED_DTYPES, read_json
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def digests(reader: Reader) -> dict[str, str]:
@@ -25,7 +24,7 @@ def digests(reader: Reader) -> dict[str, str]:
     for kind, name in sorted(reader.tensors):
         if kind.startswith((CALLBACK, RUNNER)):
             continue
-        value = reader.whole(name, kind, _DTYPES[reader.tensors[kind, name].dtype])
+        value = reader.whole(name, kind, STORED_DTYPES[reader.tensors[kind, name].dtype])
         digest = found["weights" if kind == "param" else "moments"]
         digest.update(f"{kind} {name} {[*value.shape]}".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)

@@ -29,7 +29,7 @@ _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
-ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+STORED_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 # Limits for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment sharded over 500 ranks. Parsed
 # values take up to 30 times the memory of their text, so the number of values is limited, too.
@@ -165,7 +165,7 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
             if (where.file, where.key) in seen:
                 raise CheckpointError(f"{path}: two boxes in {where.file} have the key {where.key}")
             seen.add((where.file, where.key))
-            held[where.file] += where.box.numel * ITEM_SIZES[stored.dtype]
+            held[where.file] += where.box.numel * STORED_DTYPES[stored.dtype].itemsize
         if problem := check_cover([where.box for where in stored.boxes], stored.shape):
             raise CheckpointError(f"{path}: {kind} {name}: {problem}")
     for file, size in held.items():
@@ -188,7 +188,7 @@ def _file(name: str, entry: Any) -> dict[str, Any]:
 
 
 def _tensor(entry: Any) -> StoredTensor:
-    if entry["dtype"] not in ITEM_SIZES:
+    if entry["dtype"] not in STORED_DTYPES:
         raise ValueError(f"{show(entry['dtype'])} is not a dtype that checkpoints can store")
     boxes = [
         StoredBox(sys.intern(_name(file)), _name(key), Box(_counts(offset), _counts(shape)))

@@ -99,8 +99,9 @@ def usual_scale(ratio: float, record: Record) -> str | None:
         1 / dp: f"divided by the {dp} data-parallel ranks once too often",
         float(dp): f"summed over the {dp} data-parallel ranks instead of averaged",
     }
-    alike = (hint for factor, hint in hints.items() if factor != 1 and math.isclose(ratio, factor, rel_tol=1e-3))
-    return next(alike, None)
+    return next(
+        (hint for factor, hint in hints.items() if factor != 1 and math.isclose(ratio, factor, rel_tol=1e-3)), None
+    )
 
 
 def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
@@ -164,17 +165,13 @@ def rate_cause(rates: list[float], number: int, record: Record, reference: Recor
     if len(rates) > 1:
         return "the schedule does not reach all parameter groups, or some have their own learning rate"
     schedule, ranks, accumulation = reference["schedule"], record["world_size"], record["accumulation"]
-
-    def at(step: int) -> bool:
-        return 0 < step <= len(schedule) and difference(rates[0], schedule[step - 1]) <= 1e-6
-
     for step, said in (
         (number * accumulation, f"the schedule advances with each micro batch ({accumulation} here), not each step"),
         (number * ranks, f"the schedule advances with each of {ranks} ranks (processes), not each step"),
         (1, "the schedule restarts"),
         *((step, "the schedule must advance once for each applied step") for step in range(1, len(schedule))),
     ):
-        if step != number and at(step):
+        if step != number and 0 < step <= len(schedule) and difference(rates[0], schedule[step - 1]) <= 1e-6:
             return f"it is the rate of step {step}: {said}"
     return "the schedule must advance once for each applied step, and nothing else may change the rate"
 
@@ -198,12 +195,9 @@ def moment_cause(kind: str, gaps: list[Gap], reference: Record, rounded: str | N
         return f"moments are kept in {rounded}"
     ratio, power = multiple(gaps), 2 if "sq" in kind else 1
     if ratio is None:
-        own = all(multiple([gap]) for gap in gaps)
-        return (
-            "gradients are clipped or scaled by separate factors, per group or per tensor"
-            if own
-            else ("held.state, held.pieces, or the optimizer's settings")
-        )
+        if all(multiple([gap]) for gap in gaps):
+            return "gradients are clipped or scaled by separate factors, per group or per tensor"
+        return "held.state, held.pieces, or the optimizer's settings"
     for usual, said in ((factor**-power, "gradients are not clipped"), (factor**power, "gradients are clipped twice")):
         if factor < 1 and math.isclose(ratio, usual, rel_tol=0.02):
             return said

@@ -83,17 +83,15 @@ def make_contestants(
     def load(runner: str, more: Mapping[str, Any]) -> Config:
         ((key, value),) = pairs([f"run.runner={runner}"])
         whole = isinstance(value, Mapping) and "name" in value  # a plain name keeps the project's runner options
-        without = ("run", "runner") if whole else ()
-        return load_config(project, [*pairs(options), (key, value), *more.items()], without)
+        return load_config(project, [*pairs(options), (key, value), *more.items()], ("run", "runner") if whole else ())
 
     loaded = [load(runner, {}) for runner, _ in sized]
     plans = [batch_plan(config, size) for config, (_, size) in zip(loaded, sized, strict=True)]
-    total = loaded[0].run.global_batch_size or max(plan.global_batch for plan in plans)
-    micro = loaded[0].run.micro_batch_size or min(plan.micro_batch for plan in plans)
     common: dict[str, Any] = {
-        "run.global_batch_size": total, "run.micro_batch_size": micro, "run.accum_grad_iters": None,
-        "run.eval_interval": None, "run.trackers": [], "run.callbacks": [], "run.metrics": [],
-        "run.save_in_background": False,
+        "run.global_batch_size": loaded[0].run.global_batch_size or max(plan.global_batch for plan in plans),
+        "run.micro_batch_size": loaded[0].run.micro_batch_size or min(plan.micro_batch for plan in plans),
+        "run.accum_grad_iters": None, "run.eval_interval": None, "run.save_in_background": False,
+        "run.trackers": [], "run.callbacks": [], "run.metrics": [],
     }  # fmt: skip
     out: list[Contestant] = []
     for number, (runner, size) in enumerate(sized):
@@ -200,10 +198,15 @@ class Race:
             raise why
         plain = config.plain
         plain["run"]["output_dir"] = at or config.run.output_dir
-        last = self.steps if self.deep else 0
-        steps = RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant")
-        save = self.deep and role in ("reference", "contestant") and not resumed
-        job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
+        job = Job(
+            role,
+            self.scratch / "reference",
+            steps=RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant"),
+            evaluate_after=self.steps if self.deep else 0,
+            save=self.deep and role in ("reference", "contestant") and not resumed,
+            resumed=resumed,
+            uneven=self.deep,
+        )
         result = self.scratch / "result.json"
         # The fork server imports the slow modules once, so that workers start faster.
         models = [name for name in sys.modules if name.startswith("transformers.models.")]

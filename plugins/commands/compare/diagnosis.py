@@ -41,8 +41,6 @@ class _Judge:
         called = {module: place for place, module in enumerate(reference["steps"][0]["activations"])}
         in_order = sorted(record["names"], key=lambda name: called.get(name.rpartition(".")[0], len(called)))
         self.order = {name: place for place, name in enumerate(in_order)}  # the order of the forward
-        self.first = record["rows"][0]["step"]
-        self.random = tolerance.random(reference)
 
     def _norm(self, row: Record, theirs: Record, step: Record, expected: Record) -> Finding:
         """Report a gradient norm that differs although the gradients are equal."""
@@ -61,7 +59,7 @@ class _Judge:
         """Yield all differences in the order in which they occur."""
         record, reference = self.record, self.reference
         if self.resumed:
-            yield from self._state(record["loaded"], self.first - 1, "resume", exact=True)
+            yield from self._state(record["loaded"], record["rows"][0]["step"] - 1, "resume", exact=True)
         for row in record["rows"]:
             number = row["step"]
             step, theirs, expected = self.mine[number], self.rows[number], self.steps[number]
@@ -211,13 +209,12 @@ class _Judge:
         elif number > 1:
             said += ", with equal weights and samples"
             place = f"a forward that depends on more than these, such as random numbers, buffers or the mode; {place}"
-        elif self.random:
+        elif self.tolerance.random(self.reference):
             said += ", although in evaluation mode the losses agree"
             if names and "after the batch" not in place:  # dropout cannot change the first module's input
-                shared = any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
                 why = (
                     "ranks that share samples may draw different ones, so compare with the model's dropout set to 0"
-                    if shared
+                    if any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
                     else "a runner must not seed them, by rank for example"
                 )
                 place = f"random numbers (dropout) differ; {why}; {place}"
@@ -256,8 +253,7 @@ class _Judge:
         if self.tolerance.is_exact:
             return self._sorted(dict.fromkeys(self._unequal(step["gradients"], expected["gradients"]), 0.0))
         limit_of = self.tolerance.limits(number, "gradients")
-        theirs = expected["gradients"]["products"]
-        floor = self._floor(theirs)
+        floor = self._floor(expected["gradients"]["products"])
         excess: dict[str, float] = {}
         for name, products in step["gradients"]["products"].items():
             gap, limit = Gap(*products), limit_of(name)
@@ -291,8 +287,7 @@ class _Judge:
             return in_order[::-1]
         if len(names) > 2 and excess[names[0]] < 3 * excess[names[1]]:
             last = next((n for n in reversed(in_order) if n not in self.record["tied"]), names[0])
-            names.remove(last)
-            names.insert(0, last)
+            return [last, *(name for name in names if name != last)]
         return names
 
     def _gradients(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
@@ -402,8 +397,8 @@ class _Judge:
                 off,
             )
         rounded = causes.rounded(measured, expected["weights"], wrong)
-        along = [weights[name] for name in wrong]  # dot products of difference d, update m and weight w
-        decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in along]
+        # dot products of difference d, update m and weight w
+        decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in map(weights.__getitem__, wrong)]
         ratio = causes.multiple([gaps[name] for name in wrong])
         moments = next(self._state(step, number, "update"), None) if "state" in step else None
         cause = "the optimizer, its settings or its groups"

@@ -79,11 +79,10 @@ class Routing:
 
     def record(self, step: Iterable[MicroBatch]) -> dict[str, Any]:
         """Return the near ties of a step, and the loss that the routers add. Collective."""
-        numbers = [micro_batch.first_sample for micro_batch in step]
         mine = {}
-        for number, seen in zip(numbers, self._seen, strict=False):
+        for micro_batch, seen in zip(step, self._seen, strict=False):
             for (layer, token), found in seen.items():
-                mine[f"{layer} {number} {token}"] = found
+                mine[f"{layer} {micro_batch.first_sample} {token}"] = found
         near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
         means = recorded_means(self.runner.model.take_recorded(), self.runner.world)
         return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.structure.routers())}
@@ -97,8 +96,7 @@ def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
     found = {}
     for layer, (logits, chosen) in seen.items():
         logits = logits.detach().float()
-        others: Tensor = logits.scatter(1, chosen, -torch.inf).amax(1)
-        margins = logits.gather(1, chosen).amin(1) - others
+        margins: Tensor = logits.gather(1, chosen).amin(1) - logits.scatter(1, chosen, -torch.inf).amax(1)
         for token in (margins.abs() < near).nonzero().flatten().tolist():
             found[layer, token] = [margins[token].item(), sorted(chosen[token].tolist())]
     return found

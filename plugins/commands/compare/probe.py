@@ -63,16 +63,14 @@ class Probe(Callback):
         optimizer = self.runner.optimizer
         assert optimizer is not None
         self.step += 1
-        rates = sorted({group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups})
         shards = self.runner.held.gradients()
         for piece in (piece for shard in shards for piece in shard.pieces):
             piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
         self._keep("gradients", shards)
-        gradients = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
         self.steps.append(
             {
-                "rates": rates,
-                "gradients": gradients,
+                "rates": sorted({group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups}),
+                "gradients": self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]]),
                 "projections": self.project(shards),
                 "activations": self.activations.means(),
                 "training": self.runner.model.training,
@@ -81,11 +79,11 @@ class Probe(Callback):
         if self.noise == "sums":
             # Sums differ by about 2**-23. More is added, so that every tensor has several weights whose bf16 rounding
             # changes: with few such weights, chance would decide how large the noise is.
-            self._round_otherwise(lambda size: 2.0**-20)
+            self._round_otherwise(self.runner.held.gradients(), lambda size: 2.0**-20)
         if self.noise and isinstance(optimizer, MatrixOptimizer):
             # Rounding alters a few elements of each tensor. Changing only the last bits would be enough for large
             # matrices, but would rarely have an effect in small ones.
-            self._round_otherwise(lambda size: 8 * _EPSILONS[optimizer.dtype] / size)
+            self._round_otherwise(self.runner.held.gradients(), lambda size: 8 * _EPSILONS[optimizer.dtype] / size)
 
     def after_update(self, moments: bool) -> None:
         """Record the weights and, with `moments`, the optimizer state. Collective."""
@@ -118,8 +116,11 @@ class Probe(Callback):
             own = [s for s in shards if s.kind == kind and (kind, s.name) in there.tensors]
             by_kind[kind] = self.measure(own, [there], lambda a, r: [a - r[0], r[0]])
             missing += [f"a part of {kind} of {name}" for name in by_kind[kind]["partial"]]
-        surplus = sorted(f"{kind} of {name}" for kind, name in here - there.tensors.keys())
-        return {"missing": sorted(missing), "surplus": surplus, "state": by_kind}
+        return {
+            "missing": sorted(missing),
+            "surplus": sorted(f"{kind} of {name}" for kind, name in here - there.tensors.keys()),
+            "state": by_kind,
+        }
 
     def reader(self, kind: str, step: int | None = None) -> Reader:
         return Reader.open(step_folder(self._files[kind].root, self.step if step is None else step))
@@ -160,9 +161,12 @@ class Probe(Callback):
             for piece, *others in zip(shard.pieces, *there, strict=True):
                 data = piece.data.detach().cpu().double()
                 found = vectors(data, [other.data.double() for other in others])
-                products = [_dot(a, b) for i, a in enumerate(found) for b in found[i:]]
-                types = {name for name, dtype in _TYPES.items() if torch.equal(data.to(dtype).double(), data)}
-                mine[shard.name, piece.box] = _dot(data, data), products, types, _hash(shard, piece)
+                mine[shard.name, piece.box] = (
+                    _dot(data, data),
+                    [_dot(a, b) for i, a in enumerate(found) for b in found[i:]],
+                    {name for name, dtype in _TYPES.items() if torch.equal(data.to(dtype).double(), data)},
+                    _hash(shard, piece),
+                )
         return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
@@ -183,23 +187,21 @@ class Probe(Callback):
             self.runner.model.zero_grad(set_to_none=True)
         return out
 
-    def _round_otherwise(self, change: Callable[[int], float]) -> None:
-        """Change gradients by up to `change(number of elements)`, relative to each element."""
-        for shard, piece in ((s, p) for s in self.runner.held.gradients() for p in s.pieces):
+    def _round_otherwise(self, shards: Iterable[Shard], change: Callable[[int], float]) -> None:
+        """Change tensors by up to `change(number of elements)`, relative to each element."""
+        for shard, piece in ((s, p) for s in shards for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + change(math.prod(shard.shape)) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
         """Perturb weights by up to one rounding error of the compute dtype; return a function that restores them."""
-        epsilon = _EPSILONS[self.runner.precision.dtype]
-        pieces = [(s, p, p.data.clone()) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
-        for shard, piece, kept in pieces:
-            noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
-            piece.data.copy_(kept * (1 + epsilon * noise.to(kept.device)))
+        shards = [shard for shard in self.runner.held.shards() if shard.kind == "param"]
+        values = [(piece, piece.data.clone()) for shard in shards for piece in shard.pieces]
+        self._round_otherwise(shards, lambda _: _EPSILONS[self.runner.precision.dtype])
         self.runner.loaded()
 
         def restore() -> None:
-            for _, piece, kept in pieces:
+            for piece, kept in values:
                 piece.data.copy_(kept)
             self.runner.loaded()
 

@@ -133,8 +133,9 @@ class Tolerance:
         least, most, floor, shows = (2e-6, 1e-3, 1e-5, 1e-4) if fp32 else (2e-5, 2e-2, 2e-3, 0.5)
         found = {key: number_difference(noise, reference, key) if noise else 0.0 for key in ("loss", "grad_norm")}
         losses, norms = (max(least, min(_FACTOR * found[key], most)) for key in found)
-        mixed = 1e-4 if dtype == "fp32" else 2e-2
-        return Tolerance(losses, norms, floor, shows, noise, least=least, mixed=mixed, is_narrow=narrow)
+        return Tolerance(
+            losses, norms, floor, shows, noise, least=least, mixed=1e-4 if dtype == "fp32" else 2e-2, is_narrow=narrow
+        )
 
     def random(self, reference: Record) -> bool:
         """Return True if the training loss minus router losses differs from the evaluation loss, as with dropout."""
@@ -149,8 +150,7 @@ class Tolerance:
         """
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(group, {})
         measured = (recorded.get(kind, {}) if kind else recorded).get("products", {})
-        found = {name: relative(products) for name, products in measured.items()}
-        finite = {name: noise for name, noise in found.items() if math.isfinite(noise)}
+        finite = {name: noise for name, p in measured.items() if math.isfinite(noise := relative(p))}
         median = statistics.median(finite.values()) if finite else 0.0
         factor = _FIRST_FACTOR if step == 1 else _FACTOR
         return lambda name: max(self.floor, factor * max(finite.get(name, 0.0), median))

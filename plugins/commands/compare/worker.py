@@ -52,17 +52,14 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     runner = make_runner(config)
     runner.setup()
     trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
-    first = trainer.state.step
     noise = _NOISES.get(job.role)
     probe = Probe(trainer, job.folder, write=job.role == "reference", noise=noise)
     trainer.hooks.callbacks["probe"] = probe
     record: dict[str, Any] = {}
     if job.resumed:
-        earlier = _checkpoint(trainer, first)
+        earlier = _checkpoint(trainer)
         record["loaded"] = probe.against(earlier, as_stored(earlier.kinds(), runner.held.shards()))
-    batches = trainer.batches()
-    if job.uneven:
-        batches = map(partial(_uneven, runner), batches)
+    batches = map(partial(_uneven, runner), trainer.batches()) if job.uneven else trainer.batches()
     step = next(batches)
     record["plain_loss"], targets, record["plain_training"] = _evaluate(runner, step)
     if job.role == "reference" and runner.world.size == 1 and len(step) <= _MOST_PARTS:
@@ -77,8 +74,9 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
             runner.close()
             return stop.received or signal.SIGTERM
         probe.after_update(moments=job.uneven or number in (1, job.steps))
-        kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
-        rows.append(kept)
+        rows.append(
+            {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
+        )
         probe.steps[-1] |= {"data": _by_sample(runner, step_), "routing": probe.routing.record(batch)}
         if number == job.evaluate_after:
             runner.synchronize()
@@ -87,7 +85,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
                 try:
                     Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
-                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.held.shards())
+                    record["saved"] = probe.against(_checkpoint(trainer), runner.held.shards())
                 except CheckpointError as error:  # raised on all ranks
                     record["saved"] = {"error": str(error)}
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
@@ -100,11 +98,11 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Describe the model and the parallel layout. Collective."""
     runner = trainer.runner
-    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
+    held = runner.world.all_gather([*runner.model.weights.parameters()])
     first = {id(p): name for name, p in runner.model.weights.parameters().items()}
     seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
     return {
-        "names": [*names],
+        "names": [*dict.fromkeys(chain.from_iterable(held))],
         "tied": [name for key, name in first.items() if seen.count(key) > 1],  # parameters used in more than one place
         "world_size": runner.world.size,
         "dp_size": runner.dp.size,
@@ -116,8 +114,9 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     }
 
 
-def _checkpoint(trainer: Trainer, step: int) -> Reader:
-    return Reader.open(step_folder(trainer.folder.checkpoints, step))
+def _checkpoint(trainer: Trainer) -> Reader:
+    """Open the checkpoint of the current step."""
+    return Reader.open(step_folder(trainer.folder.checkpoints, trainer.state.step))
 
 
 def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]:

@@ -63,9 +63,9 @@ class ExportCommand(Command):
                 return 0
             if arguments.part:
                 if arguments.part not in (parts := model.export.parts()):
-                    known = ", ".join(["adapter", *parts])
                     raise UserError(
-                        f"--part: {config.model.name} has no part {arguments.part!r} to export; known: {known}"
+                        f"--part: {config.model.name} has no part {arguments.part!r} to export; known: "
+                        f"{', '.join(['adapter', *parts])}"
                     )
                 part = parts[arguments.part]
         exported = export(

@@ -31,7 +31,7 @@ from crosstrain import (
 )
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
-from crosstrain.checkpoint.manifest import DTYPES, read_json
+from crosstrain.checkpoint.manifest import STORED_DTYPES, read_json
 from crosstrain.modeling.weights import Part
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
 from crosstrain.utils.storage import is_url
@@ -45,7 +45,6 @@ _REDIRECTIONS = {
     "quantization_config",
 }  # fmt: skip
 _ENDS_OF_REDIRECTIONS = ("name_or_path", "_file", "_files")
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,9 @@ class _Parameters:
 
     def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return the dtypes and shapes of all exported parameters, as tensors on the meta device."""
-        found = {n: (t.shape, _DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"}
+        found = {
+            n: (t.shape, STORED_DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"
+        }
         found |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
         merged = {other for merge in self.merges.values() for other in merge.others}
         kept = {name.removeprefix(self.prefix): found[name] for name in found if name.startswith(self.owned)}
@@ -182,18 +183,17 @@ def _write(
     # The same buffer is used for every tensor.
     memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)
     for file, names in split.filename_to_tensors.items():
-        outlines = {name: tensors[name] for name in names}
         entry = write_safetensors(
-            folder / file, outlines, produce=lambda name: source.read(name, tensors[name], memory)
+            folder / file,
+            {name: tensors[name] for name in names},
+            produce=lambda name: source.read(name, tensors[name], memory),
         )
         progress(f"{file}  {entry['bytes'] / 1e6:,.1f} MB")
     if split.is_sharded:
         write_json(folder / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-    config = None
-    paths = {name: source.reader.folder / name for name in source.reader.files.keys() & (TOKENIZER_FILES | MODEL_FILES)}
-    for name, path in paths.items():
-        content = _copy(path, folder / name, progress)
-        config = content if name == "config.json" else config
+    beside = source.reader.files.keys() & (TOKENIZER_FILES | MODEL_FILES)
+    contents = {name: _copy(source.reader.folder / name, folder / name, progress) for name in beside}
+    config = contents.get("config.json")
     if part is not None:  # `_copy` has dropped the keys that transformers does not define
         part.export.save_config(folder)
         config = read_json(folder / "config.json")
@@ -201,8 +201,12 @@ def _write(
         config.pop("torch_dtype", None)  # the name of this key before transformers 4.56
         config["dtype"] = str(dtype).removeprefix("torch.")
         write_json(folder / "config.json", config)
-    sizes = sum(t.numel() for t in tensors.values()), sum(t.nbytes for t in tensors.values())
-    return Exported(*sizes, len(split.filename_to_tensors), _architecture(config))
+    return Exported(
+        parameters=sum(t.numel() for t in tensors.values()),
+        bytes=sum(t.nbytes for t in tensors.values()),
+        files=len(split.filename_to_tensors),
+        architecture=_architecture(config),
+    )
 
 
 def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:

@@ -46,8 +46,7 @@ def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
         )
     on_gpu = config.run.device != "cpu"
     nproc = arguments.nproc_per_node or (8 if on_gpu else 1)
-    device = ["run.device=cuda"] if on_gpu else []
-    made = plan(project, [*options, *device], world_size=nodes * nproc, presets=False)
+    made = plan(project, [*options, "run.device=cuda"] if on_gpu else options, world_size=nodes * nproc, presets=False)
     on_device = needs(made.chosen, made.project.device)
     fitting = [name for name, size in gpus.items() if on_device <= USABLE * size * _GIB]
     if on_gpu and "gpus" in wanted and not ("gpu" in given or fitting):

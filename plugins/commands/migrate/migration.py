@@ -279,7 +279,6 @@ def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
         case list():
             return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
         case str() if value.startswith(UNKNOWN):
-            why = value.removeprefix(UNKNOWN).strip() or "the file does not set it"
-            notes.append((_TO_GIVE, ".".join(key), why))
+            notes.append((_TO_GIVE, ".".join(key), value.removeprefix(UNKNOWN).strip() or "the file does not set it"))
             return UNKNOWN
     return value

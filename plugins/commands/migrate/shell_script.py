@@ -116,8 +116,9 @@ class _Shell:
             case _ if name in self._functions:
                 body = self._functions[name]
                 given = [self._doubt(node, *rest)] * 9 if _DOUBT.search("".join(rest)) else rest[:9]
-                arguments = dict(zip_longest("123456789", given))
-                self._variables = self._variables.new_child(arguments | {"@": _GAP.join(rest)})
+                self._variables = self._variables.new_child(
+                    dict(zip_longest("123456789", given)) | {"@": _GAP.join(rest)}
+                )
                 self._run(body, sure and b"return" not in body.text)
             case _ if name not in ("echo", "printf"):
                 self._record(fields, node.start_point.row + 1)

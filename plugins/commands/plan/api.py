@@ -30,10 +30,12 @@ def plan(
     The ranks do not have to exist. The last four arguments are strings in the command line's format, such as "24GiB".
     `print` shows the plan, and `Plan.as_json` returns it as JSON values. Raises UserError if no plan is possible.
     """
-    memory = read_bytes(device_memory, "--device-memory") if device_memory else None
-    flops = read_number(throughput, "--throughput") if throughput else None
-    speed = read_number(tokens_per_second, "--tokens-per-second") if tokens_per_second else None
-    budget = Budget(memory, flops, speed, read_number(tokens, "--tokens") if tokens else None)
+    budget = Budget(
+        device_memory=read_bytes(device_memory, "--device-memory") if device_memory else None,
+        throughput=read_number(throughput, "--throughput") if throughput else None,
+        tokens_per_second=read_number(tokens_per_second, "--tokens-per-second") if tokens_per_second else None,
+        tokens=read_number(tokens, "--tokens") if tokens else None,
+    )
     config = load_config(project, options)
     size = world_size or Launch.detect(None, config.run.device).world_size
     check_layout(config, size, lambda n: f"{n} ranks fit" if world_size else f"--world-size {n} plans for {n} ranks")
@@ -57,8 +59,9 @@ def alternatives(
         try:
             found[name] = config = load_config(project, [*pairs(options), ("run.runner", name)])
             for option in runner_class(config.run).capabilities.saves_memory:
-                more = [f"run.runner={name}", f"run.runner.{option}"]
-                found[f"{name} {option}"] = load_config(project, [*pairs(options), *more])
+                found[f"{name} {option}"] = load_config(
+                    project, [*pairs(options), f"run.runner={name}", f"run.runner.{option}"]
+                )
         except UserError as error:
             found[name] = str(error)
     return Alternatives(found, rebuild)

@@ -30,8 +30,9 @@ def sent_by(func: Any, args: tuple[Any, ...], out: Any) -> int:
     if kind == "send":
         return most
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    if "process_group" in given:
-        group = dist.ProcessGroup.unbox(given["process_group"])
-    else:
-        group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+    group = (
+        dist.ProcessGroup.unbox(given["process_group"])
+        if "process_group" in given
+        else dist.distributed_c10d._resolve_process_group(given["group_name"])
+    )
     return (all_reduced if kind == "all_reduce" else scattered)(most, group.size())

@@ -126,8 +126,9 @@ class Project:
             model = copy.deepcopy(model)
             model.context = Context(cast(dist.ProcessGroup, dist.new_group([*range(sharing)])))
         inputs, replicas = self.batch_of(batch.micro_batch), batch.dp_size * sharing
-        at = PlanContext(model, inputs, config.run, world_size, batch, self.device, replicas)
-        found = runner.layouts(options, at)
+        found = runner.layouts(
+            options, PlanContext(model, inputs, config.run, world_size, batch, self.device, replicas)
+        )
         for layout in found if sharing > 1 else []:
             layout.model, layout.computes = layout.model or model, f"{layout.computes} {sharing}"
         return found
@@ -146,10 +147,15 @@ class Project:
             self.problem = self.problem or UNKNOWN_SHAPE
         if self.problem is None and key not in self._traces:
             try:
-                model = layout.model or self.model
-                dtype = self.dtype if layout.autocast else torch.float32
-                batch, how = self.batch_of(rows), (layout.head, self.objective)
-                self._traces[key] = trace(model, batch, dtype, mode, self.device, *how)
+                self._traces[key] = trace(
+                    layout.model or self.model,
+                    self.batch_of(rows),
+                    self.dtype if layout.autocast else torch.float32,
+                    mode,
+                    self.device,
+                    layout.head,
+                    self.objective,
+                )
             except Exception as error:  # a model that reads tensor values can raise any error
                 reason = first_line(error)[:120]
                 if layout.model is not None:
@@ -231,12 +237,10 @@ def with_options(
     config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
 ) -> Config:
     """Return the configuration with new batch sizes or a new checkpointing mode; new sizes reset the accumulation."""
-    run = config.run
+    run = replace(config.run, gradient_checkpointing=mode or config.run.gradient_checkpointing)
     if micro_batch is not None:
         total = global_batch or run.global_batch_size
         run = replace(run, micro_batch_size=micro_batch, accum_grad_iters=None, global_batch_size=total)
-    if mode is not None:
-        run = replace(run, gradient_checkpointing=mode)
     return replace(config, run=run)
 
 

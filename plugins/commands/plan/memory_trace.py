@@ -145,9 +145,8 @@ def _measure(
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()
     tracker = _Tracker()
-    skipped = set(map(id, absent))
     for blocks, how in model.structure.checkpointing(mode):
-        here = [block for block in blocks if id(block) not in skipped]
+        here = [block for block in blocks if block not in absent]
         activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:
             # A block without parameters is a placeholder for a block on a different pipeline stage.
@@ -166,15 +165,14 @@ def _measure(
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
-        forward, inputs = PLAIN, {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
+        inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
         tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
         inside = {id(p) for block in model.blocks() for p in block.parameters()}
         for p in model.parameters():
             if p.requires_grad and p.device.type != "meta":
                 p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
-        if takes_mode(model):
-            rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
-            forward = ForwardMode(head, traced_rows=rows)
+        rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
+        forward = ForwardMode(head, traced_rows=rows) if takes_mode(model) else PLAIN
         stack.enter_context(tracker)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             out = model(**objective.inputs(inputs, forward))

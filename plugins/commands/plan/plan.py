@@ -197,15 +197,16 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: Alterna
 
     config = project.config
     chosen = project.estimate(config, world_size)
-    runners = others.runners.items()
-    same = {n: c if isinstance(c, str) else with_same_samples(c, chosen.batch, world_size) for n, c in runners}
     plan = Plan(
         project,
         budget,
         config.run.max_iters,
         chosen,
         modes={mode: attempt(with_options(config, mode=mode)) for mode in MODES},
-        presets={name: other if isinstance(other, str) else attempt(other) for name, other in same.items()},
+        presets={
+            name: other if isinstance(other, str) else attempt(with_same_samples(other, chosen.batch, world_size))
+            for name, other in others.runners.items()
+        },
     )
     if budget.tokens and plan.tokens_per_step:
         plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)

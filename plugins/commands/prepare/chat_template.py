@@ -310,8 +310,7 @@ def load_with_template(spec: str, chat_template: str | None) -> tuple[TextTokeni
             raise DataError(f"chat_template: {chat_template} needs {', '.join(missing)}, which {spec} lacks")
     if "{" not in text:
         check_source(f"the chat template {text}")
-        names = ", ".join(library)
-        with os_errors_as(DataError, f"chat_template: {text} is neither Jinja, a file nor one of {names}"):
+        with os_errors_as(DataError, f"chat_template: {text} is neither Jinja, a file nor one of {', '.join(library)}"):
             text = read_regular(Path(text).expanduser(), _MAX_TEMPLATE).decode("utf-8", "replace")
     tokenizer = replace(tokenizer, chat_template=text)
     return tokenizer, cached_folder(tokenizer, spec)

@@ -100,8 +100,10 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     if not arguments.paths:
-        hint = f"`{command('samples')}` shows the samples of a project"
-        raise UserError(f"prepare inspect: give a prepared folder or a Megatron prefix; {hint}")
+        raise UserError(
+            f"prepare inspect: give a prepared folder or a Megatron prefix; `{command('samples')}` shows the samples "
+            f"of a project"
+        )
     for path in arguments.paths:
         print(printable(inspect(path, arguments.document, arguments.tokenizer)))
     return 0

@@ -190,9 +190,11 @@ class _RowReader:
         return turn
 
     def _refuse_media(self, given: Row) -> None:
-        reads = "this dataset reads only text; other datasets read images"
-        if self.images is not None:
-            reads = "only text and images are read, and images only from the row and from parts"
+        reads = (
+            "this dataset reads only text; other datasets read images"
+            if self.images is None
+            else "only text and images are read, and images only from the row and from parts"
+        )
         for key in filter(given.get, KEYS["media"]):
             raise ChatError(f"it has {key}, but {reads}")
 

@@ -56,8 +56,9 @@ class _Search:
     def index(self) -> Any:
         """An index of signatures by their bands."""
         bands, rows = banding(self.near)
-        lsh = require("rensa", "finding near-duplicates").RMinHashLSH
-        return lsh(threshold=self.near.threshold, num_perm=bands * rows, num_bands=bands)
+        return require("rensa", "finding near-duplicates").RMinHashLSH(
+            threshold=self.near.threshold, num_perm=bands * rows, num_bands=bands
+        )
 
     def is_equal(self, document: Place, digest: str) -> bool:
         """Drop a document if an earlier one has the same 128-bit hash; return whether it was dropped.
@@ -89,8 +90,7 @@ class _Search:
         self.dropped[document[0]].append(document[1])
 
     def _read(self, document: Place) -> tuple[str, str]:
-        number, place = document
-        return self.shards[number].document(place)
+        return self.shards[document[0]].document(document[1])
 
 
 def _signatures(options: NearOptions, shard: CorpusShard) -> list[Any]:

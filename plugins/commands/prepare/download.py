@@ -44,16 +44,15 @@ def _transfer(url: str, target: Path, progress: bool) -> None:
     there = get_hf_file_metadata(url, token=False, user_agent=AGENT)
     version = hashlib.blake2b(f"{there.etag} {there.size}".encode(), digest_size=4).hexdigest()
     part = target.with_name(f"{target.name}.{version}.part")
-    headers = {"User-Agent": AGENT, "Accept-Encoding": "identity"}
-    if there.etag:
-        headers["If-Range"] = f'"{there.etag}"'  # if the file has changed, the server sends the whole file
+    # With If-Range, the server sends the whole file if it has changed.
+    unchanged = {"If-Range": f'"{there.etag}"'} if there.etag else {}
     with open(part, "ab") as file:
         start = file.tell() if there.etag else file.truncate(0)
         http_get(
             url,
             file,
             resume_size=start,
-            headers=headers,
+            headers={"User-Agent": AGENT, "Accept-Encoding": "identity"} | unchanged,
             expected_size=there.size,
             displayed_filename=target.name,
             tqdm_class=partial(tqdm, disable=not progress),

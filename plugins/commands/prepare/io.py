@@ -124,8 +124,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         packing = _packing(path)  # refuses pipes, sockets and devices
         opener, options = _OPENERS.get(packing, open), {}
         if opener is None:
-            module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-            zstd = require(module, f"reading {path}")
+            zstd = require("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", f"reading {path}")
             opener, damage = zstd.open, (*damage, zstd.ZstdError)
             options = {"options": {zstd.DecompressionParameter.window_log_max: _WINDOW}}
         with opener(path, "rb", **options) as stream:
@@ -146,8 +145,7 @@ class _Decompressed:
         self._read = 0
 
     def read(self, size: int = -1) -> bytes:
-        rest = self._limit - self._read + 1
-        data = self._stream.read(min(size if size >= 0 else MOST + 1, rest))
+        data = self._stream.read(min(size if size >= 0 else MOST + 1, self._limit - self._read + 1))
         self._read += len(data)
         if self._read > self._limit:
             raise ValueError(

@@ -5,7 +5,6 @@ options, so a later run finds finished work by name even if the earlier run was 
 """
 
 import logging
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from crosstrain import DataError, TextTokenizer, load_tokenizer, printable, to_plain, write_json
+from crosstrain.checkpoint.files import fsync
 from crosstrain.data.tokenizer import warn_if_rebuilt
 
 from ...datasets.indexed_dataset import TokenWriter, best_dtype
@@ -73,18 +73,16 @@ class _Pipeline:
         counts, lengths = Counts(), {"tokens": Counter[int](), "bytes": Counter[int]()}
         with TokenWriter(out / "tokens", dtype) as writer:
             for shard, report in self._tokenized(dropped, folder, dtype):
-                sizes = np.array(report["lengths"], np.int64)
-                writer.append(sizes, shard.path)
+                writer.append(np.array(report["lengths"], np.int64), shard.path)
                 lengths["tokens"].update((length - 1).bit_length() for length in report["lengths"])
                 counts.add(report["counts"])
         if not counts.kept:
             raise DataError(f"no documents are left of {self.options.input}: {counts.all_dropped()}")
         shutil.copytree(folder, out / "tokenizer")
-        documents = sum(each["documents"] for each in inputs.values())
         summary = Summary(
             format_version=FORMAT_VERSION,
             documents=writer.num_documents,
-            dropped=documents - writer.num_documents,
+            dropped=sum(each["documents"] for each in inputs.values()) - writer.num_documents,
             tokens=writer.num_tokens,
             text_bytes=sum(each["bytes"] for each in inputs.values()),
             vocab_size=tokenizer.vocab_size,
@@ -99,8 +97,7 @@ class _Pipeline:
         write_json(out / "report.json", found | {"lengths": {unit: bins(sums) for unit, sums in lengths.items()}})
         summary.write(out)
         for path in (file for file in out.rglob("*") if file.is_file()):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            fsync(path)
         return summary
 
     def _filter(self) -> dict[str, dict[str, Any]]:
@@ -136,10 +133,11 @@ class _Pipeline:
 
     def _tokenizer(self, dropped: list[list[int]]) -> Path:
         """Return the folder of the given tokenizer, or of a tokenizer trained on the remaining documents."""
-        if self.given is not None:
-            key = key_of(self.given.backend.to_str())
-        else:
-            key = key_of([shard.key for shard in self.shards], dropped, self.options.train_tokenizer)
+        key = (
+            key_of([shard.key for shard in self.shards], dropped, self.options.train_tokenizer)
+            if self.given is None
+            else key_of(self.given.backend.to_str())
+        )
         folder = self.folder / f"tokenizer-{key}"
         if not folder.exists():
             (self.given or self._trained(dropped)).save(folder.with_suffix(".new"))
@@ -152,8 +150,12 @@ class _Pipeline:
         kept = (shard.documents(set(places)) for shard, places in zip(self.shards, dropped, strict=True))
         tokenizer = train_bpe((text for text, _ in chain.from_iterable(kept)), wanted, self.progress)
         if (size := tokenizer.vocab_size) < wanted:
-            hint = "a model's vocab_size need not be larger"
-            _log.warning("the text is too short for a vocabulary of %d: the tokenizer has %d; %s", wanted, size, hint)
+            _log.warning(
+                "the text is too short for a vocabulary of %d: the tokenizer has %d; a model's vocab_size need not be "
+                "larger",
+                wanted,
+                size,
+            )
         return tokenizer
 
     def _tokenized(

@@ -171,10 +171,9 @@ class FileReader(ABC):
     def _check_content(self, file: Path, contents: tuple[str, ...]) -> None:
         kind, advice = io.kind_of(file)
         if kind and kind not in contents:
-            wanted = "/".join(self.suffixes)
             raise DataError(
-                f"the content of {file} ({kind}) does not match its suffix ({wanted}): {advice}; or name its reader,"
-                f" as {{name: ..., path: {file}}}"
+                f"the content of {file} ({kind}) does not match its suffix ({'/'.join(self.suffixes)}): {advice}; or "
+                f"name its reader, as {{name: ..., path: {file}}}"
             )
 
     def read(self, task: list[Chunk]) -> Iterator[Document]:

@@ -35,16 +35,27 @@ def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothe
         average = smoothed and len(steps) > 2 * _DOTS
         line = {"color": COLOURS[number % len(COLOURS)], "width": 1 if average else 1.6}
         line |= {"dash": "dash"} if number // len(COLOURS) % 2 else {}
-        mode = "lines+markers" if len(points) <= _DOTS else "lines"
-        name = escape(printable(run.name), quote=False)  # plotly interprets some HTML in names
-        traces.append({"name": name, "mode": mode, "line": line, "opacity": 0.3 if average else 1, **_xy(points)})
+        traces.append(
+            {
+                "name": escape(printable(run.name), quote=False),  # plotly interprets some HTML in names
+                "mode": "lines+markers" if len(points) <= _DOTS else "lines",
+                "line": line,
+                "opacity": 0.3 if average else 1,
+                **_xy(points),
+            }
+        )
         if average:
             mean = _xy(downsample(steps, smooth(values, len(values) // 100 + 1)))
             traces.append({"mode": "lines", "line": line | {"width": 1.6}, "hoverinfo": "skip", **mean})
     y_axis, remark = _y_axis(heights)
-    remarks = ", ".join(filter(None, (unit, remark)))
-    layout = {"xaxis": {"range": [0, max(run.last_step for run in runs) or 1]}, "yaxis": y_axis}
-    return {"title": title, "remarks": remarks, "figure": {"data": traces, "layout": layout}}
+    return {
+        "title": title,
+        "remarks": ", ".join(filter(None, (unit, remark))),
+        "figure": {
+            "data": traces,
+            "layout": {"xaxis": {"range": [0, max(run.last_step for run in runs) or 1]}, "yaxis": y_axis},
+        },
+    }
 
 
 def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:

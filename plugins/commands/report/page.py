@@ -124,8 +124,7 @@ def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
     """Chart the known metrics in the order of `_CURVES`, then all others in order of appearance."""
     hidden = set(_NO_CURVE)
     for key in _ONLY_IF_THEY_CHANGE:
-        values = {value for run in runs for value in run.curves.get(key, {}).values()}
-        if len(values) < 2:
+        if len({value for run in runs for value in run.curves.get(key, {}).values()}) < 2:
             hidden.add(key)
     keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
     of_tokens = any("tokens_per_second" in run.curves for run in runs)

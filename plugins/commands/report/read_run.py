@@ -93,8 +93,10 @@ def _read(folder: Path) -> ReadRun:
     if not paths.metrics.exists():
         raise UserError(f"{folder}: no metrics.jsonl found; give the folder of a run that has logged a step")
     run = ReadRun(folder)
-    unreadable = os_errors_as(UserError, f"{paths.metrics}: cannot be read")
-    with unreadable, open_regular(paths.metrics, follow=False) as file:
+    with (
+        os_errors_as(UserError, f"{paths.metrics}: cannot be read"),
+        open_regular(paths.metrics, follow=False) as file,
+    ):
         _read_rows(run, BytesIO(file.read(_MOST_BYTES)))
         if file.read(1):
             run.problems.append(f"only the first {_MOST_BYTES} bytes of metrics.jsonl are shown")

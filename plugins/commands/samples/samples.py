@@ -1,7 +1,6 @@
 """Samples of a project as training receives them."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from crosstrain import SPLITS, ProjectLike, SampleView, Split, UserError, load_config, load_tokenizer, log
 from crosstrain.config.sources import Overrides
@@ -35,8 +34,8 @@ def samples(
                 f"--number: the {len(dataset)} samples of the {split} split are numbered from 0, got {number}"
             )
         index = dataset.training_index(seed, number) if split == "train" else number
-        data: Mapping[str, Any] = dataset.get(index, sample_rng(seed, number))
-        origin = (f"index {index} of {len(dataset)}", dataset.location(index))
-        title = ", ".join(filter(None, (f"sample {number} of {split}", *origin)))
-        views.append(SampleView(title, data, tokenizer))
+        parts = (f"sample {number} of {split}", f"index {index} of {len(dataset)}", dataset.location(index))
+        views.append(
+            SampleView(", ".join(filter(None, parts)), dataset.get(index, sample_rng(seed, number)), tokenizer)
+        )
     return views

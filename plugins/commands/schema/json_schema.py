@@ -76,8 +76,7 @@ class _Definitions(dict[str, Schema]):
             stands = [name, *(p for p in preset_files(kind) if p != name and preset_component(kind, p) == name)]
             where = {"properties": {naming: {"enum": stands}}} | ({} if default in stands else {"required": [naming]})
             rules.append({"if": where, "then": self._refer(f"{kind}.{name}", partial(self._of_component, kind, name))})
-        names = {"anyOf": [_enum(kind), _INTERPOLATION]}
-        schema = {"type": "object", "properties": {naming: names}, "allOf": rules}
+        schema = {"type": "object", "properties": {naming: {"anyOf": [_enum(kind), _INTERPOLATION]}}, "allOf": rules}
         return schema if default else schema | {"required": [naming]}
 
     def _of_component(self, kind: str, name: str) -> Schema:
@@ -146,8 +145,9 @@ class _Definitions(dict[str, Schema]):
 
 def _names(kind: str) -> dict[str, str]:
     """Return the names of components and presets, each with its summary line."""
-    presets = {name: first_comment(file) for name, file in preset_files(kind).items()}
-    return {entry.name: entry.summary for entry in registry.entries(kind)} | presets
+    return {entry.name: entry.summary for entry in registry.entries(kind)} | {
+        name: first_comment(file) for name, file in preset_files(kind).items()
+    }
 
 
 def _enum(kind: str, without: Collection[str] = ()) -> Schema:

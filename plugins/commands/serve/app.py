@@ -188,7 +188,6 @@ class Web:
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
-        too_large = ApiError(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_large")
         body = bytearray()
         try:
             try:
@@ -197,12 +196,15 @@ class Web:
                         body += part
                         self._bytes += len(part)
                         if len(body) > limits.body_bytes:
-                            raise too_large
+                            raise ApiError(
+                                413, f"the body has more than {limits.body_bytes} bytes", code="body_too_large"
+                            )
                         if self._bytes > _BODIES * limits.body_bytes:
                             raise ApiError(503, "too much data is being sent at once; try again later", code="busy")
             except TimeoutError:
-                late = f"the body did not arrive within {limits.body_seconds:g} s"
-                raise ApiError(408, late, code="timeout") from None
+                raise ApiError(
+                    408, f"the body did not arrive within {limits.body_seconds:g} s", code="timeout"
+                ) from None
             yield body
         finally:
             self._bytes -= len(body)

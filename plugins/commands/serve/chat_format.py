@@ -89,8 +89,9 @@ def picture(url: str, most_pixels: int, param: str) -> Any:
 
     head, comma, data = url.partition(",")
     if not head.lower().startswith("data:") or not comma:
-        problem = "images are not fetched; send the image itself, as data:image/png;base64,..."
-        raise wrong(param, problem, "invalid_image_url")
+        raise wrong(
+            param, "images are not fetched; send the image itself, as data:image/png;base64,...", "invalid_image_url"
+        )
     if not head.lower().endswith(";base64"):
         raise wrong(param, "a data: URL must be base64-encoded", "invalid_base64_image")
     try:

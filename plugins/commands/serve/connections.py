@@ -56,13 +56,12 @@ class Connection(H11Protocol):
     nothing cannot keep others out.
     """
 
-    def __init__(self, limits: Limits, arriving: "dict[Connection, None]", **given: Any) -> None:
-        """`arriving`: connections of this server with incomplete requests, oldest first."""
+    def __init__(self, limits: Limits, arriving: "dict[Connection, float]", **given: Any) -> None:
+        """`arriving`: connection of this server with an incomplete request -> start time of its phase; oldest first."""
         super().__init__(**given)
         self.conn = StrictHttp(h11.SERVER)
         self._limits, self._arriving = limits, arriving
         self._phase: _Phase | None = None
-        self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -95,16 +94,16 @@ class Connection(H11Protocol):
         if phase != self._phase:
             self._enter(phase)
         oldest = next(iter(self._arriving), self)
-        if len(self._arriving) > self._limits.connections and self.loop.time() - oldest._since > _FAIR:
+        if len(self._arriving) > self._limits.connections and self.loop.time() - self._arriving[oldest] > _FAIR:
             oldest._late()
 
     def _enter(self, phase: _Phase | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._arriving.pop(self, None)
-        self._phase, self._timer, self._since = phase, None, self.loop.time()
+        self._phase, self._timer = phase, None
         if phase is not None:
-            self._arriving[self] = None
+            self._arriving[self] = self.loop.time()
             # The application limits the time for a body, unless it answers without reading the body. uvicorn limits the
             # idle time.
             seconds = {"headers": self._limits.header_seconds, "body": self._limits.body_seconds + 5}.get(phase)

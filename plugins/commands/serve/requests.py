@@ -182,9 +182,8 @@ def _steps(where: Sequence[str | int], document: Any) -> list[str | int]:
     """Return the keys and indices of an error location, without the names that pydantic adds for union members."""
     steps: list[str | int] = []
     for number, part in enumerate(where):
-        inside = isinstance(document, dict) and part in document
-        inside = inside or (isinstance(document, list) and isinstance(part, int) and part < len(document))
-        if inside:
+        in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
+        if in_list or (isinstance(document, dict) and part in document):
             document = document[part]
         elif not (isinstance(document, dict) and number == len(where) - 1):  # a missing key is kept
             continue

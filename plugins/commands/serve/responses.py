@@ -3,6 +3,7 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
+from itertools import accumulate
 from typing import Any
 
 from .jobs import Job, Piece
@@ -75,10 +76,8 @@ class CompletionResponse(ResponseBuilder):
         return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
 
     def _logprobs(self, piece: Piece) -> Document:
-        words, offsets = [self._decode(s.token) for s in piece.scores], []
-        for word in words:
-            offsets.append(self._offsets[piece.choice])
-            self._offsets[piece.choice] += len(word)
+        words = [self._decode(s.token) for s in piece.scores]
+        *offsets, self._offsets[piece.choice] = accumulate(map(len, words), initial=self._offsets[piece.choice])
         return {
             "tokens": words,
             "token_logprobs": [s.logprob for s in piece.scores],

@@ -62,8 +62,9 @@ class Scheduler:
                 raise _stopping()
             waiting = len(self._waiting)
             if waiting and waiting + len(jobs) > self._limits.waiting:
-                message = f"{waiting} completions are already waiting; try again later"
-                raise ApiError(429, message, code="too_many_requests")
+                raise ApiError(
+                    429, f"{waiting} completions are already waiting; try again later", code="too_many_requests"
+                )
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -94,10 +95,9 @@ class Scheduler:
         self._group.broadcast(StepPlan(stop=True))
 
     def _step(self) -> None:
-        now = time.monotonic()
         with self._changed:
             known = [*self._running.values(), *self._waiting]
-        if late := [job for job in known if job.cancelled or now > job.deadline]:
+        if late := [job for job in known if job.cancelled or time.monotonic() > job.deadline]:
             self._drop(
                 late,
                 ApiError(504, f"the completion did not finish within {self._limits.seconds:g} seconds", code="timeout"),
@@ -122,9 +122,9 @@ class Scheduler:
                 logits = self._decoder.step(plan.tokens)
             except Exception as error:
                 self._failed(list(self._running.values()), error)
-                return
-            for slot, row in logits.items():
-                self._advance(slot, row)
+            else:
+                for slot, row in logits.items():
+                    self._advance(slot, row)
 
     def _start(self, slot: int, job: Job) -> None:
         self._running[slot] = job

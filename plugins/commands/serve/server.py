@@ -76,20 +76,21 @@ def run_server(
     web = Web(service, scheduler, tokenizer, options.key, options.host)
     allow_open_files(2 * limits.all_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Web` logs errors
-    settings = uvicorn.Config(
-        web.app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        http=partial(Connection, limits, {}),  # type: ignore[arg-type]
-        proxy_headers=False,
-        backlog=2048,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(limits.finish_seconds),
+    server = uvicorn.Server(
+        uvicorn.Config(
+            web.app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            http=partial(Connection, limits, {}),  # type: ignore[arg-type]
+            proxy_headers=False,
+            backlog=2048,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(limits.finish_seconds),
+        )
     )
-    server = uvicorn.Server(settings)
     with suppress(UserError):
         encoders.encode("text", "")  # start an encoder process now, so that the first request does not wait
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)

@@ -33,8 +33,10 @@ def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
         lines += ["", f"## {label}: {verdict}", "", "| check | result | found |", "|---|---|---|"]
-        for name, result, found in rows:
-            lines.append(f"| {name} | {'**no**' if result == 'no' else result} | {found.replace('|', '&#124;')} |")
+        lines += [
+            f"| {name} | {'**no**' if result == 'no' else result} | {found.replace('|', '&#124;')} |"
+            for name, result, found in rows
+        ]
     return "\n".join(lines) + "\n"
 
 
