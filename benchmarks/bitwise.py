@@ -2,7 +2,7 @@
 
     python benchmarks/bitwise.py [--steps 100] [--rows gpt2 qwen2 ...] [--folder output/bitwise]
 
-There are about 300 runs of seconds each. Finished runs in the folder are not repeated. A row has one digest of the
+There are about 500 runs of seconds each. Finished runs in the folder are not repeated. A row has one digest of the
 weights and one of the moments if all runs agree; otherwise the table names the runs that differ. Runs that are refused
 are listed below the table, with the reason. Each rank uses one thread.
 """
@@ -55,7 +55,14 @@ LAYOUTS = {
     ],
     4: ["ddp@1", "ddp@4", "fsdp@4", "zero1@4", "zero2@4", "zero3@4", "zero2@2", "pp2@4"],
 }  # fmt: skip
-WIDE = {12: ["ddp@1", "tp1@1", "tp2@2", "tp4@4", "tp2@4", "tp2_pp2@4", "fsdp@2", "zero1@2", "zero3@2", "ddp@4"]}
+WIDE = {
+    12: [
+        "ddp@1", "tp1@1", "tp2@2", "tp4@4", "tp2@4", "tp2_pp2@4", "tp2_sp@2", "tp2_sp@4", "cp2@2", "fsdp@2", "zero1@2",
+        "zero3@2", "ddp@4",
+    ],
+}  # fmt: skip
+WITH_EXPERTS = ["qwen3_moe", "mixtral, width 4"]
+EXPERTS = ["ep2@2", "ep2@4", "pp2_ep2@4", "tp2_ep2@4"]  # for models with experts; tensor parallelism needs a width
 MEGATRON = {
     "pp2": {"pipeline_parallel": 2}, "tp1": {}, "tp2": {"tensor_parallel": 2}, "tp4": {"tensor_parallel": 4},
     "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}, "ep2": {"expert_parallel": 2},
@@ -120,6 +127,7 @@ def main() -> None:
         project = write_project(arguments.folder / row / "project.yaml", model, data[dataset], RUN | run)
         for amp in arguments.amp:
             for batch, layouts in (WIDE if run is SHARDED else LAYOUTS).items():
+                layouts = [*layouts, *(EXPERTS if row in WITH_EXPERTS else [])]
                 runs, found = Runs(arguments.folder / row, project, batch, amp, arguments.steps), dict[str, str]()
                 for layout in layouts:
                     try:

@@ -24,12 +24,12 @@ from fixtures_vision import MODEL as IMAGES
 VOCABULARY = 512
 _LENGTH = 64
 _SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
 GPT2 = {
-    "arch": "gpt2", "vocab_size": VOCABULARY, "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 256,
+    "arch": "gpt2", "vocab_size": VOCABULARY, "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 256,
     "dropout": 0.1,
 }  # fmt: skip
 _PARTS = ("vision", "qformer", "language_model")

@@ -12,6 +12,8 @@ from test_bitwise import COMMON, digest
 from conftest import Workspace
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
+from crosstrain.training.preflight import preflight
+from crosstrain.utils.errors import ConfigError
 from fixtures_families import tiny
 from fixtures_ranks import mostly_slow, train
 from fixtures_training import project
@@ -34,13 +36,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide": {"arch": "qwen", **SMALL, "num_key_value_heads": 4},
     "wide_gpt2": {"arch": "gpt2", "vocab_size": 320, "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32,
                   "dropout": 0.1},
+    "wide_experts": {
+        "arch": "causal_lm",
+        "config": {"model_type": "mixtral", **SMALL, "num_key_value_heads": 4, "num_local_experts": 4,
+                   "attention_dropout": 0.1},
+    },
     "wide_lora": {
         "arch": "causal_lm",
         "config": {"model_type": "llama", **SMALL, "num_key_value_heads": 4, "attention_dropout": 0.1},
         "adapter": {"name": "lora", "rank": 4, "dropout": 0.1},
     },
 }  # fmt: skip
-WIDE = ["wide", "wide_gpt2", "wide_lora"]
+WIDE = ["wide", "wide_gpt2", "wide_lora", "wide_experts"]
 OPTIONS = {"muon": ("run.optimizer=muon",), **dict.fromkeys(WIDE, ("run.bitwise.width=4",))}
 RUNNERS = ["ddp@3", "fsdp@2", "zero1@2", "zero2@4", "zero3@3"]
 TENSOR = [
@@ -51,6 +58,9 @@ TENSOR = [
 ]
 CASES = [(model, runner) for model in MODELS for runner in (*RUNNERS, "megatron_pp2@2")]
 CASES += [(model, runner) for model in WIDE for runner in TENSOR]
+CASES += [(model, "megatron_tp2_sp@2") for model in WIDE if model != "wide_lora"]
+CASES += [("experts", f"{{name: megatron, expert_parallel: 2}}@{ranks}") for ranks in (2, 4)]
+CASES += [("wide_experts", "{name: megatron, tensor_parallel: 2, expert_parallel: 2}@4")]
 CASES += [("images", runner) for runner in RUNNERS]
 
 
@@ -79,3 +89,11 @@ def test_other_models_train_to_the_same_bits(reference: Any, case: tuple[str, st
     path, given, one = reference(model)
     runner, _, size = name.partition("@")
     assert digest(train(path, name, *given, f"run.runner={runner}", size=int(size))) == one
+
+
+@pytest.mark.slow
+def test_adapters_are_refused_where_they_would_see_a_part_of_the_sequence(reference: Any) -> None:
+    path, given, _ = reference("wide_lora")
+    config = load_config(path, [*given, "run.runner=megatron_tp2_sp"])
+    with pytest.raises(ConfigError, match=r"lora_A\.weight would be applied to a part of the sequence"):
+        preflight(config, 2)
