@@ -14,6 +14,7 @@ from crosstrain_plugins.builtin.runners.bitwise.norm import exact_norm
 from crosstrain_plugins.builtin.runners.bitwise.partial_sums import PartialSums, nodes_of
 
 from conftest import Run, Workspace
+from crosstrain import plan
 from crosstrain.checkpoint.digests import digests
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import find_checkpoint
@@ -126,6 +127,19 @@ def test_a_run_that_changes_its_runner_and_ranks_gives_the_same_bits(reference: 
 def test_what_cannot_be_bitwise_is_refused(workspace: Workspace, options: list[str], part: str) -> None:
     with pytest.raises(ConfigError, match=f"run.bitwise.*{part}"):
         batch_plan(load_config(workspace.project, [*COMMON, *options]), 2)
+
+
+@pytest.mark.parametrize(("runner", "ranks", "shards"), [("ddp", 2, 1), ("fsdp", 2, 2), ("zero2", 3, 3)])
+def test_a_plan_counts_the_partial_sums(workspace: Workspace, runner: str, ranks: int, shards: int) -> None:
+    """Of 12 micro batches, at most two partial sums are kept: 2 + 1 leaves, or 4 + 2, or 8 + 1."""
+
+    def memory(bitwise: str) -> tuple[int, int]:
+        options = [*COMMON, f"run.runner={runner}", f"run.bitwise={bitwise}"]
+        found = plan(workspace.project, options, world_size=ranks, presets=False).as_json()
+        return found["memory"]["device"]["gradients"], found["parameters"]["trainable"]
+
+    more, elements = memory("true")
+    assert more - memory("false")[0] == 2 * 4 * elements // shards
 
 
 def tree(leaves: list[float]) -> float:

@@ -79,7 +79,8 @@ def _marked(tokens: Iterable[_Token], decode: Callable[[list[int]], str] | None,
     text = ""
     for (trained, begin, is_image), group in groupby(tokens, lambda token: (*token[1:], token[0] == IMAGE_ID)):
         ids = [token for token, _, _ in group]
-        part = IMAGE if is_image else printable(decode(ids)) if decode else " ".join(map(str, ids))
+        words = printable(decode(ids)) if decode and not is_image else " ".join(map(str, ids))
+        part = IMAGE if is_image else words
         if colour:
             part = f"{_GREEN if trained else _DIM}{part}{_PLAIN}"
         elif trained:

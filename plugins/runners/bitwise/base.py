@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosstrain import ConfigError, Group, MakeOptimizer, Model, NamedParameters, Runner, RunOptions
+from crosstrain import (
+    ConfigError,
+    Group,
+    Layout,
+    MakeOptimizer,
+    Model,
+    NamedParameters,
+    PlanContext,
+    Runner,
+    RunOptions,
+)
 from crosstrain.engine.runner import context_size
 
 from ..megatron.tensor_parallel import TensorParallel
@@ -16,6 +26,7 @@ from ..used_parameters import UsedParameters
 from .backend import rounds
 from .experts import all_experts
 from .norm import exact_norm
+from .partial_sums import nodes_of
 from .units import Units, check_units, plan_of_units
 
 
@@ -53,6 +64,21 @@ class Bitwise(Runner):
         """Return the user's sharding plan, which is merged over the model's own."""
         return {}
 
+    @classmethod
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
+        """Add the partial sums that a rank keeps between the micro batches of a step, in fp32."""
+        found = super().layouts(options, at)
+        leaves = cls.leaves_of_round(at)
+        kept = max(len(nodes_of(0, leaves * rounds)) for rounds in range(at.batch.accumulation))
+        for layout in found:
+            layout.gradients += 4 * kept * layout.updated
+        return found
+
+    @classmethod
+    def leaves_of_round(cls, at: PlanContext) -> int:
+        """Return the number of micro batches whose sum a rank computes at a time."""
+        return 1
+
     def construct(self, make_model: Callable[[], Model]) -> Model:
         model = super().construct(make_model)
         if (width := self.run.bitwise.width) is not None and self.tensor is None:
@@ -89,6 +115,10 @@ class Rounded(Bitwise):
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         super().prepare(model, unfused(make_optimizer))
         self._reduced = UsedParameters(model)  # parameters with a gradient from this round
+
+    @classmethod
+    def leaves_of_round(cls, at: PlanContext) -> int:
+        return at.replicas
 
     @property
     def shards_of_gradients(self) -> Group:
