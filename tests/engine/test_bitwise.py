@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from crosstrain_plugins.builtin.runners.bitwise.backend import BACKEND
 from crosstrain_plugins.builtin.runners.bitwise.norm import exact_norm
 from crosstrain_plugins.builtin.runners.bitwise.partial_sums import PartialSums, nodes_of
 
@@ -23,7 +25,7 @@ from crosstrain.distributed.group import Group
 from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.errors import ConfigError
 from fixtures_processes import train_as_user
-from fixtures_ranks import mostly_slow
+from fixtures_ranks import mostly_slow, run_ranks
 from fixtures_training import compare
 
 # 12 micro batches: every number of ranks from 1 to 4 has a part of the tree that is not a subtree of another's.
@@ -140,6 +142,44 @@ def test_a_plan_counts_the_partial_sums(workspace: Workspace, runner: str, ranks
 
     more, elements = memory("true")
     assert more - memory("false")[0] == 2 * 4 * elements // shards
+
+
+class Counted:
+    """gloo that counts the bytes that a rank sends to others, in collectives of equal parts."""
+
+    def __init__(self, inner: Any, sent: list[int]) -> None:
+        self.inner, self.sent = inner, sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def alltoall_base(self, out: torch.Tensor, given: torch.Tensor, *more: Any) -> Any:
+        self.sent.append(given.nbytes * (self.inner.size() - 1) // self.inner.size())
+        return self.inner.alltoall_base(out, given, *more)
+
+    def _allgather_base(self, out: torch.Tensor, given: torch.Tensor) -> Any:
+        self.sent.append(given.nbytes * (self.inner.size() - 1))
+        return self.inner._allgather_base(out, given)
+
+
+def _bytes_of_a_sum(count: int) -> tuple[int, int, float]:
+    dist.init_process_group(BACKEND)
+    group, sent = dist.distributed_c10d._get_default_group(), list[int]()
+    backend: Any = group._get_backend(torch.device("cpu"))
+    backend.inner = Counted(backend.inner, sent)
+    given = torch.full((count,), float(dist.get_rank() + 1))
+    dist.all_reduce(given)
+    reduced = sum(sent)
+    sent.clear()
+    dist.reduce_scatter_tensor(torch.empty(count // dist.get_world_size()), given)
+    scattered = sum(sent)
+    dist.destroy_process_group()
+    return reduced, scattered, given[0].item()
+
+
+def test_a_sum_sends_as_many_bytes_as_a_ring() -> None:
+    """A ring's all-reduce sends 2 (n - 1) / n times the data, and its reduce-scatter (n - 1) / n times."""
+    assert run_ranks(4, _bytes_of_a_sum, 4096) == [(2 * 3 * 4096, 3 * 4096, 10.0)] * 4
 
 
 def tree(leaves: list[float]) -> float:
