@@ -263,8 +263,8 @@ class _Judge:
 
     def _unequal(self, measured: Record, expected: Record) -> list[str]:
         """Return the tensors with different hashes if every difference is an error, else []."""
-        mine, theirs = measured["hashes"], expected["hashes"]
-        return [name for name in mine if self.tolerance.is_exact and mine[name] != theirs.get(name)]
+        mine = measured["hashes"] if self.tolerance.is_exact else {}
+        return [name for name in mine if mine[name] != expected["hashes"].get(name)]
 
     def _floor(self, gradients: dict[str, list[float]]) -> float:
         """Return the norm below which a gradient is only rounding error, from the products of a step's gradients."""
