@@ -95,6 +95,18 @@ def test_gradient_checkpointing_under_sharding(reference: Any, other: str, mode:
     assert_equal_training(one, many, TOLERANCE)
 
 
+@pytest.mark.parametrize("accumulation", mostly_slow([1, 4], []))
+def test_a_module_that_is_used_twice_has_the_sum_of_its_gradients(workspace: Workspace, accumulation: int) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/8224: ZeRO 1 and 2 lost the gradient of one of the uses."""
+    workspace.config["run"]["plugins"] = [str(ROOT / "tests" / "third_party")]
+    workspace.config["model"]["arch"] = "used_twice"
+    workspace.project.write_text(json.dumps(workspace.config))
+    options = ("run.max_iters=4", "run.micro_batch_size=1", f"run.global_batch_size={2 * accumulation}")
+    one = follow(workspace, "ddp@1", *options)
+    for other in ("zero1@2", "zero2@2", "zero3@2", "fsdp@2"):
+        assert_equal_training(one, follow(workspace, other, *options), TOLERANCE)
+
+
 @pytest.fixture(scope="module")
 def partly_used(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     """A model with a parameter that every other step does without."""
