@@ -11,7 +11,7 @@ from . import Expected
 
 EXPECTED = Expected(
     "gradients",
-    cause=r"expert|group|averag|other rank",
+    cause=r"group|averag|reduc|other rank",
     parameter="*.mlp.experts.*",
     project="experts",
     base="megatron",
