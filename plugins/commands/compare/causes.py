@@ -69,7 +69,32 @@ def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarra
     for cause, candidate in out.items():
         if abs(candidate - 1).max() > 1e-3 and abs(candidate - weights).max() < 1e-2:
             return cause
-    return f"its micro batches are weighted by {', '.join(f'{w:.3g}' for w in weights)} instead of 1"
+    said = f"its micro batches are weighted by {', '.join(f'{w:.3g}' for w in weights)} instead of 1"
+    last = place == place.max()
+    if abs(weights[last] - 1).max() < 1e-2 and weights[~last].max() < 1:
+        said += "; only each rank's last is right, so sums change between micro batches, as by clipping"
+    return said
+
+
+def router_weight(
+    parts: list[dict[str, float]],
+    without: list[dict[str, float]],
+    gradients: dict[str, float],
+    sizes: dict[str, float],
+    most: float,
+) -> str | None:
+    """Explain gradients in which only the routers' losses have a wrong weight.
+
+    parts: projections of each micro batch's gradient; without: the same without the routers' losses. most: largest
+    relative residual that counts as rounding error.
+    """
+    if not without:
+        return None
+    whole, plain = ({name: sum(part[name] for part in each) for name in each[0]} for each in (parts, without))
+    weights, rest = solve([plain, {name: whole[name] - plain[name] for name in whole}], gradients, sizes)
+    if rest > most or abs(weights[0] - 1) > 1e-2:
+        return None
+    return f"the gradients of the routers' losses (balance and z) are weighted by {weights[1]:.4g} instead of 1"
 
 
 def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: dict[str, float]) -> Any:
@@ -185,7 +210,7 @@ def update_cause(ratio: float, number: int, schedule: list[float]) -> str:
     return f"its update is {ratio:.4g} times the reference's: clipping, the loss scale or the rate"
 
 
-def moment_cause(kind: str, gaps: list[Gap], reference: Record, rounded: str | None) -> str:
+def moment_cause(kind: str, gaps: list[Gap], record: Record, reference: Record, rounded: str | None) -> str:
     """Explain optimizer state that is wrong although the gradients are equal. rounded: the type of its values."""
     if kind == "step":
         return "the optimizer's step count, and with it the bias correction"
@@ -198,7 +223,10 @@ def moment_cause(kind: str, gaps: list[Gap], reference: Record, rounded: str | N
         if all(multiple([gap]) for gap in gaps):
             return "gradients are clipped or scaled by separate factors, per group or per tensor"
         return "held.state, held.pieces, or the optimizer's settings"
+    ours, theirs = (r["rows"][0]["grad_norm"] or math.inf for r in (record, reference))
+    if factor < 1 and difference(ours, theirs) > 1e-9 and math.isclose(ratio, (theirs / ours) ** power, rel_tol=1e-6):
+        return f"gradients are clipped by the gradient norm {ours:.7g} instead of {theirs:.7g}"
     for usual, said in ((factor**-power, "gradients are not clipped"), (factor**power, "gradients are clipped twice")):
         if factor < 1 and math.isclose(ratio, usual, rel_tol=0.02):
             return said
-    return f"it is {ratio:.4g} times the reference's: clipping, unscaling or their order, or the optimizer's betas"
+    return f"it is {ratio:.7g} times the reference's: clipping, unscaling or their order, or the optimizer's betas"

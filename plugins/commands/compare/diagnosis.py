@@ -321,10 +321,12 @@ class _Judge:
         elif most and (mixed := self._mixture(number, step, expected)):
             yield self._finding("gradients", f"{when}every gradient differs", mixed, wrong, off)
         by = f" (by {worst.relative:.1e} of its norm)"
-        cause = f"the backward of that module ({len(wrong)} of {len(mine)} tensors differ)"
+        cause = f"{len(wrong)} of {len(mine)} tensors differ: look at their backward, and at how ranks reduce them"
         if not worst.rr or not math.isfinite(worst.dd):
             by = " (it is not finite)" if worst.rr else " (the reference's is zero)"
-        if len(wrong) >= nonzero:
+        if {*wrong} <= {*self.record["tied"]}:
+            cause = "a tied weight, so the gradient of one of its uses is wrong or missing"
+        elif len(wrong) >= nonzero:
             cause = "all tensors differ: look before them, at the loss, its mask, the last block or the samples"
         if rounded:
             cause = f"gradients are summed or exchanged in {rounded}: all values are {rounded} numbers"
@@ -345,11 +347,10 @@ class _Judge:
         sizes = {name: Gap(*products).rr ** 0.5 for name, products in expected["gradients"]["products"].items()}
         if number == 1 and (parts := self.reference.get("parts")):
             weights, rest = causes.solve(parts, step["projections"], sizes)
-            return (
-                None
-                if rest > self.tolerance.mixed
-                else (causes.weighting(self.record, self.reference["micro_batches"], weights))
-            )
+            if rest <= self.tolerance.mixed:
+                return causes.weighting(self.record, self.reference["micro_batches"], weights)
+            without = self.reference.get("parts_without_routers", [])
+            return causes.router_weight(parts, without, step["projections"], sizes, self.tolerance.mixed)
         if number - 1 in self.steps:
             columns = [expected["projections"], self.steps[number - 1]["projections"]]
             weights, rest = causes.solve(columns, step["projections"], sizes)
@@ -477,7 +478,9 @@ class _Judge:
             if not exact:
                 said = f"after step {number} {what} differs, with equal gradients"
                 rounded = causes.rounded(measured, self.steps[number]["state"][kind], wrong)
-                yield self._finding(phase, said, causes.moment_cause(kind, found, self.reference, rounded), wrong, off)
+                yield self._finding(
+                    phase, said, causes.moment_cause(kind, found, self.record, self.reference, rounded), wrong, off
+                )
                 continue
             said = f"{what} is not what {'was saved' if phase == 'resume' else 'the runner holds'}"
             cause = (

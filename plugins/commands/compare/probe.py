@@ -5,9 +5,11 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -177,14 +179,17 @@ class Probe(Callback):
 
     # ---- for the reference and its noise
 
-    def parts(self, step: list[MicroBatch], num_targets: int) -> list[dict[str, float]]:
+    def parts(self, step: list[MicroBatch], num_targets: int, router_losses: bool = True) -> list[dict[str, float]]:
         """Project the gradient of each micro batch separately, weighted as in the step. Needs a single rank."""
-        out = []
-        for micro_batch in step:
-            self.runner.forward_backward([micro_batch], num_targets)
-            shards = self.runner.held.gradients()
-            out.append({n: value / self.runner.gradient_scale for n, value in self.project(shards).items()})
-            self.runner.model.zero_grad(set_to_none=True)
+        out, without = [], ExitStack()
+        for routers in [] if router_losses else self.runner.model.structure.routers():
+            without.enter_context(patch.multiple(routers, coefficient=0.0, z_coefficient=0.0))
+        with without:
+            for micro_batch in step:
+                self.runner.forward_backward([micro_batch], num_targets)
+                shards = self.runner.held.gradients()
+                out.append({n: value / self.runner.gradient_scale for n, value in self.project(shards).items()})
+                self.runner.model.zero_grad(set_to_none=True)
         return out
 
     def _round_otherwise(self, shards: Iterable[Shard], change: Callable[[int], float]) -> None:

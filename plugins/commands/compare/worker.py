@@ -64,6 +64,8 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     record["plain_loss"], targets, record["plain_training"] = _evaluate(runner, step)
     if job.role == "reference" and runner.world.size == 1 and len(step) <= _MOST_PARTS:
         record["parts"] = probe.parts(step, targets)
+        if any(routers.has_loss for routers in runner.model.structure.routers()):
+            record["parts_without_routers"] = probe.parts(step, targets, router_losses=False)
         record["micro_batches"] = [[micro_batch.first_sample, micro_batch.num_targets] for micro_batch in step]
     rows: list[dict[str, Any]] = []
     for number, step_ in enumerate(islice(chain([step], batches), job.steps), 1):
