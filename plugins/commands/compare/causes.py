@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .tolerance import Gap, Record, difference
+from .tolerance import Gap, Record, difference, relative
 
 _ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative rounding error
 
@@ -208,6 +208,18 @@ def update_cause(ratio: float, number: int, schedule: list[float]) -> str:
         if abs(ratio - 1) > 1e-3 and math.isclose(ratio, rates[other] / rates[number], rel_tol=1e-4):
             return f"it uses the learning rate of step {other}"
     return f"its update is {ratio:.4g} times the reference's: clipping, the loss scale or the rate"
+
+
+def small_gradient(step: Record, name: str) -> str | None:
+    """Explain a wrong update by a gradient whose difference is below its limit: the moments differ as much."""
+    gradient = relative(step["gradients"]["products"][name])
+    moments = [relative(kind["products"][name]) for kind in step["state"].values() if name in kind["products"]]
+    if not any(gradient and math.isclose(moment, gradient, rel_tol=0.1) for moment in moments):
+        return None
+    return (
+        f"its gradient differs by {gradient:.1e} of its norm, below the limit, but its moments differ as much: look at "
+        f"the forward and the backward, such as positions or numbers that are rounded"
+    )
 
 
 def moment_cause(kind: str, gaps: list[Gap], record: Record, reference: Record, rounded: str | None) -> str:

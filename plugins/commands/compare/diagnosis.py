@@ -412,7 +412,7 @@ class _Judge:
         elif not (place := self._place(number, step, expected)[0]).startswith("no module"):
             yield self._finding("forward", said, f"a forward that differs too little for the loss; {place}", wrong, off)
         elif moments:
-            cause = f"{moments.cause} (according to the optimizer's moments)"
+            cause = causes.small_gradient(step, wrong[0]) or f"{moments.cause} (according to the optimizer's moments)"
         elif ratio is not None:
             cause = causes.update_cause(ratio, number, self.reference["schedule"])
         yield self._finding("update", said, cause, wrong, off)
