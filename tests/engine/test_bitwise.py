@@ -131,17 +131,28 @@ def test_what_cannot_be_bitwise_is_refused(workspace: Workspace, options: list[s
         batch_plan(load_config(workspace.project, [*COMMON, *options]), 2)
 
 
-@pytest.mark.parametrize(("runner", "ranks", "shards"), [("ddp", 2, 1), ("fsdp", 2, 2), ("zero2", 3, 3)])
-def test_a_plan_counts_the_partial_sums(workspace: Workspace, runner: str, ranks: int, shards: int) -> None:
-    """Of 12 micro batches, at most two partial sums are kept: 2 + 1 leaves, or 4 + 2, or 8 + 1."""
+@pytest.mark.parametrize(
+    ("runner", "plain", "ranks", "shards"),
+    [
+        ("ddp", "ddp", 2, 1),
+        ("fsdp", "{name: fsdp, sync_each_micro_batch: true}", 2, 2),
+        ("zero1", "zero2", 2, 2),
+        ("zero2", "zero2", 3, 3),
+    ],
+)
+def test_a_plan_counts_partial_sums_and_bytes(
+    workspace: Workspace, runner: str, plain: str, ranks: int, shards: int
+) -> None:
+    """Of 12 micro batches, at most two partial sums are kept: 2 + 1 leaves, 4 + 2, or 8 + 1. `plain` sends as much."""
 
-    def memory(bitwise: str) -> tuple[int, int]:
-        options = [*COMMON, f"run.runner={runner}", f"run.bitwise={bitwise}"]
-        found = plan(workspace.project, options, world_size=ranks, presets=False).as_json()
-        return found["memory"]["device"]["gradients"], found["parameters"]["trainable"]
+    def planned(*options: str) -> dict[str, Any]:
+        return plan(workspace.project, [*COMMON, *options], world_size=ranks, presets=False).as_json()
 
-    more, elements = memory("true")
-    assert more - memory("false")[0] == 2 * 4 * elements // shards
+    mine, theirs = planned(f"run.runner={runner}"), planned(f"run.runner={plain}", "run.bitwise=false")
+    more, less = (found["memory"]["device"]["gradients"] for found in (mine, theirs))
+    assert more - less == 2 * 4 * mine["parameters"]["trainable"] // shards
+    sent = "bytes_sent_per_step_by_a_rank"
+    assert mine["memory"][sent] == theirs["memory"][sent]
 
 
 class Counted:

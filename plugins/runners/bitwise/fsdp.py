@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from crosstrain import ConfigError, MakeOptimizer, MicroBatch, Model, RunOptions
+from crosstrain import ConfigError, Layout, MakeOptimizer, MicroBatch, Model, PlanContext, RunOptions
 
 from ..fsdp import FSDPRunner
 from .backend import BACKEND
@@ -28,6 +28,10 @@ class BitwiseFSDP(Rounded, FSDPRunner):
         super().check(options, run)
         if options.shard_size is not None or options.reduce_dtype != "fp32" or options.cpu_offload:
             raise ConfigError("run.bitwise: fsdp must not set shard_size, cpu_offload or reduce_dtype")
+
+    @classmethod
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
+        return super().layouts(replace(options, sync_each_micro_batch=True), at)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         super().prepare(model, make_optimizer)

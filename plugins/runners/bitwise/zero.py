@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crosstrain import ConfigError, MakeOptimizer, Model, RunOptions
+from crosstrain import ConfigError, Layout, MakeOptimizer, Model, PlanContext, RunOptions
 from crosstrain.engine.optimizer import unscale_and_clip_
 
 from ..deepspeed.runner import DeepSpeedRunner
@@ -31,6 +31,10 @@ class BitwiseZeRO(Rounded, DeepSpeedRunner):
             raise ConfigError("run.bitwise: DeepSpeed's stage 0 is not supported; use ddp")
         if options.offloads_optimizer or options.nvme_paths or options.param_dtype != "amp":
             raise ConfigError("run.bitwise: DeepSpeed must not set offload_optimizer, offload_param or param_dtype")
+
+    @classmethod
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
+        return super().layouts(replace(options, stage=max(options.stage, 2)), at)
 
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         config = super()._config(micro_batch, accumulation)
