@@ -51,7 +51,9 @@ def assert_matches(loss: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], t
         torch.autograd.grad(loss * 0.37, inputs), torch.autograd.grad(expected * 0.37, inputs), strict=True
     ):
         assert got.dtype == want.dtype
-        assert relative(got, want) < tolerance
+        # The gradient of a logit is p or p - 1. Near p = 1 it is small, but has the rounding error of p, so that a
+        # gradient of norm below 1 is compared absolutely.
+        assert (got.double() - want.double()).norm().item() < tolerance * max(want.double().norm().item(), 1.0)
 
 
 class CountProducts(TorchDispatchMode):
