@@ -84,7 +84,8 @@ def test_is_cross_entropy_for_every_chunk_size(tokens: int, chunk: int, seed: in
     hidden, weight, labels = make(tokens, seed, ignored)
     loss = token_cross_entropy(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=chunk)
     assert loss.dtype == torch.float32
-    assert_matches(loss, plain(hidden, weight, labels), (hidden, weight), 1e-6)
+    # Logits reach 20, so their rounding errors of 6e-8 reach 1.2e-6, and those of p as well.
+    assert_matches(loss, plain(hidden, weight, labels), (hidden, weight), 3e-6)
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,7 +108,7 @@ def test_logits_may_have_a_bias_a_scale_and_a_softcap(
     inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     # A scale multiplies the logits' rounding. The slope of a capped logit, 1 - tanh^2, loses a digit or two of fp32's
     # seven where it is small.
-    assert_matches(loss, expected, inputs, 1e-6 * max(1.0, scale) if softcap is None else 1e-5)
+    assert_matches(loss, expected, inputs, 3e-6 * max(1.0, scale) if softcap is None else 1e-5)
 
 
 def test_a_bias_of_zeros_and_a_scale_of_one_change_no_bit() -> None:
