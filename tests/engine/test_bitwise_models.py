@@ -92,8 +92,8 @@ def test_other_models_train_to_the_same_bits(reference: Any, case: tuple[str, st
     found = digest(train(path, folder, *given, f"run.runner={runner}", size=int(size)))
     assert found["weights"] == one["weights"]
     assert found["moments"] == one["moments"]
-    if "experts" not in model or "pipeline" not in runner.replace("pp2", "pipeline"):
-        assert found["metrics"] == one["metrics"]  # each stage adds its own routers' losses, in a different order
+    if not ("experts" in model and ("pp2" in runner or "pipeline" in runner)):  # stages add their own routers' losses
+        assert found["metrics"] == one["metrics"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from crosstrain import ConfigError, Model, derive_seed
 
 from ..megatron.plan import Resolved, ends_of, resolve, shard_specs, user_of
-from ..megatron.tensor_parallel import TensorParallel, local
+from ..megatron.tensor_parallel import TensorParallel, local, with_hidden_states
 from .partial_sums import PartialSums
 
 _STYLES = ("column", "fused_qkv", "row")
@@ -134,15 +134,6 @@ class _Contiguous(torch.autograd.Function):
         return gradient.contiguous()
 
 
-def _enter_whole(
-    tensor: TensorParallel, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pre-hook that passes the whole sequence to a module with sharded layers."""
-    if inputs:
-        return (tensor.whole_sequence(inputs[0]), *inputs[1:]), named
-    return inputs, named | {"hidden_states": tensor.whole_sequence(named["hidden_states"])}
-
-
 def _whole(tensor: TensorParallel, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Call a module's forward with the whole sequence, and return this rank's part of the result.
 
@@ -209,11 +200,12 @@ class Units:
     def _on_parts(self, model: Model, users: set[nn.Module]) -> None:
         """Make the modules in and after the blocks compute with whole sequences; `users` have sharded layers."""
         assert self.tensor is not None
+        whole = self.tensor.whole_sequence
         closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
         found = [*model.blocks(), *map(model.get_submodule, closing)]
         for module in found:
             if module in users:
-                module.register_forward_pre_hook(partial(_enter_whole, self.tensor), with_kwargs=True)
+                module.register_forward_pre_hook(lambda _, *given: with_hidden_states(whole, *given), with_kwargs=True)
                 found += [child for child in module.children() if isinstance(child, nn.Dropout)]
             elif users & {*module.modules()}:
                 found += module.children()

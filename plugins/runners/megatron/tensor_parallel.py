@@ -66,6 +66,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_hidden_states(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's arguments, with `change` applied to the hidden states: the first argument, or a named one."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+
 class TensorParallel:
     """The tensor-parallel ranks, and their collectives on activations.
 
@@ -191,11 +200,7 @@ class TPRegion:
     def _enter_parent(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.tensor.splits_sequence:
-            return args, kwargs
-        if args:
-            return (self.tensor.enter(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self.tensor.enter(kwargs["hidden_states"])}
+        return with_hidden_states(self.tensor.enter, args, kwargs) if self.tensor.splits_sequence else (args, kwargs)
 
     def _enter(self, x: Tensor) -> Tensor:
         if self.entered_by_parent and self.tensor.splits_sequence:
