@@ -22,6 +22,7 @@ from crosstrain import (
     registry,
 )
 
+from ..commands.prepare.shards import file_state
 from .annotations import annotation_of, keys_of
 from .webdataset import TEXTS, Shards, expand, prepare
 
@@ -89,6 +90,10 @@ class ImageText(ImageDataset):
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def state(self) -> list[Any]:
+        shards = [Path(name).expanduser() for name in self.shards(self.options, self.split)]
+        return [*super().state(), [file_state(shard) for shard in shards if shard.exists()]]
 
     def location(self, index: int) -> str:
         return self.samples.name(index)

@@ -28,7 +28,7 @@ from crosstrain.modeling.routers import Routers, Scope
 
 from .hugging_face.attention import Attention
 from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
-from .hugging_face.internals import keys_beside_fields, routers_of
+from .hugging_face.internals import ROPE_KEYS, keys_beside_fields, routers_of
 
 # PreTrainedConfig keys that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
@@ -38,10 +38,14 @@ _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
 class CausalLM(TransformersModel):
     """Any model that transformers' AutoModelForCausalLM supports: Llama, GPT-Neo, OPT and many others."""
 
+    auto: ClassVar[Any] = AutoModelForCausalLM
+
     @dataclass
     class Options:
         """`config` or `pretrained` selects the model."""
 
+        families: ClassVar[Mapping[str, Any]] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # supported values of model_type
+        kind: ClassVar = "causal language model"
         elsewhere: ClassVar = {"from_dense": "none: give `pretrained` a folder of a model with experts"}
         former: ClassVar = {"from_dense": None}
 
@@ -65,14 +69,22 @@ class CausalLM(TransformersModel):
                     "config", "needs a transformers configuration with its model_type, unless pretrained is set"
                 )
             if "model_type" in self.config:
-                _check_keys(self.config["model_type"], self.config)
+                self.check_keys(self.config["model_type"])
+
+        def check_keys(self, family: str) -> None:
+            """Raise OptionError for keys that transformers would store, but the model would not read."""
+            if str(family) not in self.families:
+                hint = did_you_mean(str(family), self.families, "see transformers' documentation")
+                raise OptionError("config.model_type", f"transformers has no {self.kind} {family!r}; {hint}")
+            _check_keys_of(CONFIG_MAPPING[family], self.config, "config")
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         try:
             config = _config(options, source)
+            self.check_config(config)
             multiple = options.make_vocab_size_divisible_by
-            lm = build_transformers(AutoModelForCausalLM, config, multiple, options.attention)
+            lm = build_transformers(self.auto, config, multiple, options.attention)
         except UserError:
             raise
         except Exception as error:  # transformers raises errors of many types
@@ -81,6 +93,15 @@ class CausalLM(TransformersModel):
             ) from error
         super().__init__(options, config, lm, source)
         self.route(options)
+
+    @classmethod
+    def check_config(cls, config: PreTrainedConfig) -> None:
+        """Raise ConfigError for a configuration that contains several models."""
+        if config.get_text_config() is not config:
+            raise ConfigError(
+                f"model.config.model_type: {config.model_type} contains several models; use its language model's type, "
+                f"{config.get_text_config().model_type}, or arch: image_text if it reads images"
+            )
 
     def route(self, options: Options) -> None:
         """Add balance losses and biases to the model's routers, if the model has routers."""
@@ -101,16 +122,11 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
         config = AutoConfig.for_model(**options.config)
     else:
         published = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _check_keys(published.model_type, options.config)
+        options.check_keys(published.model_type)
         fixed = {key: value for key, value in options.config.items() if key in ("model_type", *SIZES)}
         check_published(published, fixed, source)
         given = {key: value for key, value in options.config.items() if key != "model_type"}
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **given)
-    if config.get_text_config() is not config:
-        raise ConfigError(
-            f"model.config.model_type: {config.model_type} contains several models; use its language model's type, "
-            f"{config.get_text_config().model_type}"
-        )
     _check_values(options.config, config)
     return config
 
@@ -140,14 +156,6 @@ def _global(config: PreTrainedConfig, key: str) -> Any:
         return None
 
 
-def _check_keys(family: str, config: Mapping[str, Any]) -> None:
-    """Raise OptionError for a key that transformers' configuration class would store, but the model would not read."""
-    if str(family) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "see transformers' documentation")
-        raise OptionError("config.model_type", f"transformers has no causal language model {family!r}; {hint}")
-    _check_keys_of(CONFIG_MAPPING[family], config, "config")
-
-
 def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: str) -> None:
     known = {"model_type", *(f.name for f in fields(cls)), *cls.attribute_map, *keys_beside_fields(cls.model_type)}
     if {"num_attention_heads", "num_key_value_heads"} <= known:
@@ -165,7 +173,7 @@ def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: st
 
 def _check_rope(given: Mapping[str, Any], at: str) -> None:
     """Check a mapping of rotary parameters, or one mapping per layer type."""
-    known = {*RopeParameters.__annotations__, "type"}
+    known = {*RopeParameters.__annotations__, "type", *ROPE_KEYS}
     for key, value in given.items():
         if key in ALLOWED_LAYER_TYPES and isinstance(value, Mapping):
             _check_rope(value, f"{at}.{key}")

@@ -72,7 +72,7 @@ def test_packed_conversations_are_computed_as_single_ones(project: Path) -> None
     images, annotation = next(read for read in map(dataset.read, range(40)) if len(read[1]["questions"]) > 8)
     conversations = dataset.text_processor(annotation, 1, np.random.default_rng(0))
     assert len(conversations) > 8
-    pixels = {"pixel_values": dataset._pixels(images, np.random.default_rng(0))}
+    pixels = {"pixel_values": dataset.encoder.process(images, np.random.default_rng(0))}
     packed = dataset.encoder.sample(conversations) | pixels
     single = [dataset.encoder.sample([c]) | pixels for c in conversations]
     assert len(packed["input_ids"]) < 0.75 * sum(len(s["input_ids"]) for s in single)

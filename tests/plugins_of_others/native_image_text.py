@@ -29,7 +29,7 @@ from crosstrain import (
 )
 
 
-@registry.register_model("image_text")
+@registry.register_model("native_image_text")
 class ImageText(TransformersModel):
     """Any model of transformers' AutoModelForImageTextToText: LLaVA, Qwen2-VL and many more."""
 

@@ -51,7 +51,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {
         "model": {
-            "arch": "image_text", "make_vocab_size_divisible_by": 64,
+            "arch": "native_image_text", "make_vocab_size_divisible_by": 64,
             "config": {
                 "model_type": "llava", "image_token_index": SPECIAL.index("<image>"),
                 "vision_config": {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **vision},

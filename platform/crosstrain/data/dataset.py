@@ -1,5 +1,7 @@
 """The interface of a dataset plugin."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -81,6 +83,11 @@ class Dataset(ABC):
     def __init__(self, options: Any, split: Split) -> None:
         self.options = options
         self.split = split
+
+    @classmethod
+    def open(cls, options: Any, split: Split) -> Dataset:
+        """Open a split. A subclass may return a different dataset that contains this one."""
+        return cls(options, split)
 
     @classmethod  # noqa: B027 - most datasets have nothing to prepare
     def prepare(cls, options: Any) -> None:

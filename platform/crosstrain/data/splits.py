@@ -46,7 +46,7 @@ def open_split(config: Config, split: Split) -> Dataset:
 def open_dataset(component: Component, split: Split, address: str) -> Dataset:
     """Open a split of the dataset at the key `address` of a project. Messages of DataErrors begin with the address."""
     try:
-        dataset = registry.get("dataset", component.name)(component.options, split)
+        dataset = registry.get("dataset", component.name).open(component.options, split)
     except DataError as error:
         raise type(error)(f"{address}: {error.args[0]}", *error.args[1:]) from error
     dataset.address = address

@@ -7,17 +7,26 @@ sequences start and end independently, as in a server.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from crosstrain.data.join import join_padded
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.types import Sample
 
 BLOCK = 64  # keys per block; a multiple of the SIMD width
+
+
+class ShiftedCache(DynamicCache):
+    """A key/value cache of a model whose positions are not numbers of tokens.
+
+    shift: [rows, 1], a row's next position minus its number of tokens; the forward of the prompt sets it.
+    """
+
+    shift: Tensor | int = 0
 
 
 class DecodeState:
@@ -29,21 +38,22 @@ class DecodeState:
     def __init__(self, runner: Runner, prompts: Sequence[Sample]) -> None:
         self._runner, self.cache = runner, runner.model.new_cache()
         ids = [torch.from_numpy(prompt["input_ids"]) for prompt in prompts]
-        longest = max(map(len, ids))
-        self._ids = torch.stack([pad(row, (longest - len(row), 0)) for row in ids])
-        self._mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in ids]).long()
-        keys = {key for prompt in prompts for key in prompt} - {"input_ids"}
+        self._ids = _padded(ids)
+        self._mask = _padded([torch.ones_like(row) for row in ids])
         self._extra = {}
-        for key in keys:
-            found = [prompt[key] for prompt in prompts if key in prompt]
-            self._extra[key] = torch.from_numpy(np.concatenate(found))
+        for key in {key for prompt in prompts for key in prompt} - {"input_ids"}:
+            found = [torch.from_numpy(prompt[key]) for prompt in prompts if key in prompt]
+            of_tokens = [value.shape for value in found] == [row.shape for row in ids]
+            self._extra[key] = _padded(found) if of_tokens else join_padded(found)
 
     def logits(self) -> Tensor:
         """Compute fp32 logits [prompts, vocabulary] of the next token. Collective. Call once before each `append`."""
         batch = {"input_ids": self._ids, "cache": self.cache, **self._extra}
+        positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -self._ids.shape[1] :]
         if not self._mask.all():
-            positions = (self._mask.cumsum(1) - 1).clamp(min=0)
-            batch |= {"attention_mask": self._mask, "position_ids": positions[:, -self._ids.shape[1] :]}
+            batch |= {"attention_mask": self._mask, "position_ids": positions}
+        if isinstance(self.cache, ShiftedCache):
+            batch["position_ids"] = positions + (self.cache.shift if self.cache.get_seq_length() else 0)
         return self._runner.evaluate(batch).float()
 
     def append(self, tokens: Tensor) -> None:
@@ -53,6 +63,12 @@ class DecodeState:
             self._ids = torch.cat([self._ids, tokens[:, None]], 1)
         else:
             self._ids, self._extra = tokens[:, None], {}
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    """Stack values of tokens; shorter rows get zeros on the left."""
+    longest = max(map(len, rows))
+    return torch.stack([pad(row, (longest - len(row), 0)) for row in rows])
 
 
 class Decoder:
@@ -109,6 +125,7 @@ class KVSlots(Cache):
     def __init__(self, slots: int) -> None:
         super().__init__(layers=[])
         self.lengths = [0] * slots
+        self.shifts = [0] * slots  # see `ShiftedCache`
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values, each [slots, heads, room, width]
 
     def take(self, slot: int, cache: DynamicCache) -> None:
@@ -116,6 +133,7 @@ class KVSlots(Cache):
         # A pipeline stage fills only its own layers.
         layers: list[Any] = cache.layers
         filled = {number: layer for number, layer in enumerate(layers) if layer.keys is not None}
+        self.shifts[slot] = int(cache.shift) if isinstance(cache, ShiftedCache) else 0
         self.lengths[slot] = length = max((layer.get_seq_length() for layer in filled.values()), default=0)
         for number, layer in filled.items():
             for held, new in zip(self._room(number, layer.keys, length), (layer.keys, layer.values), strict=True):
@@ -131,7 +149,7 @@ class KVSlots(Cache):
         seen = torch.arange(self._span) <= self._at[:, None]
         return {
             "input_ids": new,
-            "position_ids": self._at[:, None],
+            "position_ids": self._at[:, None] + torch.tensor(self.shifts)[:, None],
             "attention_mask": seen[:, None, None],
             "cache": self,
         }

@@ -39,13 +39,13 @@ class Context:
         return -(-length // self.size)
 
     def padded(self, x: Tensor, value: int) -> Tensor:
-        """Pad [batch, length] at the end with `value` to a multiple of the number of ranks."""
-        return nn.functional.pad(x, (0, self.share(x.shape[1]) * self.size - x.shape[1]), value=value)
+        """Pad the last dimension, the length, at the end with `value` to a multiple of the number of ranks."""
+        return nn.functional.pad(x, (0, self.share(x.shape[-1]) * self.size - x.shape[-1]), value=value)
 
     def part(self, x: Tensor, padding: int = 0) -> Tensor:
-        """Return this rank's part [batch, share] of a tensor [batch, length]."""
-        share = self.share(x.shape[1])
-        return self.padded(x, padding).narrow(1, dist.get_rank(self.group) * share, share)
+        """Return this rank's part [*, share] of a tensor [*, length]."""
+        share = self.share(x.shape[-1])
+        return self.padded(x, padding).narrow(-1, dist.get_rank(self.group) * share, share)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange this rank's part of the sequence in all heads for the whole sequence in some heads.

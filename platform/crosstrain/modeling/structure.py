@@ -40,6 +40,10 @@ class Structure:
         """
         return None
 
+    def decoder_blocks(self) -> list[nn.Module]:
+        """The blocks between `ends`: pipelines and sequence parallelism split this chain. Default: all blocks."""
+        return self.model.blocks()
+
     def experts(self) -> dict[str, Any]:
         """Name in `named_modules` -> module with the routed experts of a layer; empty by default.
 

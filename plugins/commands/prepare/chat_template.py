@@ -68,7 +68,7 @@ class ChatTemplate:
         added = self.backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         texts = {text for token in self._special for text in (token, repr(token)[1:-1])}
-        self._special_token = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or r"(?!)")
+        self.special_token = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or r"(?!)")
 
     # ---- rendering
 
@@ -83,7 +83,7 @@ class ChatTemplate:
 
         render: Callable[..., Any] = render_jinja_template
         objects = [arguments for _, arguments in _calls(messages) if arguments and isinstance(arguments, Mapping)]
-        words = "".join(str(message.get("content")) for message in messages)
+        words = "".join(map(words_of, messages))
         try:
             texts, marks = render(
                 conversations=[list(messages)],
@@ -114,6 +114,18 @@ class ChatTemplate:
         ("all"). Turns with weight 0 are not targets. Raises ChatError if a conversation has no target, or if the
         template does not separate targets from other text.
         """
+        text, spans, weight = self.located(messages, tools, train_on)
+        ids, found = self.tokens(text, spans)
+        is_target = found if weight else [False] + [not is_found for is_found in found[1:]]
+        return EncodedChat(ids, is_target, _unwritten(text, messages, tools))
+
+    def located(
+        self, messages: Sequence[Message], tools: list[Any] | None, train_on: TrainOn = "assistant"
+    ) -> tuple[str, list[tuple[int, int]], int]:
+        """Return the rendered text, spans of turns in it, and 1 if the spans are the targets, 0 if all other text is.
+
+        Raises ChatError as `encode` does.
+        """
         self._check(messages, tools)
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         # weight of the turns to look for: 1 (targets), or 0 (excluded turns) if train_on is "all"
@@ -137,9 +149,7 @@ class ChatTemplate:
         for number in wanted:
             span = marks[own.index(number)] if marked else self._after_prompt(text, messages, number, tools)
             spans.append(self._with_end(text, span, messages[number], number, strict=not marked))
-        ids, found = self._tokens(text, spans)
-        is_target = found if weight else [False] + [not is_found for is_found in found[1:]]
-        return EncodedChat(ids, is_target, _unwritten(text, messages, tools))
+        return text, spans, weight
 
     @cached_property
     def _advice(self) -> str:
@@ -149,7 +159,7 @@ class ChatTemplate:
     def _check(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
         parts = {"the tools": tools} | {f"turn {number}": message for number, message in enumerate(messages, 1)}
         for name, part in parts.items():
-            if found := self._special_token.search(str(part)):
+            if found := self.special_token.search(str(part)):
                 raise ChatError(f"the text of {name} contains the special token {found.group()}")
 
     def _after_prompt(
@@ -183,17 +193,17 @@ class ChatTemplate:
         """
         start, stop = span
         turn = text[start:stop]
-        found = list(self._special_token.finditer(turn))
+        found = list(self.special_token.finditer(turn))
         if found and not turn[found[-1].end() :].strip():
             stop = start + found[-1].end()
             words = turn[: found[-1].start()]
-        elif following := self._special_token.match(text, stop):
+        elif following := self.special_token.match(text, stop):
             stop, words = following.end(), turn
         else:
             raise ChatError(
                 f"the template does not end turn {number + 1} with a special token, so a model would not learn to stop"
             )
-        content, written = _dense(message.get("content")), _dense(words)
+        content, written = _dense(words_of(message)), _dense(words)
         if content not in written:  # the prompt may contain the answer's beginning, such as <think>
             prompt = _dense(text[max(0, start - _OPENING) : start])
             lengths = (n for n in range(min(len(content), _OPENING), 0, -1) if prompt.endswith(content[:n]))
@@ -215,7 +225,7 @@ class ChatTemplate:
 
     # ---- tokens
 
-    def _tokens(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    def tokens(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """Return the token IDs, and whether each token is in a span.
 
         No token crosses the border of a span, because at inference no token crosses the end of the prompt.
@@ -235,6 +245,12 @@ class ChatTemplate:
         )
         learned = [any(start <= a and b <= stop for start, stop in spans) for a, b in whole.offsets]
         return whole.ids, learned
+
+
+def words_of(message: Message) -> str:
+    """Return the text of a turn; its content is a text, or parts that may also be images."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _calls(messages: Sequence[Message]) -> list[tuple[str, Any]]:
@@ -258,7 +274,7 @@ def _unwritten(text: str, messages: Sequence[Message], tools: list[Any] | None) 
     found = {
         f"messages.content of {message['role']} turns"
         for message in messages
-        if message["role"] != "assistant" and not _shows(text, written, message.get("content") or "")
+        if message["role"] != "assistant" and not _shows(text, written, words_of(message))
     }
     lacks_tools = any(tool.get("function", {}).get("name", "") not in text for tool in tools or ())
     return frozenset(found | ({"tools"} if lacks_tools else set()))

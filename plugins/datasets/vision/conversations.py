@@ -2,9 +2,10 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,10 +38,22 @@ class ConversationEncoder:
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, image_tokens: int, style: Style, encode: EncodeText | None = None
+        self,
+        tokenizer: TextTokenizer,
+        image_tokens: int,
+        style: Style,
+        encode: EncodeText | None = None,
+        image_processor: Callable[[Any, np.random.Generator], np.ndarray] | None = None,
+        blind: bool = False,
+        folder: Path | None = None,
     ) -> None:
-        """encode: function to use instead of the tokenizer's `encode`, as in a server."""
-        self.tokenizer, self.style = tokenizer, style
+        """encode: function to use instead of the tokenizer's `encode`, as in a server.
+
+        image_processor: converts a PIL image to fp32 [3, height, width]. blind: replace images with zeros. folder:
+        files of the tokenizer.
+        """
+        self.folder = folder
+        self.tokenizer, self.style, self.image_processor, self.blind = tokenizer, style, image_processor, blind
         self.end_id = tokenizer.end_id  # the token that ends an answer
         if style == "chat":
             for token in (_START, _END):
@@ -72,7 +85,32 @@ class ConversationEncoder:
         ids = np.array(self.encode(conversation, answering=True).ids, np.int64)
         return {"input_ids": ids} | ({} if pixels is None else {"pixel_values": pixels})
 
-    def sample(self, conversations: Sequence[Conversation]) -> Sample:
+    def process(self, images: list[Any], rng: np.random.Generator) -> np.ndarray | None:
+        """Process PIL images into fp32 [images, 3, height, width]; None without images."""
+        if not images:
+            return None
+        assert self.image_processor is not None
+        made = [self.image_processor(image, rng) for image in images]
+        pixels = np.stack(made) if len(made) > 1 else made[0][None]  # one image needs no copy
+        return np.zeros_like(pixels) if self.blind else pixels
+
+    def sample(self, conversations: Sequence[Conversation], pixels: np.ndarray | None = None) -> Sample:
+        """Return input_ids and labels [length], and pixel_values [images, 3, height, width] if there are images.
+
+        Several conversations share their common prefix; see `_joined`. Raises SampleError if there are no targets.
+        """
+        return self._joined(conversations) | ({} if pixels is None else {"pixel_values": pixels})
+
+    def cut(self, sample: Sample, limit: int) -> Sample | None:
+        """Return the first `limit` tokens of a sample; None if an image would be cut."""
+        if (sample["input_ids"][limit:] < 0).any():
+            return None
+        return {key: value if key == "pixel_values" else value[:limit] for key, value in sample.items()}
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        return collate(samples)
+
+    def _joined(self, conversations: Sequence[Conversation]) -> Sample:
         """Return input_ids and labels [length]. Several conversations about the same images share their common prefix.
 
         For several conversations, `segments` gives the conversation of each token (`SHARED`, 1, 2, ...), and

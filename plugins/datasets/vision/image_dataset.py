@@ -1,8 +1,8 @@
 """The base class of datasets of images with text: it handles processors, tokenizer, bad samples and prompts."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -24,15 +24,17 @@ from crosstrain import (
     SampleError,
     Split,
     Text,
+    TextTokenizer,
     UserError,
-    load_tokenizer,
     log,
     registry,
 )
 from crosstrain.data.chat import EncodeText
 from crosstrain.data.tokenizer import load_cached
 
-from .conversations import IMAGE, ConversationEncoder, Style, check_images, collate
+from ...commands.prepare.shards import file_state
+from .conversations import IMAGE, ConversationEncoder, Style, check_images
+from .processor_encoder import ProcessorEncoder
 
 _TRIED = 1000  # `max_skipped` is a share of at least this many samples, or of the whole split if that is smaller
 
@@ -68,6 +70,29 @@ class TextProcessor(Protocol):
         return conversation
 
 
+class Encoder(Protocol):
+    """Turns conversations and their images into samples."""
+
+    tokenizer: TextTokenizer
+    folder: Path | None  # files of the tokenizer and the processor, for checkpoints
+    end_id: int  # the token that ends an answer
+
+    def process(self, images: list[Any], rng: np.random.Generator) -> Any:
+        """Process PIL images for `sample` and `prompt`."""
+
+    def sample(self, conversations: Sequence[Conversation], processed: Any) -> Sample:
+        """Return a sample from conversations about the same images. Raises SampleError if there are no targets."""
+
+    def prompt(self, conversation: Conversation, processed: Any) -> Sample:
+        """Return a sample without labels that ends where an answer begins."""
+
+    def cut(self, sample: Sample, limit: int) -> Sample | None:
+        """Return the first `limit` tokens of a sample; None if an image would be cut."""
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """Make a batch of samples."""
+
+
 @dataclass
 class Processors:
     """The processors of the train split and of the other splits."""
@@ -95,13 +120,8 @@ class Example:
 class ImagePrompts(PromptBuilder):
     """A builder of prompts from conversations about images, formatted like a dataset's evaluation splits."""
 
-    def __init__(
-        self,
-        image_processor: ImageProcessor,
-        encoder: ConversationEncoder,
-        asked: Callable[[Conversation], Conversation] = list,
-    ) -> None:
-        self.image_processor, self.encoder, self.asked = image_processor, encoder, asked
+    def __init__(self, encoder: Encoder, asked: Callable[[Conversation], Conversation] = list) -> None:
+        self.encoder, self.asked = encoder, asked
         self.end_id = encoder.end_id
 
     def ask(self, conversation: Conversation, files: list[Any]) -> Sample:
@@ -109,9 +129,7 @@ class ImagePrompts(PromptBuilder):
             check_images(conversation, len(files))
         except SampleError as error:
             raise UserError(str(error)) from None
-        rng = np.random.default_rng(0)
-        pixels = np.stack([self.image_processor(image, rng) for image in files]) if files else None
-        return self.encoder.prompt(self.asked(conversation), pixels)
+        return self.encoder.prompt(self.asked(conversation), self.encoder.process(files, np.random.default_rng(0)))
 
     def open(self, file: str) -> Any:
         """Return the image in a file as a PIL image."""
@@ -140,7 +158,14 @@ class VqaDataset(Dataset):
 class ImageDatasetOptions:
     """Options of every dataset of images with text."""
 
-    # tokenizer of the language model: a Hugging Face name, a folder or a tokenizer.json; required
+    # the model's processor in transformers, for arch: image_text: a Hugging Face name or a folder; it replaces
+    # tokenizer, image_tokens and vis_processor
+    processor: FilePath | None = None
+    # with `processor`: name of a template in configs/chat_templates, Jinja source, or a Jinja file; None: its own
+    chat_template: Text | None = None
+    # with `processor`: pack samples up to max_length, without attention between them
+    packing: bool = False
+    # tokenizer of the language model: a Hugging Face name, a folder or a tokenizer.json; required without `processor`
     tokenizer: FilePath | None = None
     # embeddings per image: the model's num_query_tokens
     image_tokens: Annotated[int, Interval(ge=1, le=2**16)] = 32
@@ -168,21 +193,27 @@ class ImageDataset(VqaDataset):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
-        if options.tokenizer is None:
-            raise DataError("tokenizer is missing: set it to the language model's tokenizer")
-        tokenizer, self.tokenizer_path = load_cached(options.tokenizer)
-        self.vocab_size = tokenizer.vocab_size
-        self.sequence_length = options.max_length
-        self.image_processor: ImageProcessor = _processor(_of_split(options.vis_processor, split))
         self.text_processor: TextProcessor = _processor(_of_split(options.text_processor, split))
-        self.encoder = ConversationEncoder(tokenizer, options.image_tokens, self.text_processor.style)
+        vision = _processor(_of_split(options.vis_processor, split)) if options.processor is None else None
+        self.encoder = _encoder(options, self.text_processor, vision)
+        self.image_processor: ImageProcessor | None = vision
+        self.tokenizer_path = self.encoder.folder
+        self.vocab_size = self.encoder.tokenizer.vocab_size
+        self.sequence_length = options.max_length
         self.skipped: dict[int, str] = {}
         self.tried = 0
 
     @classmethod
+    def open(cls, options: Any, split: Split) -> Dataset:
+        from .packed import PackedImages
+
+        rows = cls(options, split)
+        return PackedImages(rows) if options.packing else rows
+
+    @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """Return the shapes of a batch with one image; None if `max_length` is not set."""
-        if options.max_length is None:
+        """Return the shapes of a batch with one image; None if `max_length` is not set, or a processor decides."""
+        if options.max_length is None or options.processor is not None:
             return None
         pixels = _blank(_processor(options.vis_processor.eval))
         ids = torch.zeros(1, options.max_length, dtype=torch.int64, device="meta")
@@ -190,6 +221,8 @@ class ImageDataset(VqaDataset):
 
     @property
     def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
+        if self.image_processor is None:  # images of any size
+            return frozenset()
         height, width = _blank(self.image_processor).shape[-2:]
         return frozenset({(height, width)})
 
@@ -198,6 +231,13 @@ class ImageDataset(VqaDataset):
         """Return the annotation keys that are not reported as unused; empty if the processor declares no keys."""
         keys = getattr(_processor(_of_split(options.text_processor, split)), "keys", ())
         return frozenset(("images", "text_only", *keys, *options.ignore_columns) if keys else ())
+
+    def state(self) -> list[Any]:
+        """Return values that change if the samples change: options, number of samples, and states of named files."""
+        paths = [Path(value).expanduser() for value in vars(self.options).values() if isinstance(value, str)]
+        files = [file_state(path) for path in paths if path.exists()]
+        folder = self.encoder.folder and self.encoder.folder.name
+        return [type(self).__name__, self.split, repr(self.options), len(self), folder, files]
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
@@ -219,16 +259,7 @@ class ImageDataset(VqaDataset):
         conversations = self.text_processor(annotation, len(images), rng)
         for conversation in conversations:
             check_images(conversation, len(images))
-        sample = self._fit(self.encoder.sample(conversations))
-        if images:
-            sample["pixel_values"] = self._pixels(images, rng)
-        return sample
-
-    def _pixels(self, images: list[Any], rng: np.random.Generator) -> np.ndarray:
-        """Process images into fp32 [images, 3, height, width]."""
-        made = [self.image_processor(image, rng) for image in images]
-        pixels = np.stack(made) if len(made) > 1 else made[0][None]  # one image needs no copy
-        return np.zeros_like(pixels) if self.options.blind else pixels
+        return self._fit(self.encoder.sample(conversations, self.encoder.process(images, rng)))
 
     def _fit(self, sample: Sample) -> Sample:
         limit, length = self.options.max_length, len(sample["input_ids"])
@@ -239,9 +270,9 @@ class ImageDataset(VqaDataset):
             raise DataError(
                 f"{self._name()}: a sample is too long: {reason}; raise max_length, or set too_long to skip or truncate"
             )
-        cut = {key: value[:limit] for key, value in sample.items()}
-        if self.options.too_long == "skip" or (cut["labels"] < 0).all() or (sample["input_ids"][limit:] < 0).any():
-            raise SampleError(reason)  # also raised if no target would remain, or an image would be cut
+        cut = self.encoder.cut(sample, limit) if self.options.too_long == "truncate" else None
+        if cut is None or (cut["labels"] < 0).all():  # an image would be cut, or no target would remain
+            raise SampleError(reason)
         return cut
 
     def skip(self, index: int, reason: str) -> None:
@@ -259,7 +290,7 @@ class ImageDataset(VqaDataset):
         return f"{self.address or type(self).__name__}, {self.split} split"
 
     def collate(self, samples: list[Sample]) -> Batch:
-        return collate(samples)
+        return self.encoder.collate(samples)
 
     def examples(self, index: int) -> list[Example]:
         try:
@@ -269,16 +300,34 @@ class ImageDataset(VqaDataset):
         except SampleError as error:
             self.skip(index, str(error))
             return []
-        pixels = self._pixels(images, np.random.default_rng(0)) if images else None
+        seen = self.encoder.process(images, np.random.default_rng(0))
         picture = images[0] if images else None
-        return [Example(self.encoder.prompt(c, pixels), c[-1].text, answer, kind, picture) for c, answer, kind in asked]
+        return [Example(self.encoder.prompt(c, seen), c[-1].text, answer, kind, picture) for c, answer, kind in asked]
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
         text: TextProcessor = _processor(options.text_processor.eval)
-        encoder = ConversationEncoder(load_tokenizer(tokenizer), options.image_tokens, text.style, encode)
-        asked = getattr(text, "asked", list)  # a processor need not define `asked`
-        return ImagePrompts(_processor(options.vis_processor.eval), encoder, asked)
+        if options.processor is not None:
+            options = replace(options, processor=str(tokenizer))  # a checkpoint has the processor's files
+        else:
+            options = replace(options, tokenizer=str(tokenizer))
+        encoder = _encoder(options, text, _processor(options.vis_processor.eval), encode)
+        return ImagePrompts(encoder, getattr(text, "asked", list))  # a processor need not define `asked`
+
+
+def _encoder(
+    options: Any, text: TextProcessor, vision: ImageProcessor | None, encode: EncodeText | None = None
+) -> Encoder:
+    """Make the encoder that the options name. Raises DataError if they contradict each other."""
+    if options.processor is not None:
+        return ProcessorEncoder(options.processor, options.chat_template, text.style, options.blind)
+    for key in ("chat_template", "packing"):
+        if getattr(options, key):
+            raise DataError(f"{key} needs a processor: set processor to the model's processor, or remove {key}")
+    if options.tokenizer is None:
+        raise DataError("tokenizer is missing: set it to the language model's tokenizer")
+    tokenizer, folder = load_cached(options.tokenizer)
+    return ConversationEncoder(tokenizer, options.image_tokens, text.style, encode, vision, options.blind, folder)
 
 
 def _blank(processor: ImageProcessor) -> np.ndarray:

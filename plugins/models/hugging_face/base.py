@@ -75,6 +75,7 @@ class TransformersModel(LanguageModel):
         """Wrap `lm`. `config` is not padded. `source`: folder of the initial weights; None: random initialization."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
+        self.decoder: Any = lm.base_model  # the language model without its head
         self._block_lists = internals.block_lists(lm)
         self.text_config = text = config.get_text_config()
         self.attention = self._under_masks = lm.config._attn_implementation
@@ -100,9 +101,12 @@ class TransformersModel(LanguageModel):
     def forward(
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
         inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-        mode: ForwardMode = PLAIN, **others: Any,
+        mode: ForwardMode = PLAIN, rotary: Tensor | None = None, **others: Any,
     ) -> Tensor:  # fmt: skip
-        """Implement `LanguageModel.forward`; `others`, such as pixel_values, are passed to the library's module."""
+        """Implement `LanguageModel.forward`; `others`, such as pixel_values, are passed to the library's module.
+
+        rotary: positions [*, batch, length] for rotary embeddings; None: `position_ids`, which count tokens.
+        """
         context = None  # without labels, every rank has whole sequences
         if labels is not None and (context := self.context) is not None:
             assert input_ids is not None, "models that pass embeddings do not share sequences"
@@ -111,7 +115,8 @@ class TransformersModel(LanguageModel):
                 position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
             # The padding joins a row's last document; causal attention hides it from the real tokens.
             position_ids = context.padded(position_ids, 1)
-            input_ids, labels = context.part(input_ids), context.part(labels, IGNORE_INDEX)
+            rotary = position_ids if rotary is None else context.padded(rotary, 0)
+            input_ids, labels = self.part_of_tokens(context.padded(input_ids, 0)), context.part(labels, IGNORE_INDEX)
         more: dict[str, Any] = others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
         if self._cache_name is not None:
             more[self._cache_name] = cache
@@ -123,8 +128,8 @@ class TransformersModel(LanguageModel):
             more["attention_mask"] = attention_mask
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
             more |= documents.arguments(attention, self.sees_all, position_ids.device)
-            if context is not None:
-                more["position_ids"] = context.part(position_ids)
+        if rotary is not None:
+            more["position_ids"] = rotary if context is None else context.part(rotary)
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"], attention)
         more = {key: value for key, value in more.items() if value is not None}  # some models lack these arguments
@@ -136,7 +141,7 @@ class TransformersModel(LanguageModel):
         called: nn.Module = self.lm if self.product is None else self.lm.base_model
         out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out[0]):  # a plan skips this check
-            documents.check_seen(self.blocks())
+            documents.check_seen(self.structure.decoder_blocks())
         if self.product is None:
             result = mode.output(out.logits, None, labels, self.vocab_size)
             if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
@@ -150,6 +155,11 @@ class TransformersModel(LanguageModel):
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
         return result if labels is None or routers is None else mode.head.add(result, routers.loss(labels, documents))
+
+    def part_of_tokens(self, ids: Tensor) -> Tensor:
+        """Return this rank's part [batch, share] of token IDs [batch, length], with context parallelism."""
+        assert self.context is not None
+        return self.context.part(ids)
 
     def _mask(self, seen: Any, attention: str) -> Any:
         """Convert a mask [batch, 1, length, past + length] to the form required by the attention implementation."""
@@ -214,7 +224,8 @@ class TransformersStructure(Structure):
             )
 
     def check_context(self, ranks: int) -> None:
-        family, heads = self.model.config.model_type, getattr(self.model.config, "num_attention_heads", None) or ranks
+        family = self.model.config.model_type
+        heads = getattr(self.model.text_config, "num_attention_heads", None) or ranks
         if not self.model.takes_positions or getattr(self.model.lm, "_is_stateful", False) or not self.model.sees_all:
             raise ConfigError(
                 f"run.runner.context_parallel: ranks cannot share sequences of {family}, because this needs "
@@ -247,12 +258,13 @@ class TransformersStructure(Structure):
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Return transformers' plan, with a sharded vocabulary; {} if there is no plan or a style is not supported."""
-        theirs = dict(self.model.lm.config.base_model_tp_plan or {})
+        theirs, _ = internals.plans_of(self.model.decoder)
         for stack in [pattern for pattern, style in theirs.items() if style == "moe_tp_experts"]:
             theirs = {pattern: style for pattern, style in theirs.items() if not pattern.startswith(f"{stack}.")}
         if not theirs or not set(theirs.values()) <= _STYLES.keys():
             return {}
-        plan = {f"{self.model.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
+        (prefix,) = (name for name, module in self.model.lm.named_modules() if module is self.model.decoder)
+        plan = {f"{prefix}.{pattern}".removeprefix("."): _STYLES[style] for pattern, style in theirs.items()}
         # A plan is shared by a model family, and may name layers that this configuration does not have.
         everything = (*self.model.named_modules(), *self.model.named_parameters())
         names = [self.model.weights.canonical_name(name) for name, _ in everything]

@@ -19,6 +19,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from crosstrain import ConfigError, parameters_on_meta
 from crosstrain.utils import paths
@@ -34,6 +35,8 @@ SCALES = {  # family -> (attribute, exponent)
     for family in families
 }
 PRODUCTS = {*_TABLE["plain"], *SCALES, *SOFTCAPS}
+PREFIX_MODELS, POSITIONS_FROM_ONE = set(_TABLE["prefix_models"]), set(_TABLE["positions_from_one"])
+ROPE_KEYS = set(_TABLE["rope_keys"])
 NOT_CAUSAL, COMPARE_NAMES = set(_TABLE["not_causal"]), set(_TABLE["compare_names"])
 
 
@@ -66,6 +69,17 @@ def build_transformers(
     made = padded(config, multiple, attention, kind)
     with without_initial_values():
         return kind._from_config(made, attn_implementation=made._attn_implementation, dtype=torch.float32)
+
+
+def plans_of(decoder: PreTrainedModel) -> tuple[dict[str, str], list[str]]:
+    """Return the plan for tensor parallelism, {} if there is none, and the names of the modules in a pipeline's order.
+
+    The names are relative to the decoder: the language model without its head.
+    """
+    config: Any = decoder.config
+    if (other := _TABLE["plans_of"].get(config.model_type)) is not None:
+        config = CONFIG_MAPPING[other]
+    return dict(config.base_model_tp_plan or {}), list(config.base_model_pp_plan or {})
 
 
 def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
@@ -102,8 +116,9 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
     if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):
         return None
     attribute, exponent = SCALES.get(family, ("", 1))
-    scale = getattr(config, attribute, None)
-    return 1.0 if scale is None else float(scale) ** exponent, getattr(config, SOFTCAPS.get(family, ""), None)
+    text = config.get_text_config()
+    scale = getattr(text, attribute, None)
+    return 1.0 if scale is None else float(scale) ** exponent, getattr(text, SOFTCAPS.get(family, ""), None)
 
 
 def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:

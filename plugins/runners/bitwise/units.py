@@ -202,7 +202,7 @@ class Units:
         assert self.tensor is not None
         whole = self.tensor.whole_sequence
         closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
-        found = [*model.blocks(), *map(model.get_submodule, closing)]
+        found = [*model.structure.decoder_blocks(), *map(model.get_submodule, closing)]
         for module in found:
             if module in users:
                 module.register_forward_pre_hook(lambda _, *given: with_hidden_states(whole, *given), with_kwargs=True)

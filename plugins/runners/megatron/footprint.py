@@ -53,9 +53,9 @@ def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, ra
         cuts = shard_model(model, plan, tensor, None)
         tensor.has_dropout = False  # tensors have no values, so no random numbers are drawn
         head = ParallelHead(tensor, has_slice="vocabulary" in plan.modules.values())
-    first, last = model.blocks()[0], model.blocks()[-1]
+    first, last = model.structure.decoder_blocks()[0], model.structure.decoder_blocks()[-1]
     if stages > 1:
-        ends, blocks = ends_of(model, "pipeline_parallel"), model.blocks()
+        ends, blocks = ends_of(model, "pipeline_parallel"), model.structure.decoder_blocks()
         ranges = spread(len(blocks), stages, options.pipeline_layers)
         here = [number for stage in mine for number in ranges[stage]]
         first, last = blocks[here[0]], blocks[here[-1]]

@@ -123,7 +123,7 @@ def stubs(
     kept = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()} if is_last else set()
     found: dict[str, nn.Module] = {
         names[id(block)]: StubFirstBlock() if counts and number == 0 else StubBlock()
-        for number, block in enumerate(model.blocks())
+        for number, block in enumerate(model.structure.decoder_blocks())
         if number not in here
     }
     for name in [] if is_first else ends.first:

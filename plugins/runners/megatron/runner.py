@@ -118,7 +118,7 @@ class MegatronRunner(Runner):
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
             ends_of(model, "pipeline_parallel")
-            spread(len(model.blocks()), options.stages, options.pipeline_layers)
+            spread(len(model.structure.decoder_blocks()), options.stages, options.pipeline_layers)
 
     @classmethod
     def layouts(cls, options: Options, at: PlanContext) -> list[Layout]:
@@ -224,13 +224,14 @@ class MegatronRunner(Runner):
         if not self.options.sequence_parallel:
             return set()
         ends = ends_of(model, "sequence_parallel")
-        modules = [*model.blocks(), *(model.get_submodule(name) for name in ends.last[:-1])]  # without the head
+        closing = map(model.get_submodule, ends.last[:-1])  # without the head
+        modules = [*model.structure.decoder_blocks(), *closing]
         there = {id(p) for module in modules for p in module.parameters()}
         return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
 
     def _keep_own_stage(self, model: Model) -> set[str]:
         """Replace other ranks' modules with stubs, and return the names of parameters tied between two ranks."""
-        blocks, options = model.blocks(), self.options
+        blocks, options = model.structure.decoder_blocks(), self.options
         if options.pipeline_parallel == 1:
             self.spans = [(blocks[0], blocks[-1])]
             return set()

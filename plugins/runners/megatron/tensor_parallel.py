@@ -94,7 +94,7 @@ class TensorParallel:
         """Make the modules of a plan compute with this rank's slices."""
         self.has_dropout = has_dropout(model)
         regions: dict[nn.Module, TPRegion] = {}
-        blocks = set(model.blocks())
+        blocks = set(model.structure.decoder_blocks())
         for name, style in plan.modules.items():
             module = model.get_submodule(name)
             if style == "vocabulary":
@@ -172,7 +172,7 @@ class TensorParallel:
             first.register_forward_pre_hook(lambda _, x: (self.split_sequence(x[0]), *x[1:]), prepend=True)
         if last is None:
             closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
-            last = model.get_submodule(closing[-1]) if closing else model.blocks()[-1]
+            last = model.get_submodule(closing[-1]) if closing else model.structure.decoder_blocks()[-1]
         last.register_forward_hook(self.set_aside)
 
 

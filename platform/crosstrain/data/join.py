@@ -1,0 +1,18 @@
+"""Concatenate arrays whose sizes differ, such as the images of several samples."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def join_padded(arrays: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension; in the other dimensions, smaller arrays get zeros at the end."""
+    shape = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
+    return torch.cat([_grown(array, shape) for array in arrays])
+
+
+def _grown(array: Tensor, shape: list[int]) -> Tensor:
+    missing = [most - size for size, most in zip(array.shape[1:], shape, strict=True)]
+    return pad(array, [n for width in reversed(missing) for n in (0, width)]) if any(missing) else array

@@ -1,0 +1,233 @@
+"""Tokenize conversations about images with a model's own processor from transformers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosstrain import (
+    IGNORE_INDEX,
+    Batch,
+    Conversation,
+    DataError,
+    LimitedProcess,
+    Message,
+    Sample,
+    SampleError,
+    check_source,
+    first_line,
+)
+from crosstrain.data.join import join_padded
+
+from ...commands.prepare.chat_template import ChatError, ChatTemplate, EncodedChat, load_with_template
+from .conversations import IMAGE, Style
+
+# Fields of a sample with one value per token -> value of the padding.
+_PER_TOKEN = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "mm_token_type_ids": 0}
+_OF_TEXT = {"attention_mask", "token_type_ids", "text_replacement_offsets", *_PER_TOKEN}  # not of images
+_BLANK = 32  # height and width in pixels of the image in micro batches without images
+
+
+@dataclass(frozen=True)
+class Processed:
+    """Images of a sample: the processor's arrays for the model, and the text that replaces each image's placeholder."""
+
+    fields: dict[str, np.ndarray]
+    texts: list[str]
+
+
+@lru_cache(maxsize=4)
+def load_processor(spec: str) -> Any:
+    """Load a processor of transformers. Raises DataError if there is none, or if it does not take images and text."""
+    from transformers import AutoProcessor
+
+    check_source(f"the processor {spec}")
+    try:
+        processor = AutoProcessor.from_pretrained(Path(spec).expanduser(), trust_remote_code=False)
+    except Exception as error:  # transformers raises errors of many types
+        raise DataError(f"processor: {spec} has no processor that can be loaded ({first_line(error)[:300]})") from None
+    if getattr(processor, "image_token", None) is None or getattr(processor, "tokenizer", None) is None:
+        raise DataError(f"processor: {spec} is a {type(processor).__name__}, not a processor of images and text")
+    return processor
+
+
+class ProcessorEncoder:
+    """An encoder of conversations for an image-text model of transformers.
+
+    The processor's chat template renders a conversation, and its image processor decides how many tokens each image
+    gets. Targets are found as for conversations without images. A sample has one document per conversation, and
+    `position_ids` restart at each document.
+    """
+
+    def __init__(self, spec: str, chat_template: str | None, style: Style, blind: bool = False) -> None:
+        """spec: a processor's folder or Hugging Face name. chat_template: used instead of the processor's own.
+
+        style: `plain` concatenates the texts of turns without a template. blind: replace images with gray ones.
+        """
+        self.processor, self.style, self.blind = load_processor(spec), style, blind
+        template = chat_template or self.processor.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        self.tokenizer, self.folder = load_with_template(spec, template)
+        self.end_id = self.tokenizer.end_id
+        self.template = ChatTemplate(self.folder)  # before processes are forked
+        self._limited = LimitedProcess(self._encode, f"the chat template or the tokenizer of {spec}")
+
+    @cached_property
+    def blank(self) -> Sample:
+        """A document with a small image and no target, for micro batches without images.
+
+        Every rank must compute the vision model in every step, because gradients and shards are exchanged.
+        """
+        from PIL import Image
+
+        processed = self.process([Image.new("RGB", (_BLANK, _BLANK), "gray")])
+        ids = self.template.backend.encode(processed.texts[0], add_special_tokens=False).ids
+        return self._sample([EncodedChat([*ids, self.end_id], [False] * (len(ids) + 1))], processed)
+
+    # ---- images
+
+    def process(self, images: list[Any], rng: np.random.Generator | None = None) -> Processed:
+        """Process PIL images. Raises SampleError if the processor fails."""
+        from PIL import Image
+
+        if not images:
+            return Processed({}, [])
+        if self.blind:
+            images = [Image.new("RGB", image.size, "gray") for image in images]
+        placeholders = self.processor.image_token * len(images)
+        try:
+            made = self.processor(
+                text=[placeholders], images=[images], return_tensors="pt", return_text_replacement_offsets=True
+            )
+        except Exception as error:  # processors may raise anything, for example for extreme aspect ratios
+            raise SampleError(f"the processor rejects its images ({first_line(error)[:200]})") from None
+        (found,) = made["text_replacement_offsets"]
+        fields = {key: torch.as_tensor(value).numpy() for key, value in made.items() if key not in _OF_TEXT}
+        return Processed(fields, [each["replacement"] for each in found])
+
+    # ---- text
+
+    def encode(self, conversation: Conversation, texts: list[str], answering: bool = False) -> EncodedChat:
+        """Tokenize a conversation; `texts` replace its images. answering: end where the assistant's text begins."""
+        size = sum(len(message.text) for message in conversation)
+        try:
+            return EncodedChat(*self._limited((conversation, texts, answering), size))
+        except ChatError as error:
+            raise SampleError(str(error)) from None
+
+    def _encode(self, given: tuple[Conversation, list[str], bool]) -> tuple[list[int], list[bool]]:
+        """Render and tokenize a conversation in this process."""
+        conversation, texts, answering = given
+        if self.style == "plain":
+            text, spans = self._plain(conversation)
+        elif answering:
+            text, spans = self.template.render([_turn(message) for message in conversation], answering=True), []
+        else:
+            text, spans, _ = self.template.located([_turn(message) for message in conversation], None)
+        return self.template.tokens(*_filled(text, spans, self.processor.image_token, texts))
+
+    def _plain(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """Concatenate texts; the assistant's end with the end-of-text token."""
+        text, spans = "", []
+        for message in conversation:
+            if found := self.template.special_token.search(message.text):
+                raise ChatError(f"its text contains the special token {found.group()}")
+            start = len(text)
+            text += message.text.replace(IMAGE, self.processor.image_token)
+            if message.role == "assistant":
+                text += self.tokenizer.end
+                spans += [(start, len(text))] if message.learned else []
+        return text, spans
+
+    # ---- samples
+
+    def sample(self, conversations: Sequence[Conversation], processed: Processed) -> Sample:
+        """Return a sample with one document per conversation; each has all images.
+
+        input_ids, labels, position_ids, mm_token_type_ids (1 for image tokens): int64 [length]. Other fields are the
+        processor's, with the images of all documents in order. Raises SampleError if there are no targets.
+        """
+        encoded = [self.encode(conversation, processed.texts) for conversation in conversations]
+        if not encoded or not all(any(tokens.is_target) for tokens in encoded):
+            raise SampleError("there is no assistant turn to train on")
+        return self._sample(encoded, processed)
+
+    def _sample(self, encoded: list[EncodedChat], processed: Processed) -> Sample:
+        parts = []
+        for tokens in encoded:
+            ids = np.array(tokens.ids, np.int64)
+            labels = np.where(tokens.is_target, ids, IGNORE_INDEX)[1:]
+            parts.append(self._fields(ids[:-1]) | {"labels": labels} | processed.fields)
+        return joined(parts)
+
+    def _fields(self, ids: np.ndarray) -> Sample:
+        kinds = np.isin(ids, self.processor.image_token_ids).astype(np.int64)
+        return {"input_ids": ids, "position_ids": np.arange(len(ids)), "mm_token_type_ids": kinds}
+
+    def prompt(self, conversation: Conversation, processed: Processed) -> Sample:
+        """Return a sample without labels that ends where an answer begins."""
+        ids = np.array(self.encode(conversation, processed.texts, answering=True).ids, np.int64)
+        return {key: value for key, value in self._fields(ids).items() if key != "position_ids"} | processed.fields
+
+    def cut(self, sample: Sample, limit: int) -> Sample | None:
+        """Return the first `limit` tokens of a sample; None if an image would be cut."""
+        if (sample["mm_token_type_ids"][limit:] != 0).any():
+            return None
+        return {key: value[:limit] if key in _PER_TOKEN else value for key, value in sample.items()}
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """Make a batch: rows padded on the right, and the fields of all images in one tensor each.
+
+        A batch without images gets a small image after the shortest row; no token before it attends to it. If a row has
+        several documents, the batch has `position_ids`, and padding is a document of its own.
+        """
+        restarts = any((sample["position_ids"][1:] == 0).any() for sample in samples)
+        if not any(sample.keys() - _PER_TOKEN.keys() for sample in samples):
+            shortest = min(range(len(samples)), key=lambda number: len(samples[number]["input_ids"]))
+            samples = [*samples[:shortest], joined([samples[shortest], self.blank]), *samples[shortest + 1 :]]
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        longest = -(-longest // 8) * 8  # for tensor cores
+        rows = []
+        for sample in samples:
+            room = longest - len(sample["input_ids"])
+            row = {key: np.pad(sample[key], (0, room), constant_values=v)[None] for key, v in _PER_TOKEN.items()}
+            row["position_ids"][0, longest - room :] = np.arange(room)
+            rows.append(sample | row)
+        batch = {key: torch.from_numpy(value) for key, value in joined(rows).items()}
+        return batch if restarts else {key: value for key, value in batch.items() if key != "position_ids"}
+
+
+def joined(parts: list[Sample]) -> Sample:
+    """Concatenate the fields of samples or rows along their first dimension; some may lack images.
+
+    Processors pad the images of a sample to equal shapes, so samples may differ; see `join_padded`.
+    """
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: join_padded([torch.from_numpy(p[key]) for p in parts if key in p]).numpy() for key in keys}
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    """Return a message with its text and images as parts, the form that processors' templates expect."""
+    first, *rest = message.text.split(IMAGE)
+    parts = [{"type": "text", "text": first}] if first or not rest else []
+    for text in rest:
+        parts += [{"type": "image"}] + ([{"type": "text", "text": text}] if text else [])
+    return {"role": message.role, "content": parts} | ({} if message.learned else {"weight": 0})
+
+
+def _filled(text: str, spans: list[tuple[int, int]], token: str, texts: list[str]) -> tuple[str, list[tuple[int, int]]]:
+    """Replace the image tokens in a text, and return it with the shifted spans. Raises ChatError if counts differ."""
+    pieces = text.split(token)
+    if len(pieces) - 1 != len(texts):
+        raise ChatError(f"the chat template writes {len(pieces) - 1} of its {len(texts)} images")
+
+    def moved(place: int) -> int:
+        return place + sum(len(replacement) - len(token) for replacement in texts[: text.count(token, 0, place)])
+
+    filled = pieces[0] + "".join(a + b for a, b in zip(texts, pieces[1:], strict=True))
+    return filled, [(moved(start), moved(stop)) for start, stop in spans]

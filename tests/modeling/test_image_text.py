@@ -1,0 +1,148 @@
+"""Image-text models of transformers: losses, gradients, packing and decoding are those of the library's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from crosstrain_plugins.builtin.datasets.vision.processor_encoder import ProcessorEncoder, joined
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+from crosstrain import IGNORE_INDEX, Message, Sample, registry
+from fixtures_image_text import FAMILIES, write_family
+
+QUESTIONS = ["<image>what colour is the circle?", "red? ", "<image> and <image>blue <image><image>", "green, or not?"]
+SIZES = [(28, 40), (56, 28), (20, 20), (44, 30), (28, 28)]
+
+
+class Family:
+    """A tiny model of a family, with random weights, and samples with one, no and four images."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.name, self.folder = family, folder
+        config = write_family(family, folder)
+        kind = registry.get("model", "image_text")
+        self.model = kind(kind.Options(config=config, make_vocab_size_divisible_by=1))
+        torch.manual_seed(0)
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        self.bare = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config), attn_implementation="sdpa")
+        self.bare.load_state_dict(self.model.lm.state_dict())
+        self.encoder, rng = ProcessorEncoder(str(folder), None, "chat"), np.random.default_rng(0)
+        images = iter(Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES)
+        self.conversations = [
+            [Message("user", question), Message("assistant", "red green" * (number + 1))]
+            for number, question in enumerate(QUESTIONS)
+        ]
+        self.images = [[next(images) for _ in range(question.count("<image>"))] for question in QUESTIONS]
+
+    def samples(self) -> list[Sample]:
+        made = []
+        for conversation, images in zip(self.conversations, self.images, strict=True):
+            made.append(self.encoder.sample([conversation], self.encoder.process(images)))
+        return made
+
+    def bare_inputs(self, number: int) -> tuple[dict[str, Any], torch.Tensor]:
+        """What the library's processor makes of a conversation, and the targets: the answer and what ends its turn."""
+        processor = AutoProcessor.from_pretrained(self.folder)
+        turns = []
+        for message in self.conversations[number]:
+            first, *rest = message.text.split("<image>")
+            parts = [{"type": "text", "text": first}] if first else []
+            for text in rest:
+                parts += [{"type": "image"}] + ([{"type": "text", "text": text}] if text else [])
+            turns.append({"role": message.role, "content": parts})
+        whole = processor.apply_chat_template(turns)
+        asked = processor.apply_chat_template(turns[:1], add_generation_prompt=True)
+        assert whole.startswith(asked)
+        images = [self.images[number]] if self.images[number] else None
+        if self.name == "paligemma":  # its processor adds the start of a text itself, and needs an image
+            answer = whole[len(asked) :].removesuffix("</s>")
+            if images is None:
+                ids = processor.tokenizer(asked, add_special_tokens=False)["input_ids"]
+                ids += processor.tokenizer(answer + "</s>", add_special_tokens=False)["input_ids"]
+                given = {"input_ids": torch.tensor([ids])}
+            else:
+                prompt = asked.replace("<s>", "").removesuffix("\n")
+                made = processor(text=[prompt], images=images, suffix=[answer], return_tensors="pt")
+                given = dict(made)
+                given.pop("labels")
+            count = len(processor.tokenizer(answer + "</s>", add_special_tokens=False)["input_ids"])
+            given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+            given["token_type_ids"][:, -count:] = 1
+        else:
+            given = dict(processor(text=[whole], images=images, return_tensors="pt", add_special_tokens=False))
+            rest = whole[len(asked) :]
+            count = len(processor.tokenizer(rest, add_special_tokens=False)["input_ids"])
+            count -= rest.endswith("\n")  # after the end of the turn
+            labels_end = given["input_ids"].shape[1] - rest.endswith("\n")
+        given.pop("attention_mask", None)
+        labels = torch.full_like(given["input_ids"], IGNORE_INDEX)
+        end = given["input_ids"].shape[1] if self.name == "paligemma" else labels_end
+        begin = end - count
+        labels[:, begin:end] = given["input_ids"][:, begin:end]
+        return given, labels
+
+    def bare_loss(self, number: int) -> torch.Tensor:
+        given, labels = self.bare_inputs(number)
+        logits = self.bare.train()(**given, use_cache=False).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path: Path) -> Family:
+    return Family(request.param, tmp_path)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name.removeprefix("lm."): p.grad for name, p in model.named_parameters()}
+    return {name: torch.zeros(()) if grad is None else grad for name, grad in found.items()}
+
+
+def assert_gradients(model: torch.nn.Module, bare: torch.nn.Module) -> None:
+    """Up to the rounding of other sums: relative to the largest gradient of each tensor."""
+    theirs = gradients(bare)
+    most = max(float(grad.abs().max()) for grad in theirs.values())
+    for name, grad in gradients(model).items():
+        difference = float((grad - theirs[name]).abs().max())
+        assert difference <= 2e-6 * max(float(theirs[name].abs().max()), 1e-2 * most), name
+
+
+def test_losses_and_gradients_are_those_of_the_library(family: Family) -> None:
+    batch = family.encoder.collate(family.samples())
+    loss = family.model.train()(**batch)
+    loss.backward()
+    theirs = sum(family.bare_loss(number) for number in range(len(QUESTIONS)))
+    theirs.backward()  # type: ignore[union-attr]
+    assert loss.item() == pytest.approx(float(theirs), rel=1e-6)
+    assert_gradients(family.model, family.bare)
+
+
+def test_packed_rows_are_separate_samples(family: Family) -> None:
+    packed = family.encoder.collate([joined(family.samples())])
+    assert len(packed["input_ids"]) == 1
+    loss = family.model.train()(**packed)
+    loss.backward()
+    theirs = sum(family.bare_loss(number) for number in range(len(QUESTIONS)))
+    theirs.backward()  # type: ignore[union-attr]
+    assert loss.item() == pytest.approx(float(theirs), rel=1e-6)
+    assert_gradients(family.model, family.bare)
+
+
+def test_a_batch_of_text_trains_the_vision_model_with_zeros(family: Family) -> None:
+    """Ranks exchange the gradients of all parameters, so a rank without images needs them too."""
+    texts = [sample for sample in family.samples() if not any("pixel" in key for key in sample)]
+    batch = family.encoder.collate(texts)
+    loss = family.model.train()(**batch)
+    loss.backward()
+    theirs = family.bare_loss(1) + family.bare_loss(3)
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    for name, parameter in family.model.named_parameters():
+        if "vision" in name or "visual" in name:
+            assert parameter.grad is None or not parameter.grad.any(), name
