@@ -59,6 +59,8 @@ FAMILIES = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava_onevision", "internvl", "gemma3", "smolvlm",
     "paligemma", "mistral3",
 ]  # fmt: skip
+# Family -> token that ends a turn in its template; <|im_end|> in the others.
+ENDS = {"gemma3": "<end_of_turn>", "idefics3": "<end_of_utterance>", "paligemma": "</s>", "mistral3": "</s>"}
 
 
 def write_tokenizer() -> PreTrainedTokenizerFast:
@@ -199,7 +201,7 @@ def write_family(family: str, folder: Path) -> dict[str, Any]:
             images, tokenizer, patch_size=7, spatial_merge_size=2, chat_template=_MISTRAL
         )
         config = {
-            "text_config": {"model_type": "mistral", **_TEXT},
+            "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
             "vision_config": {
                 "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
                 "num_attention_heads": 2, "image_size": 56, "patch_size": 7,

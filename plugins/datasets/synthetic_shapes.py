@@ -32,16 +32,26 @@ from .webdataset import expand
 _CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]
 _PER_SHARD = 5_000  # pictures
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_OF_IMAGES = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 _UNKNOWN = "<|unknown|>"  # token for all other words
 _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The same with contents in parts. An image is a grid of 3 x 3 cells, and each cell becomes a token.
+_WITH_IMAGES = _CHATML.replace(
+    " + m['content'] + '<|im_end|>'",
+    " }}{% for part in m['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '<|im_end|>'",
 )
 
 
 @registry.register_dataset("shapes")
 class Shapes(ImageText):
     """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 51 tokens.
+
+    The folder `path`/processor has a processor of Qwen2-VL, for models that take one (`processor`).
 
     The splits are train, val and test. With the option `novel`, every picture of the test split has a combination of
     colour and shape that never occurs in training.
@@ -86,6 +96,7 @@ class Shapes(ImageText):
             else:
                 with new_folder(folder) as partial:
                     write_tokenizer(partial)
+                    write_processor(partial)
                     _write_shards(partial, options)
                     write_json(partial / "dataset.json", {"options": made})
         super().prepare(options)
@@ -125,15 +136,37 @@ def _write_shards(folder: Path, options: Shapes.Options) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a word-level Hugging Face tokenizer to `folder`/tokenizer, with Qwen's chat template."""
-    vocabulary = {word: i for i, word in enumerate([*words(), "user", "assistant", "system", _UNKNOWN])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
     target = folder / "tokenizer"
     target.mkdir(parents=True)
-    backend.save(str(target / "tokenizer.json"))
+    _backend(_SPECIAL).save(str(target / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "unk_token": _UNKNOWN,
         "pad_token": _SPECIAL[0], "chat_template": _CHATML, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     write_json(target / "tokenizer_config.json", config)
+
+
+def write_processor(folder: Path) -> None:
+    """Write a processor of Qwen2-VL to `folder`/processor: 36 patches, and 9 tokens, for an image of 48 x 48 pixels."""
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    sizes: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 1}
+    images = Qwen2VLImageProcessor(size={"shortest_edge": 48 * 48, "longest_edge": 48 * 48}, **sizes)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_backend([*_SPECIAL, *_OF_IMAGES]),
+        eos_token="<|im_end|>",
+        unk_token=_UNKNOWN,
+        pad_token=_SPECIAL[0],
+        clean_up_tokenization_spaces=False,
+    )
+    processor = Qwen2VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**sizes), chat_template=_WITH_IMAGES)
+    processor.save_pretrained(folder / "processor")
+
+
+def _backend(special: list[str]) -> Tokenizer:
+    """Return a word-level tokenizer with special tokens."""
+    vocabulary = {word: i for i, word in enumerate([*words(), "user", "assistant", "system", _UNKNOWN])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return backend

@@ -75,12 +75,15 @@ class ImageText(CausalLM):
         self.decoder = base.get_decoder()
         self.takes_types = "token_type_ids" in inspect.signature(base.forward).parameters
         self.sees_all &= not self.takes_types  # the library's masks let tokens of an image see each other
+        self.shares_rows |= self.takes_types  # such masks are made before rows are split
         self.decoder.register_forward_pre_hook(self._take_part, with_kwargs=True)
         if self.takes_types:
             base.register_forward_pre_hook(_with_mask, with_kwargs=True)
         self.structure, self.weights = _Structure(self), _Weights(self)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not self.part(name).freeze)
+        for module in self._unused():
+            module.requires_grad_(False)
         for name, module in self.named_modules():
             if module is not self.lm and (dtype := self.part(f"{name}.").weights) is not None:
                 _store(module, DTYPES[dtype])
@@ -89,6 +92,16 @@ class ImageText(CausalLM):
     def check_config(cls, config: PreTrainedConfig) -> None:
         if config.get_text_config() is config:
             raise ConfigError(f"model.config.model_type: {config.model_type} reads no images; use arch: causal_lm")
+
+    def _unused(self) -> list[nn.Module]:
+        """Return the modules of the vision model after the layer whose output is used: they get no gradients."""
+        layer = getattr(self.config, "vision_feature_layer", None)
+        if type(layer) is not int:
+            return []
+        seen = {id(module) for module in self.decoder.modules()}
+        blocks = [block for block in self.blocks() if id(block) not in seen]
+        after = blocks[layer if layer >= 0 else len(blocks) + 1 + layer :]  # layer 0 is the input of the first block
+        return after + [module for name, module in self.named_modules() if name.endswith(".post_layernorm")]
 
     def part(self, name: str) -> Part:
         """Return the options of the part that a parameter or module belongs to."""
@@ -126,7 +139,9 @@ class ImageText(CausalLM):
             if self.config.model_type in PREFIX_MODELS:
                 types = _answers(input_ids, labels, position_ids)
             if self.takes_types:
-                others["token_type_ids"] = types
+                padding = int(self.config.model_type in PREFIX_MODELS)
+                splits = self.context is not None and labels is not None
+                others["token_type_ids"] = self.context.padded(types, padding) if splits else types
             others["rotary"] = self._rotary(input_ids, types, position_ids, attention_mask, cache, fields)
         elif position_ids is not None:
             others["rotary"] = position_ids + (self.config.model_type in POSITIONS_FROM_ONE)

@@ -52,7 +52,7 @@ class ConversationEncoder:
         image_processor: converts a PIL image to fp32 [3, height, width]. blind: replace images with zeros. folder:
         files of the tokenizer.
         """
-        self.folder = folder
+        self.folder, self.end_tokens = folder, ()
         self.tokenizer, self.style, self.image_processor, self.blind = tokenizer, style, image_processor, blind
         self.end_id = tokenizer.end_id  # the token that ends an answer
         if style == "chat":

@@ -74,6 +74,7 @@ class Encoder(Protocol):
     """Turns conversations and their images into samples."""
 
     tokenizer: TextTokenizer
+    end_tokens: tuple[int, ...]  # see `Dataset.end_tokens`
     folder: Path | None  # files of the tokenizer and the processor, for checkpoints
     end_id: int  # the token that ends an answer
 
@@ -197,7 +198,7 @@ class ImageDataset(VqaDataset):
         vision = _processor(_of_split(options.vis_processor, split)) if options.processor is None else None
         self.encoder = _encoder(options, self.text_processor, vision)
         self.image_processor: ImageProcessor | None = vision
-        self.tokenizer_path = self.encoder.folder
+        self.tokenizer_path, self.end_tokens = self.encoder.folder, self.encoder.end_tokens
         self.vocab_size = self.encoder.tokenizer.vocab_size
         self.sequence_length = options.max_length
         self.skipped: dict[int, str] = {}

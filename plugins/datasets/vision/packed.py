@@ -35,6 +35,7 @@ class PackedImages(VqaDataset):
             raise DataError("packing needs max_length, the number of tokens of a packed sample")
         self.rows = rows
         self.vocab_size, self.tokenizer_path = rows.vocab_size, rows.tokenizer_path
+        self.end_tokens = rows.end_tokens
         self.sequence_length = rows.options.max_length
         lengths = measured(rows)
         self.usable = np.flatnonzero(lengths)

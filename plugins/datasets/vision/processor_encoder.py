@@ -73,9 +73,18 @@ class ProcessorEncoder:
         if isinstance(template, dict):
             template = template.get("default")
         self.tokenizer, self.folder = load_with_template(spec, template)
-        self.end_id = self.tokenizer.end_id
         self.template = ChatTemplate(self.folder)  # before processes are forked
         self._limited = LimitedProcess(self._encode, f"the chat template or the tokenizer of {spec}")
+        self.end_id = self._end()
+        self.end_tokens = tuple({self.tokenizer.end_id, self.end_id})
+
+    def _end(self) -> int:
+        """Return the token that ends the assistant's turn; it may differ from the tokenizer's end-of-text token."""
+        try:
+            (tokens,) = self.encode([[Message("user", "a"), Message("assistant", "b")]], [])
+        except SampleError:  # the template needs an image
+            return self.tokenizer.end_id
+        return max(zip(tokens.is_target, range(len(tokens.ids)), tokens.ids, strict=True))[2]
 
     @cached_property
     def blank(self) -> Sample:
@@ -112,17 +121,30 @@ class ProcessorEncoder:
 
     # ---- text
 
-    def encode(self, conversation: Conversation, texts: list[str], answering: bool = False) -> EncodedChat:
-        """Tokenize a conversation; `texts` replace its images. answering: end where the assistant's text begins."""
-        size = sum(len(message.text) for message in conversation)
-        try:
-            return EncodedChat(*self._limited((conversation, texts, answering), size))
-        except ChatError as error:
-            raise SampleError(str(error)) from None
+    def encode(
+        self, conversations: Sequence[Conversation], texts: list[str], answering: bool = False
+    ) -> list[EncodedChat]:
+        """Tokenize conversations in a process with limits; `texts` replace the images of each.
 
-    def _encode(self, given: tuple[Conversation, list[str], bool]) -> tuple[list[int], list[bool]]:
-        """Render and tokenize a conversation in this process."""
-        conversation, texts, answering = given
+        answering: end where the assistant's text begins. Raises SampleError for conversations that cannot be used.
+        """
+        size = sum(len(message.text) for conversation in conversations for message in conversation)
+        found = self._limited((conversations, texts, answering), size)
+        if isinstance(found, str):
+            raise SampleError(found)
+        return [EncodedChat(*tokens) for tokens in found]
+
+    def _encode(
+        self, given: tuple[Sequence[Conversation], list[str], bool]
+    ) -> list[tuple[list[int], list[bool]]] | str:
+        """Render and tokenize conversations in this process, or return the reason why one cannot be used."""
+        conversations, texts, answering = given
+        try:
+            return [self._tokens(conversation, texts, answering) for conversation in conversations]
+        except ChatError as error:
+            return str(error)
+
+    def _tokens(self, conversation: Conversation, texts: list[str], answering: bool) -> tuple[list[int], list[bool]]:
         if self.style == "plain":
             text, spans = self._plain(conversation)
         elif answering:
@@ -152,7 +174,7 @@ class ProcessorEncoder:
         input_ids, labels, position_ids, mm_token_type_ids (1 for image tokens): int64 [length]. Other fields are the
         processor's, with the images of all documents in order. Raises SampleError if there are no targets.
         """
-        encoded = [self.encode(conversation, processed.texts) for conversation in conversations]
+        encoded = self.encode(conversations, processed.texts)
         if not encoded or not all(any(tokens.is_target) for tokens in encoded):
             raise SampleError("there is no assistant turn to train on")
         return self._sample(encoded, processed)
@@ -171,7 +193,8 @@ class ProcessorEncoder:
 
     def prompt(self, conversation: Conversation, processed: Processed) -> Sample:
         """Return a sample without labels that ends where an answer begins."""
-        ids = np.array(self.encode(conversation, processed.texts, answering=True).ids, np.int64)
+        (tokens,) = self.encode([conversation], processed.texts, answering=True)
+        ids = np.array(tokens.ids, np.int64)
         return {key: value for key, value in self._fields(ids).items() if key != "position_ids"} | processed.fields
 
     def cut(self, sample: Sample, limit: int) -> Sample | None:

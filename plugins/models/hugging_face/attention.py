@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, Self
 
 import torch
@@ -76,6 +76,9 @@ def _missing(flash: str) -> str | None:
     return None if torch.cuda.is_available() and there() else package
 
 
+_MOST_PADDING = 2  # documents become rows of equal length if their places are at most this many times the tokens
+
+
 @dataclass
 class Documents:
     """Boundaries of the documents in a batch, and the IDs of modules that respect the boundaries.
@@ -109,6 +112,21 @@ class Documents:
         for start, stop in itertools.pairwise(self.starts):
             row, begin = divmod(start, self.length)
             yield row, slice(begin, begin + stop - start)
+
+    @cached_property
+    def as_rows(self) -> tuple[Tensor, Tensor] | None:
+        """Places to make a row of each document, [documents, longest], and the place of each token in these rows.
+
+        Places are indices of flattened rows; the padding at the end of a short document repeats a token. None if most
+        places were padding: then calls for single documents are faster.
+        """
+        lengths = [stop - start for start, stop in itertools.pairwise(self.starts)]
+        longest, tokens = max(lengths), self.starts[-1]
+        if len(lengths) == self.rows or len(lengths) * longest > _MOST_PADDING * tokens:
+            return None
+        starts, steps = torch.tensor(self.starts[:-1])[:, None], torch.arange(longest)
+        rows = (starts + steps).clamp(max=tokens - 1)
+        return rows, (steps < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
 
     def numbers(self) -> Tensor:
         """Return the document index of each token [batch, length], counted from 1."""
@@ -211,6 +229,11 @@ def _each_apart(
     def within(mask: Tensor | None, row: int, place: slice) -> Tensor | None:
         return None if mask is None else (mask[row : row + 1] if mask.shape[0] > 1 else mask)[..., place, place]
 
+    if mask is None and position_bias is None and not kwargs.get("dropout") and documents.as_rows is not None:
+        rows, back = (places.to(query.device) for places in documents.as_rows)
+        parts = (x.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2) for x in (query, key, value))
+        found = _sdpa(module, *parts, None, **kwargs)[0].flatten(0, 1)[back]
+        return found.view(query.shape[0], query.shape[2], *found.shape[1:]), None
     outputs = []
     for row, place in documents:
         part = slice(row, row + 1), slice(None), place

@@ -86,6 +86,7 @@ class TransformersModel(LanguageModel):
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self.sees_all = kinds == {"full_attention"} and not any(windows)  # every block uses full causal attention
+        self.shares_rows = self.sees_all  # False: masks are made from a part of a row, and depend on the whole row
         if getattr(lm.get_input_embeddings(), "num_embeddings", None) != lm.config.get_text_config().vocab_size:
             raise ConfigError(f"model: {config.model_type} does not have one embedding per token of its vocabulary")
         if internals.routers_of(lm):
@@ -226,7 +227,11 @@ class TransformersStructure(Structure):
     def check_context(self, ranks: int) -> None:
         family = self.model.config.model_type
         heads = getattr(self.model.text_config, "num_attention_heads", None) or ranks
-        if not self.model.takes_positions or getattr(self.model.lm, "_is_stateful", False) or not self.model.sees_all:
+        if (
+            not self.model.takes_positions
+            or getattr(self.model.lm, "_is_stateful", False)
+            or not self.model.shares_rows
+        ):
             raise ConfigError(
                 f"run.runner.context_parallel: ranks cannot share sequences of {family}, because this needs "
                 f"position_ids, full causal attention in every block and no recurrent state; leave context_parallel out"

@@ -143,8 +143,8 @@ def replace_modules(model: Model, modules: dict[str, nn.Module]) -> dict[str, nn
 
 
 def width_of(model: Model, ends: Ends) -> int:
-    """Return the width of the hidden states."""
-    modules = (module for name in ends.first for module in model.get_submodule(name).modules())
+    """Return the width of the hidden states: that of the last embedding, because the first may be of images."""
+    modules = (module for name in reversed(ends.first) for module in model.get_submodule(name).modules())
     return next(m.embedding_dim for m in modules if isinstance(m, nn.Embedding))
 
 
