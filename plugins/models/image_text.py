@@ -259,7 +259,8 @@ class _Structure(TransformersStructure):
         at = plan.index(blocks[0])
         seen = [names[module] for module in lm.base_model.children() if module is not decoder]
         first, last = ([names[decoder.get_submodule(name)] for name in part] for part in (plan[:at], plan[at + 1 :]))
-        return Ends([*seen, *first], [*last, names[lm.get_output_embeddings()]])
+        read = getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or [0]
+        return Ends([*seen, *first], [*last, names[lm.get_output_embeddings()]], len(read))
 
 
 class _Weights(TransformersWeights):

@@ -178,9 +178,33 @@ def test_the_plan_of_a_model_within_a_model_names_its_parameters_and_its_adapter
     runner.check_model(runner.Options(tensor_parallel=2), config.run, model)
     with pytest.raises(ConfigError, match=r"k_proj.weight of shape \[16, 32\] cannot be cut .*; the model allows 1, 2"):
         runner.check_model(runner.Options(tensor_parallel=4), config.run, model)
-    for key in ("pipeline_parallel", "sequence_parallel"):
-        given = {"tensor_parallel": 2, key: True if key == "sequence_parallel" else 2}
-        with pytest.raises(
-            ConfigError, match=f"{key}: Blip2Qwen does not define what runs before and after its blocks"
-        ):
-            runner.check_model(runner.Options(**given), config.run, model)
+
+
+# ---- pipelines and split sequences
+
+SPLITS = {
+    "pp2": "{name: megatron, pipeline_parallel: 2}",
+    "tp2_sp": "{name: megatron, tensor_parallel: 2, sequence_parallel: true}",
+    "cp2": "{name: megatron, context_parallel: 2}",
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(["everything", "adapters and all", "gpt2"], []))
+@pytest.mark.parametrize("split", mostly_slow(SPLITS, []))
+def test_stages_and_parts_of_sequences_train_alike(project: Path, case: str, split: str) -> None:
+    """Images and queries are computed in the first stage, and before sequences are split.
+
+    Ranks that share a sequence draw different dropout masks, so there is no dropout.
+    """
+    given = options(CASES[case] | {"model.qformer.dropout": 0.0})
+    one = under(project, "ddp@1", f"{case} without dropout", *given)
+    assert_alike(train(project, f"{case} {split}", *given, f"run.runner={SPLITS[split]}", size=2), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_text_only_batches_are_split_too(tmp_path: Path, project: Path, split: str) -> None:
+    mixed = mixed_project(tmp_path, project.parent / "shapes" / "tokenizer", max_iters=6)
+    given = options(CASES["everything"] | {"model.qformer.dropout": 0.0})
+    many = train(mixed, split, *given, f"run.runner={SPLITS[split]}", size=2)
+    assert_alike(many, under(mixed, "ddp@1", "mixed without dropout", *given))

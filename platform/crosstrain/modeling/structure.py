@@ -21,6 +21,7 @@ class Ends:
 
     first: list[str]  # modules that run before the first block
     last: list[str]  # modules that run after the last block; the last of them is the head
+    first_blocks: int = 1  # minimum number of blocks in the first stage
 
 
 class Structure:

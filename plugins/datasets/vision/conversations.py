@@ -171,10 +171,10 @@ def check_images(conversation: Conversation, images: int) -> None:
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Make a batch: sequences [batch, longest], padded on the right, and all images in one tensor [images, 3, H, W].
+    """Make a batch: sequences [batch, length], padded on the right, and all images in one tensor [images, 3, H, W].
 
-    Padding is at the end and is not a target, so a causal model needs no mask for it. The batch has `segments` and
-    `position_ids` only if a sample has segments.
+    The length is a multiple of 8, for tensor cores and sequence parallelism. Padding is at the end and is not a target,
+    so a causal model needs no mask for it. The batch has `segments` and `position_ids` only if a sample has segments.
     """
     batch = {"input_ids": _padded(samples, "input_ids", 0), "labels": _padded(samples, "labels", IGNORE_INDEX)}
     if any("segments" in s for s in samples):
@@ -192,4 +192,5 @@ def _one_segment(sample: Sample) -> Sample:
 
 
 def _padded(samples: list[Sample], key: str, value: int) -> torch.Tensor:
-    return pad_sequence([torch.from_numpy(s[key]).long() for s in samples], batch_first=True, padding_value=value)
+    rows = pad_sequence([torch.from_numpy(s[key]).long() for s in samples], batch_first=True, padding_value=value)
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8), value=value)

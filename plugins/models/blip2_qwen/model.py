@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
 from crosstrain import (
+    IGNORE_INDEX,
     IMAGE_ID,
     PLAIN,
     SHARED,
@@ -17,6 +18,7 @@ from crosstrain import (
     ConfigError,
     DataError,
     Dataset,
+    Ends,
     Export,
     ForwardMode,
     LanguageModel,
@@ -36,6 +38,7 @@ from crosstrain import (
 from crosstrain.engine.build import add_adapter
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.context import Context
 
 from . import vision, weights
 from .options import Language, Part, Projector, QFormer, Vision
@@ -46,7 +49,7 @@ _PREFIXES = {
     "vision": "vision_model.", "qformer": "qformer.", "projector": "language_projection.",
     "language_model": "language_model.",
 }  # fmt: skip
-_QUERIES = "query_tokens"
+_QUERIES, _MODULE_OF_QUERIES = "query_tokens", "queries"
 
 
 @registry.register_model("blip2_qwen")
@@ -79,7 +82,7 @@ class Blip2Qwen(Model):
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
         self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
         asked = self.qformer.config.hidden_size
-        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens or 32, asked))
+        self.queries = _Queries(options.qformer.num_query_tokens or 32, asked)
         self.projector = _projector(options.projector, asked, language.hidden_size)
         self.language_model, self.takes_positions = language, language.takes_positions
         self.structure, self.weights, self.export = _Structure(self), _Weights(self), _Export(self)
@@ -99,6 +102,15 @@ class Blip2Qwen(Model):
 
     # ---- compute
 
+    @property
+    def context(self) -> Context | None:  # type: ignore[override]
+        """The ranks that share rows; the language model splits the embeddings."""
+        return self.language_model.context
+
+    @context.setter
+    def context(self, ranks: Context | None) -> None:
+        self.language_model.context = ranks
+
     def forward(
         self,
         input_ids: Tensor,
@@ -116,9 +128,15 @@ class Blip2Qwen(Model):
         [batch, length]: a token attends to earlier tokens of its own segment and of segment `SHARED`. position_ids,
         attention_mask: see `LanguageModel.forward`. Raises DataError unless images and placeholders match.
         """
+        if self.context is not None and labels is not None:
+            padded = self.context.padded
+            input_ids, labels = padded(input_ids, 0), padded(labels, IGNORE_INDEX)
+            segments = None if segments is None else padded(segments, SHARED)
+            position_ids = None if position_ids is None else padded(position_ids, 0)
         with self._precision("language_model", input_ids.device):
             embeddings = self.language_model.embed(input_ids.clamp(min=0))
-        if pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length():
+        begins = pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length()
+        if begins and next(self.vision.parameters(), None) is not None:  # a later pipeline stage has no vision model
             size = (1, 3, *self.image_size)
             images = torch.zeros(size, device=input_ids.device) if pixel_values is None else pixel_values
             features = self.encode_images(images).to(embeddings.dtype)
@@ -144,7 +162,7 @@ class Blip2Qwen(Model):
         with self._without_gradients("vision"), self._precision("vision", images.device):
             seen = self.vision(images).float()
         with self._without_gradients("vision", "qformer"), self._precision("qformer", images.device):
-            queries = self.query_tokens.expand(len(images), -1, -1)
+            queries = self.queries.query_tokens.expand(len(images), -1, -1)
             answered = self.qformer(query_embeds=queries, encoder_hidden_states=seen).last_hidden_state.float()
         with self._precision("projector", images.device):
             return self.projector(answered)
@@ -175,7 +193,8 @@ class Blip2Qwen(Model):
 
     def part(self, name: str) -> Part:
         """Return the options of the part that a parameter belongs to."""
-        return getattr(self.options, "qformer" if name == _QUERIES else name.partition(".")[0])
+        first = name.partition(".")[0]
+        return getattr(self.options, "qformer" if first == _MODULE_OF_QUERIES else first)
 
     def block_lists(self) -> dict[str, list[nn.Module]]:
         return {
@@ -208,8 +227,30 @@ class Blip2Qwen(Model):
             )
 
 
+class _Queries(nn.Module):
+    """The Q-Former's queries [1, queries, width]; a module of their own, so that pipeline stages can leave them out."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.query_tokens = nn.Parameter(torch.empty(1, count, width))
+
+
 class _Structure(Structure):
     model: Blip2Qwen
+
+    def ends(self) -> Ends | None:
+        """All other parts run before the language model's first block, in the first stage."""
+        inner = self.model.language_model.structure.ends()
+        if inner is None:
+            return None
+        first, last = ([f"language_model.{name}" for name in names] for names in (inner.first, inner.last))
+        return Ends(["vision", "qformer", _MODULE_OF_QUERIES, "projector", *first], last)
+
+    def decoder_blocks(self) -> list[nn.Module]:
+        return self.model.language_model.structure.decoder_blocks()
+
+    def check_context(self, ranks: int) -> None:
+        self.model.language_model.structure.check_context(ranks)
 
     def chains(self) -> list[list[nn.Module]]:
         return [self.model.block_lists()["vision"], *self.model.language_model.structure.chains()]
@@ -251,12 +292,12 @@ class _Weights(Weights):
         self.vocabulary_multiple = model.language_model.weights.vocabulary_multiple
 
     def lr_scale(self, name: str) -> float:
-        return self.model.part(name).lr_scale if name.partition(".")[0] in (*_PREFIXES, _QUERIES) else 1.0
+        return self.model.part(name).lr_scale if name.partition(".")[0] in (*_PREFIXES, _MODULE_OF_QUERIES) else 1.0
 
     def canonical_name(self, name: str) -> str:
         part, _, rest = name.partition(".")
-        if part == _QUERIES:
-            return name
+        if part == _MODULE_OF_QUERIES:
+            return rest
         inner = self.model.language_model.weights.canonical_name(rest) if part == "language_model" else rest
         return _PREFIXES[part] + inner
 

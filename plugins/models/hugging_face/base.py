@@ -110,14 +110,16 @@ class TransformersModel(LanguageModel):
         """
         context = None  # without labels, every rank has whole sequences
         if labels is not None and (context := self.context) is not None:
-            assert input_ids is not None, "models that pass embeddings do not share sequences"
-            assert attention_mask is None
             if position_ids is None:
-                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+                position_ids = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
             # The padding joins a row's last document; causal attention hides it from the real tokens.
             position_ids = context.padded(position_ids, 1)
             rotary = position_ids if rotary is None else context.padded(rotary, 0)
-            input_ids, labels = self.part_of_tokens(context.padded(input_ids, 0)), context.part(labels, IGNORE_INDEX)
+            labels = context.part(labels, IGNORE_INDEX)
+            if input_ids is not None:
+                input_ids = self.part_of_tokens(context.padded(input_ids, 0))
+            elif inputs_embeds is not None:
+                inputs_embeds = context.part(inputs_embeds.mT).mT
         more: dict[str, Any] = others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
         if self._cache_name is not None:
             more[self._cache_name] = cache
@@ -127,6 +129,9 @@ class TransformersModel(LanguageModel):
             attention = self._under_masks  # also in a memory plan, because only torch's kernels can be traced
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
+            if context is not None:  # attention sees whole rows, so the mask is that of whole rows
+                documents = Documents.of_rows(*attention_mask.shape[::3], context)
+                more["documents"] = documents
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
             more |= documents.arguments(attention, self.sees_all, position_ids.device)
         if rotary is not None:

@@ -117,8 +117,13 @@ class MegatronRunner(Runner):
         if options.sequence_parallel:
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
-            ends_of(model, "pipeline_parallel")
-            spread(len(model.structure.decoder_blocks()), options.stages, options.pipeline_layers)
+            least = ends_of(model, "pipeline_parallel").first_blocks
+            first = spread(len(model.structure.decoder_blocks()), options.stages, options.pipeline_layers)[0]
+            if len(first) < least:
+                raise ConfigError(
+                    f"run.runner.pipeline_layers: the first {least} blocks read image features, so the first stage "
+                    f"needs at least {least} blocks, but has {len(first)}"
+                )
 
     @classmethod
     def layouts(cls, options: Options, at: PlanContext) -> list[Layout]:
