@@ -61,7 +61,8 @@ class Lora(Adapter):
         alpha: PositiveFloat | None = None  # the output is scaled by alpha / rank; None: as in `pretrained`, else 16
         dora: bool | None = None  # DoRA (Liu et al., 2024): also train norms; None: as in `pretrained`, else False
         dropout: DropRate = 0.0  # dropout rate of the adapters' input
-        # linear layers, as names or suffixes of names, such as q_proj; None: as in `pretrained`, else all in the blocks
+        # linear layers, as names, suffixes of names such as q_proj, or patterns; None: as in `pretrained`, else all in
+        # the blocks of the language model
         targets: Annotated[list[Text], MinLen(1)] | None = None
         pretrained: Text | None = None  # adapter to start from: a run, checkpoint or peft folder; None: a new adapter
 
@@ -215,15 +216,19 @@ def _norms(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
-    """Return the names of the linear layers in the model's blocks that match `targets`; None: all of them.
+    """Return the names of the linear layers in the model's blocks that match `targets`.
 
-    A target is a full name, or a suffix that begins after a dot. Raises OptionError for a target without a match.
+    A target is a full name, or a suffix that begins after a dot, and may have wildcards. None: all linear layers in the
+    blocks of the language model. Raises OptionError for a target without a match.
     """
-    inside = {id(module) for block in model.blocks() for module in block.modules()}
+    blocks = model.blocks() if targets else model.structure.decoder_blocks()
+    inside = {id(module) for block in blocks for module in block.modules()}
     maps = [
         n for n, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and id(module) in inside
     ]
-    found = {target: [name for name in maps if f".{name}".endswith(f".{target}")] for target in targets or ()}
+    found = {
+        target: [name for name in maps if fnmatch.fnmatchcase(f".{name}", f"*.{target}")] for target in targets or ()
+    }
     if missing := [target for target, names in found.items() if not names]:
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in maps}))
         raise OptionError("targets", f"{missing[0]!r} is not a linear layer of the blocks; they have {ends or 'none'}")

@@ -106,7 +106,7 @@ class CausalLM(TransformersModel):
     def route(self, options: Options) -> None:
         """Add balance losses and biases to the model's routers, if the model has routers."""
         given = {"router_aux_loss_coef": options.router_loss_coef, "router_z_loss_coef": options.router_z_loss_coef}
-        balance, z = (getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items())
+        balance, z = (getattr(self.text_config, key, 0) or 0 if own is None else own for key, own in given.items())
         if modules := routers_of(self.lm):
             scope, balance = options.router_loss, balance * (options.router_loss != "none")
             self.routers = Routers(modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load)
@@ -125,8 +125,14 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
         options.check_keys(published.model_type)
         fixed = {key: value for key, value in options.config.items() if key in ("model_type", *SIZES)}
         check_published(published, fixed, source)
-        given = {key: value for key, value in options.config.items() if key != "model_type"}
+        inner = {key: options.config[key] for key in published.sub_configs if key in options.config}
+        given = {key: value for key, value in options.config.items() if key not in ("model_type", *inner)}
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **given)
+        for part, values in inner.items():  # from_pretrained would reset the other keys of a part
+            own = getattr(config, part)
+            check_published(own, {key: value for key, value in values.items() if key in ("model_type", *SIZES)}, source)
+            for key, value in values.items():
+                setattr(own, key, value)
     _check_values(options.config, config)
     return config
 

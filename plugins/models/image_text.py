@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +19,7 @@ from crosstrain import (
     ForwardMode,
     OptionError,
     PositiveFloat,
+    has_values,
     registry,
 )
 from crosstrain.engine.precision import DTYPES
@@ -29,12 +30,8 @@ from .hugging_face.attention import Documents
 from .hugging_face.base import TransformersStructure, TransformersWeights
 from .hugging_face.internals import POSITIONS_FROM_ONE, PREFIX_MODELS, plans_of
 
-_PROJECTORS = (
-    "merger",
-    "projector",
-    "connector",
-    "image_newline",
-)  # in names of modules that map to the language model
+# In names of modules that map from the vision model to the language model.
+_PROJECTORS = ("merger", "projector", "connector", "image_newline")
 
 
 @dataclass
@@ -72,7 +69,6 @@ class ImageText(CausalLM):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         base = self.lm.base_model
-        self.decoder = base.get_decoder()
         self.takes_types = "token_type_ids" in inspect.signature(base.forward).parameters
         self.sees_all &= not self.takes_types  # the library's masks let tokens of an image see each other
         self.shares_rows |= self.takes_types  # such masks are made before rows are split
@@ -87,6 +83,10 @@ class ImageText(CausalLM):
         for name, module in self.named_modules():
             if module is not self.lm and (dtype := self.part(f"{name}.").weights) is not None:
                 _store(module, DTYPES[dtype])
+
+    @property
+    def decoder(self) -> Any:
+        return self.lm.base_model.get_decoder()
 
     @classmethod
     def check_config(cls, config: PreTrainedConfig) -> None:
@@ -145,9 +145,16 @@ class ImageText(CausalLM):
             others["rotary"] = self._rotary(input_ids, types, position_ids, attention_mask, cache, fields)
         elif position_ids is not None:
             others["rotary"] = position_ids + (self.config.model_type in POSITIONS_FROM_ONE)
-        return super().forward(
-            input_ids, labels, cache, inputs_embeds, attention_mask, position_ids, mode, **others
-        )  # fmt: skip
+        with self._autocast(self.options.language_model, input_ids):
+            return super().forward(
+                input_ids, labels, cache, inputs_embeds, attention_mask, position_ids, mode, **others
+            )  # fmt: skip
+
+    def _autocast(self, part: Part, near: Tensor | None) -> AbstractContextManager[Any]:
+        """Compute a part in the dtype of its frozen weights."""
+        if part.weights is None or near is None:
+            return nullcontext()
+        return torch.autocast(near.device.type, DTYPES[part.weights])
 
     @property
     def _has_vision(self) -> bool:
@@ -157,13 +164,12 @@ class ImageText(CausalLM):
 
     def _encode(self, fields: dict[str, Tensor]) -> dict[str, Any]:
         """Return the features of images and videos, for the library's model to put into the sequence."""
-        found, dtype = {}, self.options.vision.weights
-        device = next(iter(fields.values())).device.type
+        found = {}
         for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             if pixels in fields:
                 compute = getattr(self.lm.base_model, f"get_{kind}_features")
                 taken = {key: value for key, value in fields.items() if key in inspect.signature(compute).parameters}
-                with nullcontext() if dtype is None else torch.autocast(device, DTYPES[dtype]):
+                with self._autocast(self.options.vision, fields[pixels]):
                     found[kind] = compute(**taken, return_dict=True)
         return found
 
@@ -184,7 +190,7 @@ class ImageText(CausalLM):
         """
         if self.config.model_type in POSITIONS_FROM_ONE:
             return None if position_ids is None else position_ids + 1
-        if not hasattr(self.lm.base_model, "get_rope_index"):
+        if not hasattr(self.lm.base_model, "get_rope_index") or not has_values(ids):  # a plan has no values
             return None
         rows, mask = ids, attention_mask
         documents = None if position_ids is None or mask is not None else Documents.of(position_ids)

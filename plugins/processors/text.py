@@ -11,7 +11,7 @@ from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, Sa
 
 from ..commands.prepare.conversations import KEYS, Turn, conversations
 
-Asked = list[tuple[Conversation, str, str]]
+Asked = list[tuple[Conversation, Any, str]]  # (conversation up to the answer, answer or answers, kind of question)
 _OTHERS = (("caption", "captions"), ("questions", "vqa"))  # (annotation key, processor that reads it)
 _READ = ("from", "role", "value", "content", *KEYS["learned"])  # keys of a turn that are read
 
@@ -154,10 +154,9 @@ class Questions:
 
     def questions(self, annotation: Annotation, images: int) -> Asked:
         turns = self.dialogue.questions(annotation, images) if self.dialogue is not None else []
-        short = [(before, max(given, key=given.count), kind) for before, given, kind in self._short(annotation, images)]
-        return short + [(before, answer, "dialogue") for before, answer, _ in turns]
+        return self._short(annotation, images) + [(before, answer, "dialogue") for before, answer, _ in turns]
 
-    def _short(self, annotation: Annotation, images: int) -> list[tuple[Conversation, list[str], str]]:
+    def _short(self, annotation: Annotation, images: int) -> Asked:
         """Return (messages, answers, kind) of all single-turn questions."""
         found = annotation.get(self.options.key)
         if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):

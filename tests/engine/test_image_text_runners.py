@@ -52,7 +52,10 @@ def write_project(family: str, folder: Path, **data: Any) -> Path:
     write_rows(folder)
     dialogue = {"name": "dialogue", "system": None}
     config = {
-        "model": {"arch": "image_text", "config": write_family(family, folder / "processor")},
+        "model": {
+            "arch": "image_text", "config": write_family(family, folder / "processor"),
+            "router_loss": "none",  # the library's models add none by default
+        },
         "datasets": {
             "rows": {
                 "name": "instructions", "annotations": str(folder / "rows.json"), "images": str(folder),

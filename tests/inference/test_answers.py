@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
+from crosstrain_plugins.builtin.evaluations.answers.scores import caption_scores, score
 from crosstrain_plugins.builtin.evaluations.answers.vqa import (
     TILE,
     Answer,
     answer_questions,
     answer_sheet,
     answer_splits,
-    caption_scores,
-    score,
 )
 from crosstrain_plugins.builtin.evaluations.completions.talk import ChatSession
 from PIL import Image

@@ -26,7 +26,7 @@ class Family:
         self.name, self.folder = family, folder
         config = write_family(family, folder)
         kind = registry.get("model", "image_text")
-        self.model = kind(kind.Options(config=config, make_vocab_size_divisible_by=1))
+        self.model = kind(kind.Options(config=config, make_vocab_size_divisible_by=1, router_loss="none"))
         torch.manual_seed(0)
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)

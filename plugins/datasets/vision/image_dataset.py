@@ -62,8 +62,11 @@ class TextProcessor(Protocol):
         images: number of images of the sample.
         """
 
-    def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str, str]]:
-        """Return (conversation up to the answer, answer, kind of question) for every question."""
+    def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str | list[str], str]]:
+        """Return (conversation up to the answer, answer, kind of question) for every question.
+
+        The answer is a text, or a list of reference answers.
+        """
 
     def asked(self, conversation: Conversation) -> Conversation:
         """Format a chat as in training, for example with the system prompt. By default, the chat is unchanged."""
@@ -116,6 +119,7 @@ class Example:
     answer: str
     kind: str
     picture: Any = None  # a PIL image to show
+    answers: tuple[str, ...] = ()  # all reference answers, if there are several; `answer` is the most frequent one
 
 
 class ImagePrompts(PromptBuilder):
@@ -213,11 +217,16 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """Return the shapes of a batch with one image; None if `max_length` is not set, or a processor decides."""
-        if options.max_length is None or options.processor is not None:
+        """Return the shapes of a batch with one image; None if `max_length` is not set.
+
+        With a processor, the batch has no image, because the sizes of images differ.
+        """
+        if options.max_length is None:
             return None
-        pixels = _blank(_processor(options.vis_processor.eval))
         ids = torch.zeros(1, options.max_length, dtype=torch.int64, device="meta")
+        if options.processor is not None:
+            return {"input_ids": ids, "labels": ids, "mm_token_type_ids": ids}
+        pixels = _blank(_processor(options.vis_processor.eval))
         return {"input_ids": ids, "labels": ids, "pixel_values": torch.empty(1, *pixels.shape, device="meta")}
 
     @property
@@ -302,8 +311,13 @@ class ImageDataset(VqaDataset):
             self.skip(index, str(error))
             return []
         seen = self.encoder.process(images, np.random.default_rng(0))
-        picture = images[0] if images else None
-        return [Example(self.encoder.prompt(c, seen), c[-1].text, answer, kind, picture) for c, answer, kind in asked]
+        picture, made = images[0] if images else None, []
+        for conversation, given, kind in asked:
+            answers = (given,) if isinstance(given, str) else tuple(given)
+            prompt, usual = self.encoder.prompt(conversation, seen), max(answers, key=answers.count)
+            more = answers if len(answers) > 1 else ()
+            made.append(Example(prompt, conversation[-1].text, usual, kind, picture, more))
+        return made
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:

@@ -26,7 +26,9 @@ from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sequence, decode
 
-_LONG = 4  # words; kinds of question with longer reference answers on average are also scored as captions
+from .scores import OTHERS, same, score
+
+_HIDDEN = 1e-6  # value of all pixels of a hidden image; some models of transformers leave out images of zeros
 _BATCH = 64  # questions per batch
 _BLOCK = 32  # samples per block; one rank answers a block, so the batches do not depend on the number of ranks
 _ON_SHEET = 48  # maximum number of images on a contact sheet
@@ -47,11 +49,12 @@ class Answer:
     question: str
     truth: str
     text: str
-    text_only: str  # the answer with all pixels set to zero
+    text_only: str  # the answer with all pixels set to almost zero
+    truths: tuple[str, ...] = ()  # all reference answers, if there are several
 
     @property
     def right(self) -> bool:
-        return _same(self.text, self.truth)
+        return same(self.text, self.truth)
 
     def document(self) -> dict[str, Any]:
         """Return the answer as JSON values."""
@@ -64,10 +67,6 @@ class Answer:
             "right": self.right,
             "blind": self.text_only,
         }
-
-
-def _same(a: str, b: str) -> bool:
-    return a.lower().split() == b.lower().split()
 
 
 def answer_questions(
@@ -110,7 +109,7 @@ def answer_questions(
                 _greedy(runner, tokenizer, end, prompts, max_new_tokens, text_only) for text_only in (False, True)
             )
             mine += [
-                Answer(sample, e.kind, e.question, e.answer, *texts)
+                Answer(sample, e.kind, e.question, e.answer, *texts, e.answers)
                 for (sample, e), *texts in zip(questions, answers, guesses, strict=False)
             ]
     everyone = [answer for part in runner.dp.all_gather(mine) for answer in part]
@@ -122,7 +121,7 @@ def answer_questions(
 def _greedy(
     runner: Runner, tokenizer: Any, end: int, prompts: list[Sample], max_new_tokens: int, text_only: bool
 ) -> list[str]:
-    """Answer prompts greedily. `text_only`: set all pixels to zero. Collective."""
+    """Answer prompts greedily. `text_only`: hide the images. Collective."""
     longest, limit = max(len(prompt["input_ids"]) for prompt in prompts), runner.model.max_length
     if limit is not None and longest + max_new_tokens > limit:
         raise UserError(
@@ -130,39 +129,11 @@ def _greedy(
             f"{max_new_tokens} more; lower --max-new-tokens"
         )
     if text_only:
-        prompts = [p | {key: np.zeros_like(p[key]) for key in p if key == "pixel_values"} for p in prompts]
+        prompts = [p | {key: np.full_like(p[key], _HIDDEN) for key in p if key == "pixel_values"} for p in prompts]
     sampling = Sampling(max_new_tokens, temperature=0)
     sequences = [Sequence(sampling, i, [end], TextStream(tokenizer)) for i in range(len(prompts))]
     decode(runner, prompts, sequences, group=runner.dp)
     return [sequence.text.text.strip() for sequence in sequences]
-
-
-def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
-    """Return kind of question -> scores: number of questions, accuracy, and accuracy without the images.
-
-    Kinds with long answers also have BLEU-4 (Papineni et al., 2002) and CIDEr-D (Vedantam et al., 2015), computed by
-    pycocoevalcap, the code of the COCO caption challenge. The suffix `_blind` marks scores without images.
-    """
-    scores: dict[str, dict[str, float]] = {}
-    for kind in sorted({answer.kind for answer in answers}):
-        group = [answer for answer in answers if answer.kind == kind]
-        truths = [a.truth for a in group]
-        long = sum(len(truth.split()) for truth in truths) / len(group) > _LONG
-        scores[kind] = {"questions": float(len(group))}
-        for ending, texts in (("", [a.text for a in group]), ("_blind", [a.text_only for a in group])):
-            found = {"right": sum(map(_same, texts, truths)) / len(group)}
-            found |= caption_scores(texts, truths) if long else {}
-            scores[kind] |= {f"{name}{ending}": value for name, value in found.items()}
-    return scores
-
-
-def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
-    """Compute CIDEr-D and BLEU-4 of captions, each against one reference caption; words are separated by spaces."""
-    bleu = require("pycocoevalcap.bleu.bleu", "BLEU")
-    cider = require("pycocoevalcap.cider.cider", "CIDEr")
-    true, found = ({i: [" ".join(t.lower().split())] for i, t in enumerate(texts)} for texts in (truths, captions))
-    scores = {"cider": float(cider.Cider().compute_score(true, found)[0])}
-    return scores | {"bleu4": float(bleu.Bleu(4).compute_score(true, found, verbose=0)[0][3])}
 
 
 def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,9 +166,7 @@ def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any
 def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
     for kind, numbers in scores.items():
         rest = "".join(
-            f" | {key} {numbers[key]:.3f}, without {numbers[f'{key}_blind']:.3f}"
-            for key in ("bleu4", "cider")
-            if key in numbers
+            f" | {key} {numbers[key]:.3f}, without {numbers[f'{key}_blind']:.3f}" for key in OTHERS if key in numbers
         )
         log.info(
             "%s | %-10s right %.3f | without the image %.3f (%d questions)%s",

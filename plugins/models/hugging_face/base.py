@@ -75,7 +75,6 @@ class TransformersModel(LanguageModel):
         """Wrap `lm`. `config` is not padded. `source`: folder of the initial weights; None: random initialization."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
-        self.decoder: Any = lm.base_model  # the language model without its head
         self._block_lists = internals.block_lists(lm)
         self.text_config = text = config.get_text_config()
         self.attention = self._under_masks = lm.config._attn_implementation
@@ -161,6 +160,11 @@ class TransformersModel(LanguageModel):
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
         return result if labels is None or routers is None else mode.head.add(result, routers.loss(labels, documents))
+
+    @property
+    def decoder(self) -> Any:
+        """The language model without its head."""
+        return self.lm.base_model
 
     def part_of_tokens(self, ids: Tensor) -> Tensor:
         """Return this rank's part [batch, share] of token IDs [batch, length], with context parallelism."""
@@ -298,7 +302,7 @@ class TransformersStructure(Structure):
         for module in self.model.skeleton.modules():  # the skeleton is never sharded
             expert = internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:
-                share = self.model.config.num_experts_per_tok / module.num_experts if expert else 1.0
+                share = self.model.text_config.num_experts_per_tok / module.num_experts if expert else 1.0
                 yield sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1), share
 
     @property

@@ -84,7 +84,7 @@ def plans_of(decoder: PreTrainedModel) -> tuple[dict[str, str], list[str]]:
 
 def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
     """Return the routers of a mixture of experts; each router returns logits, weights and choices."""
-    recorders = getattr(lm, "_can_record_outputs", None)
+    recorders = getattr(lm, "_can_record_outputs", None) or getattr(lm.get_decoder(), "_can_record_outputs", None)
     recorder: Any = recorders.get("router_logits") if isinstance(recorders, dict) else None
     kind = getattr(recorder, "target_class", None)
     return [] if kind is None or recorder.index != 0 else [m for m in lm.modules() if isinstance(m, kind)]

@@ -1,0 +1,97 @@
+"""Scores of answers about images: exact match, VQA accuracy, yes and no, and captions."""
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Protocol
+
+from crosstrain import require
+
+OTHERS = ("vqa_accuracy", "f1", "bleu4", "cider")  # scores besides `right` that the log shows
+_LONG = 4  # words; kinds of question with longer reference answers on average are also scored as captions
+_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_NUMBERS = {word: str(number) for number, word in enumerate(_WORDS)}
+_ARTICLES = {"a", "an", "the"}
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class Scored(Protocol):
+    """An answer with its references."""
+
+    kind: str
+    truth: str
+    text: str
+    text_only: str
+    truths: tuple[str, ...]
+
+
+def same(a: str, b: str) -> bool:
+    """Return True if two answers are equal, ignoring case and spaces."""
+    return a.lower().split() == b.lower().split()
+
+
+def score(answers: Sequence[Scored]) -> dict[str, dict[str, float]]:
+    """Return kind of question -> scores: number of questions, accuracy, and accuracy without the images.
+
+    - Kinds with several reference answers have the accuracy of VQA (Antol et al., 2015).
+    - Kinds of yes-or-no questions have precision, recall and F1 of the answer yes, and the share of that answer, as
+      POPE reports them (Li et al., 2023).
+    - Kinds with long answers have BLEU-4 (Papineni et al., 2002) and CIDEr-D (Vedantam et al., 2015), computed by
+      pycocoevalcap, the code of the COCO caption challenge.
+
+    The suffix `_blind` marks scores without images.
+    """
+    scores: dict[str, dict[str, float]] = {}
+    for kind in sorted({answer.kind for answer in answers}):
+        group = [answer for answer in answers if answer.kind == kind]
+        truths = [answer.truth for answer in group]
+        long = sum(len(truth.split()) for truth in truths) / len(group) > _LONG
+        scores[kind] = {"questions": float(len(group))}
+        for ending, texts in (("", [a.text for a in group]), ("_blind", [a.text_only for a in group])):
+            found = {"right": sum(map(same, texts, truths)) / len(group)}
+            if any(len(answer.truths) > 1 for answer in group):
+                references = (answer.truths or (answer.truth,) for answer in group)
+                found["vqa_accuracy"] = sum(map(vqa_accuracy, texts, references)) / len(group)
+            if {truth.lower().strip() for truth in truths} == {"yes", "no"}:
+                found |= yes_scores(texts, truths)
+            found |= caption_scores(texts, truths) if long else {}
+            scores[kind] |= {f"{name}{ending}": value for name, value in found.items()}
+    return scores
+
+
+def vqa_accuracy(answer: str, truths: Sequence[str]) -> float:
+    """Return the accuracy of the VQA challenge (Antol et al., 2015, section 4).
+
+    An answer that n of the other annotators gave counts min(n / 3, 1); this is averaged over all ways to leave out one
+    annotator. Articles and punctuation are ignored, and number words are written as digits.
+    """
+    said, references = _plain(answer), [_plain(truth) for truth in truths]
+    equal = references.count(said)
+    if len(references) == 1:
+        return float(equal)
+    without = [equal - (reference == said) for reference in references]
+    return sum(min(n / 3, 1.0) for n in without) / len(references)
+
+
+def _plain(text: str) -> list[str]:
+    words = re.sub(r"(?<=\d),(?=\d)", "", text.lower()).translate(_PUNCTUATION).split()
+    return [_NUMBERS.get(word, word) for word in words if word not in _ARTICLES]
+
+
+def yes_scores(answers: Sequence[str], truths: Sequence[str]) -> dict[str, float]:
+    """Return precision, recall and F1 of the answer yes, and the share of answers that begin with yes."""
+    yes = [answer.lower().lstrip().startswith("yes") for answer in answers]
+    true = [truth.lower().strip() == "yes" for truth in truths]
+    hits = sum(a and b for a, b in zip(yes, true, strict=True))
+    precision, recall = hits / max(1, sum(yes)), hits / max(1, sum(true))
+    f1 = 2 * precision * recall / max(1e-12, precision + recall)
+    return {"precision": precision, "recall": recall, "f1": f1, "yes_share": sum(yes) / len(yes)}
+
+
+def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
+    """Compute CIDEr-D and BLEU-4 of captions, each against one reference caption; words are separated by spaces."""
+    bleu = require("pycocoevalcap.bleu.bleu", "BLEU")
+    cider = require("pycocoevalcap.cider.cider", "CIDEr")
+    true, found = ({i: [" ".join(t.lower().split())] for i, t in enumerate(texts)} for texts in (truths, captions))
+    scores = {"cider": float(cider.Cider().compute_score(true, found)[0])}
+    return scores | {"bleu4": float(bleu.Bleu(4).compute_score(true, found, verbose=0)[0][3])}
