@@ -80,9 +80,9 @@ class Blip2Qwen(Model):
         self.vision = vision.make_encoder(options.vision)
         self.image_size: tuple[int, int] = tuple(map(int, self.vision.patch_embed.img_size))  # type: ignore
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
-        self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
+        self.qformer = Blip2QFormerModel(qformer_config(options.qformer, self.width))
         asked = self.qformer.config.hidden_size
-        self.queries = _Queries(options.qformer.num_query_tokens or 32, asked)
+        self.queries = Queries(options.qformer.num_query_tokens or 32, asked)
         self.projector = _projector(options.projector, asked, language.hidden_size)
         self.language_model, self.takes_positions = language, language.takes_positions
         self.structure, self.weights, self.export = _Structure(self), _Weights(self), _Export(self)
@@ -219,15 +219,10 @@ class Blip2Qwen(Model):
 
     def check_dataset(self, dataset: Dataset) -> None:
         """Raise ConfigError if a dataset's images do not have the encoder's image size."""
-        if others := sorted(getattr(dataset, "image_sizes", frozenset()) - {self.image_size}):
-            theirs, ours = (" x ".join(map(str, size)) for size in (others[0], self.image_size))
-            raise ConfigError(
-                f"datasets: images have {theirs} pixels, but the model takes {ours}: use the same image_size in every "
-                f"image processor and in the model"
-            )
+        check_image_sizes(dataset, self.image_size)
 
 
-class _Queries(nn.Module):
+class Queries(nn.Module):
     """The Q-Former's queries [1, queries, width]; a module of their own, so that pipeline stages can leave them out."""
 
     def __init__(self, count: int, width: int) -> None:
@@ -355,7 +350,18 @@ class _Export(Export):
         self.model.language_model.export.save_parts(folder, own, lambda name: read(prefix + name))
 
 
-def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:
+def check_image_sizes(dataset: Dataset, size: tuple[int, int]) -> None:
+    """Raise ConfigError if a dataset's images do not have the encoder's image size."""
+    if others := sorted(getattr(dataset, "image_sizes", frozenset()) - {size}):
+        theirs, ours = (" x ".join(map(str, sides)) for sides in (others[0], size))
+        raise ConfigError(
+            f"datasets: images have {theirs} pixels, but the model takes {ours}: use the same image_size in every "
+            f"image processor and in the model"
+        )
+
+
+def qformer_config(options: QFormer, encoder_width: int, **more: Any) -> Blip2QFormerConfig:
+    """Return transformers' configuration of a Q-Former."""
     given = {key: size for key in options.published if (size := getattr(options, key)) is not None}
     return Blip2QFormerConfig(
         encoder_hidden_size=encoder_width,
@@ -363,6 +369,7 @@ def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:
         attention_probs_dropout_prob=options.dropout,
         attn_implementation=options.attention,
         **given,
+        **more,
     )
 
 

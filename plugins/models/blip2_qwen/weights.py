@@ -27,8 +27,8 @@ def folders(options: Any) -> dict[str, Path]:
     """
     found = {}
     for part, kinds in _KINDS.items():
-        key, given = ("model", options) if part == "model" else (f"model.{part}", getattr(options, part))
-        if given.pretrained is not None:
+        key, given = ("model", options) if part == "model" else (f"model.{part}", getattr(options, part, None))
+        if getattr(given, "pretrained", None) is not None:
             check_source(f"the pretrained weights {given.pretrained}")
             path = Path(given.pretrained).expanduser()
             of_a_run = path.is_file() or any((path / name).exists() for name in (MANIFEST, "checkpoints"))
@@ -58,7 +58,13 @@ def _config(folder: Path) -> dict[str, Any]:
 def _kind(folder: Path) -> str:
     """Return the kind of a folder, as in `_KINDS`; an empty string for a timm folder."""
     config = _config(folder)
-    return _RUN if config.get("arch") == "blip2_qwen" else _BLIP2 if config.get("model_type") == "blip-2" else ""
+    return (
+        _RUN
+        if config.get("arch") in ("blip2", "blip2_qwen")
+        else _BLIP2
+        if config.get("model_type") == "blip-2"
+        else ""
+    )
 
 
 def _sizes(part: str, folder: Path) -> dict[str, Any]:
@@ -92,14 +98,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
 
     prefixes: part -> prefix of canonical names. width: hidden size of the vision transformer.
     """
-    out = []
-    for part in (part for part in prefixes if part in found):
-        names, kind = owned(part, prefixes), _kind(found[part])
-        if part == "vision" and kind != _RUN:
-            place = _as_it_is if kind != _BLIP2 else lambda name, _: vision.blip2_place(name, width)
-            out.append(_under(prefixes[part], Source(found[part], place)))
-        else:
-            out.append(Source(found[part], _as_it_is, lambda name, names=names: name.startswith(names)))
+    out = sources_of_parts(found, prefixes, width)
     out += [_under(prefixes["language_model"], source) for source in language.weights.sources()]
     if (run := found.get("model")) is not None:
         trained, parts = open_weights(run).names("param"), tuple(out)
@@ -109,6 +108,19 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
             return name in trained or not (".lora_" in name or any(source.covers(name) for source in parts))
 
         out.insert(0, Source(run, _as_it_is, covers, of_model=True))
+    return out
+
+
+def sources_of_parts(found: dict[str, Path], prefixes: dict[str, str], width: int) -> list[Source]:
+    """Return the weight sources of the parts with a folder in `found`; other arguments are those of `sources`."""
+    out = []
+    for part in (part for part in prefixes if part in found):
+        names, kind = owned(part, prefixes), _kind(found[part])
+        if part == "vision" and kind != _RUN:
+            place = _as_it_is if kind != _BLIP2 else lambda name, _: vision.blip2_place(name, width)
+            out.append(_under(prefixes[part], Source(found[part], place)))
+        else:
+            out.append(Source(found[part], _as_it_is, lambda name, names=names: name.startswith(names)))
     return out
 
 
