@@ -23,6 +23,7 @@ from crosstrain import (
     PositiveFloat,
     PositiveInt,
     Source,
+    Text,
     Weights,
     registry,
     to_plain,
@@ -48,6 +49,7 @@ class Blip2(Model):
     class Options:
         """Options of the parts, of the text and of the losses."""
 
+        pretrained: Text | None = None  # run, checkpoint or converted folder to load weights of all parts from
         vision: Vision = field(default_factory=Vision)
         qformer: QFormer = field(default_factory=lambda: QFormer(freeze=False))
         vocab_size: PositiveInt = 30522  # tokens of the captions' tokenizer
@@ -205,7 +207,9 @@ class _Weights(Weights):
             value.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def sources(self) -> list[Source]:
-        return weights.sources_of_parts(self.model.folders, _PREFIXES, self.model.vision.embed_dim)  # type: ignore
+        found = self.model.folders
+        parts = weights.sources_of_parts(found, _PREFIXES, self.model.vision.embed_dim)  # type: ignore[arg-type]
+        return parts + [Source(found["model"], lambda name, _: name, of_model=True)] * ("model" in found)
 
 
 class _Export(Export):

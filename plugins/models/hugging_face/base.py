@@ -147,19 +147,23 @@ class TransformersModel(LanguageModel):
         out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out[0]):  # a plan skips this check
             documents.check_seen(self.structure.decoder_blocks())
-        if self.product is None:
-            result = mode.output(out.logits, None, labels, self.vocab_size)
-            if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
-                # If config.output_router_logits is set and the routers are not watched, add transformers' router loss.
-                coefficient: Any = getattr(self.lm, "router_aux_loss_coef", getattr(self.lm, "aux_loss_coef", 0.0))
-                result = mode.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
-        else:
-            head = self.lm.get_output_embeddings()
-            logits = Logits(head.bias, *self.product)
-            result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+        result = self._result(out, labels, mode)
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
         return result if labels is None or routers is None else mode.head.add(result, routers.loss(labels, documents))
+
+    def _result(self, out: Any, labels: Tensor | None, mode: ForwardMode) -> Tensor:
+        """Return what `mode` asks for, from the output of the library's module."""
+        if self.product is not None:
+            head = self.lm.get_output_embeddings()
+            logits = Logits(head.bias, *self.product)
+            return mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+        result = mode.output(out.logits, None, labels, self.vocab_size)
+        if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
+            # If config.output_router_logits is set and the routers are not watched, add transformers' router loss.
+            coefficient: Any = getattr(self.lm, "router_aux_loss_coef", getattr(self.lm, "aux_loss_coef", 0.0))
+            result = mode.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
+        return result
 
     @property
     def decoder(self) -> Any:
