@@ -17,19 +17,21 @@ SPECIAL = [
     "<global-img>", "<end_of_utterance>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
     *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)),
 ]  # fmt: skip
-_PARTS = "{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{{% for part in m.content %}}{{% if part.type == 'image' %}}{image}{{% else %}}{{{{ part.text }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
+_PARTS = "{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{{% for part in m.content %}}{{% if part.type == 'image' %}}{image}{{% elif part.type == 'video' %}}{video}{{% else %}}{{{{ part.text }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
 
 
-def _chatml(image: str) -> str:
+def _chatml(image: str, video: str = "") -> str:
     return (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + _PARTS.format(image=image) + "<|im_end|>\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        + _PARTS.format(image=image, video=video)
+        + "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
 
 _GEMMA = (
     "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    + _PARTS.format(image="<start_of_image>")
+    + _PARTS.format(image="<start_of_image>", video="")
     + "<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
@@ -38,8 +40,8 @@ _SMOLVLM = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 _MISTRAL = (
-    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]" + _PARTS.format(image="[IMG]") + "[/INST]"
-    "{% else %}" + _PARTS.format(image="") + "</s>{% endif %}{% endfor %}"
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]" + _PARTS.format(image="[IMG]", video="") + "[/INST]"
+    "{% else %}" + _PARTS.format(image="", video="") + "</s>{% endif %}{% endfor %}"
 )
 _PALIGEMMA = (
     "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}{% if part.type == 'image' %}<image>{% endif %}{% endfor %}"
@@ -91,8 +93,13 @@ def write_family(family: str, folder: Path) -> dict[str, Any]:
         }[family]  # fmt: skip
         videos = (
             transformers.Qwen3VLVideoProcessor if family.startswith("qwen3") else transformers.Qwen2VLVideoProcessor
-        )(patch_size=4, merge_size=2, temporal_patch_size=2)
-        made = kind(images, tokenizer, videos, chat_template=_chatml("<|vision_start|><|image_pad|><|vision_end|>"))
+        )(patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 256, "longest_edge": 4096})
+        made = kind(
+            images,
+            tokenizer,
+            videos,
+            chat_template=_chatml(*(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))),
+        )
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         vision = {
             "qwen2_vl": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4},
@@ -121,7 +128,7 @@ def write_family(family: str, folder: Path) -> dict[str, Any]:
         )
         made = transformers.LlavaOnevisionProcessor(
             images, tokenizer, transformers.LlavaOnevisionVideoProcessor(size={"height": 28, "width": 28}),
-            num_image_tokens=4, vision_feature_select_strategy="full", chat_template=_chatml("<image>\n"),
+            num_image_tokens=4, vision_feature_select_strategy="full", chat_template=_chatml("<image>\n", "<video>\n"),
         )  # fmt: skip
         config = {
             "text_config": {"model_type": "qwen2", **_TEXT}, "vision_config": _SIGLIP, "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28]],
@@ -144,7 +151,7 @@ def write_family(family: str, folder: Path) -> dict[str, Any]:
         images = transformers.GotOcr2ImageProcessor(size={"height": 16, "width": 16}, max_patches=3, min_patches=1)
         made = transformers.InternVLProcessor(
             images, tokenizer, transformers.InternVLVideoProcessor(size={"height": 16, "width": 16}), image_seq_length=4,
-            chat_template=_chatml("<IMG_CONTEXT>\n"),
+            chat_template=_chatml("<IMG_CONTEXT>\n", "<video>\n"),
         )  # fmt: skip
         config = {
             "text_config": {"model_type": "qwen2", **_TEXT},

@@ -12,6 +12,7 @@ from ..commands.prepare.chat_template import ChatError, refuse_if
 from ..commands.prepare.conversation_files import rows_as_given
 from ..commands.prepare.conversations import Turn, conversations
 from .row_audit import RowAudit
+from .vision.conversations import VIDEO
 from .vision.image import LARGEST_IMAGE
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
@@ -69,6 +70,8 @@ def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
 def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set[str]]:
     """Normalize an entry: return `images`, a list of names, with `conversations`, `caption` or `questions`.
 
+    An entry with videos, which are lists of frames, has lists of names in `images`.
+
     Also returns the paths of unread keys. A conversation becomes a list of turns in normal form; a question and its
     answers become `questions`. Keys that this function does not read are kept. beside: the images are stored next to
     the entry, so the entry does not name them. Raises SampleError for an entry that is not an object, contains other
@@ -76,11 +79,18 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
     """
     refuse_if(not isinstance(entry, Mapping), str(entry) if isinstance(entry, str) else "it is not a JSON object")
     row = {key: value for key, value in entry.items() if value not in _EMPTY}
+    match row.get("videos"):
+        case [[*_], *_] as videos if all(isinstance(frames, list) and frames for frames in videos):
+            del row["videos"]
+        case _:
+            videos = []
     named = {key: row.pop(key) for key in _IMAGE_KEYS if key in row}
     refuse_if(not beside and named.keys() >= {"image", "images"}, "it has both image and images")
     given = [] if beside or not named else named.pop(next(iter(named)))
     unread, parts = set[str](), list[dict[str, Any]]()
-    images = [_reference(image, unread) for image in (given if isinstance(given, list) else [given])]
+    images: list[Any] = [_reference(image, unread) for image in (given if isinstance(given, list) else [given])]
+    images += [[_reference(frame, unread) for frame in frames] for frames in videos]
+    refuse_if(videos and len(videos) < len(images), "it has both images and videos")
     if "question" in row and "answer" in row:
         row["questions"] = [{"question": row.pop("question"), "answer": row.pop("answer")}]
     match row:  # layout of MiniGPT4Qwen
@@ -103,7 +113,7 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
     if not images and "image_id" in row and not beside and not any(key in entry for key in _IMAGE_KEYS):
         name = str(made.pop("image_id"))
         images = [name if Path(name).suffix.lower() in _ENDINGS else f"{name}.jpg"]
-    return made | {"images": images}, unread - {IMAGE}
+    return made | {"images": images}, unread - ({IMAGE, VIDEO} if videos else {IMAGE})
 
 
 def _plain(turn: Turn) -> dict[str, Any]:

@@ -74,7 +74,13 @@ class Instructions(ImageDataset):
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
         place, entry = self.entries[index]
-        return [open_image(read_image(n, self.folder), f"{place}: {n[:100]}") for n in entry["images"]], entry
+        return [self._opened(name, place) for name in entry["images"]], entry
+
+    def _opened(self, name: str | list[str], place: str) -> Any:
+        """Return an image, or the frames of a video."""
+        if isinstance(name, list):
+            return [self._opened(frame, place) for frame in name]
+        return open_image(read_image(name, self.folder), f"{place}: {name[:100]}")
 
     @classmethod
     def _entries(cls, options: Any, split: Split) -> tuple[list[Entry], str]:

@@ -585,3 +585,12 @@ def test_layouts_of_files_are_read_in_shards_too(home: Path, words: Path) -> Non
     dataset = opened(home, captions(words, train=str(write_shard(home / "b.tar", video))))
     with pytest.raises(DataError, match="it has video, but only text and images are read"):
         get(dataset)
+
+
+def test_videos_are_lists_of_frames() -> None:
+    turns = [{"role": "user", "content": "<video>what?"}, {"role": "assistant", "content": "a cat"}]
+    entry, unread = layouts.annotation_of({"videos": [["a.png", {"path": "b.png"}]], "messages": turns})
+    assert entry["images"] == [["a.png", "b.png"]]
+    assert not unread
+    with pytest.raises(SampleError, match="both images and videos"):
+        layouts.annotation_of({"images": ["c.png"], "videos": [["a.png"]], "messages": turns})

@@ -11,6 +11,7 @@ import torch
 from crosstrain_plugins.builtin.datasets.vision.processor_encoder import ProcessorEncoder, joined
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.video_utils import VideoMetadata
 
 from crosstrain import IGNORE_INDEX, Message, Sample, registry
 from fixtures_image_text import FAMILIES, write_family
@@ -146,3 +147,42 @@ def test_a_batch_of_text_trains_the_vision_model_with_zeros(family: Family) -> N
     for name, parameter in family.model.named_parameters():
         if "vision" in name or "visual" in name:
             assert parameter.grad is None or not parameter.grad.any(), name
+
+
+WITH_VIDEO = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava_onevision", "internvl"]
+
+
+@pytest.mark.parametrize("name", WITH_VIDEO)
+def test_videos_are_computed_as_by_the_library(name: str, tmp_path: Path) -> None:
+    """Two videos, and text between them; also in a packed row after another sample."""
+    family = Family(name, tmp_path)
+    rng = np.random.default_rng(1)
+    frames = [rng.integers(0, 256, (4, 32, 32, 3), dtype=np.uint8) for _ in range(2)]
+    videos = [[Image.fromarray(frame) for frame in video] for video in frames]
+    conversation = [Message("user", "<video> then <video>what colour?"), Message("assistant", "red green")]
+    ours = family.encoder.sample([conversation], family.encoder.process(videos))
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    parts = [{"type": "video"}, {"type": "text", "text": " then "}, {"type": "video"}]
+    turns = [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "what colour?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "red green"}]},
+    ]
+    metadata = [VideoMetadata(4, fps=2.0, frames_indices=[0, 1, 2, 3]) for _ in videos]
+    text = processor.tokenizer.apply_chat_template(turns, tokenize=False, chat_template=processor.chat_template)
+    given = processor(
+        text=[text], videos=frames, video_metadata=metadata, do_sample_frames=False, return_tensors="pt",
+        add_special_tokens=False,
+    )  # fmt: skip
+    given.pop("attention_mask")
+    ids = given["input_ids"]
+    np.testing.assert_array_equal(ours["input_ids"], ids[0, : len(ours["input_ids"])].numpy())
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    labels[0, 1 : len(ours["labels"]) + 1] = torch.from_numpy(ours["labels"])
+    logits = family.bare.train()(**given, use_cache=False).logits[:, :-1]
+    theirs = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    loss = family.model.train()(**family.encoder.collate([ours]))
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    packed = family.model(**family.encoder.collate([joined([family.samples()[1], ours])]))
+    assert packed.item() == pytest.approx(theirs.item() + family.bare_loss(1).item(), rel=1e-6)

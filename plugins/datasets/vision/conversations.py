@@ -16,7 +16,7 @@ from crosstrain.data.chat import EncodeText
 
 from ...commands.prepare.chat_template import EncodedChat
 
-IMAGE = "<image>"  # placeholder of an image in a message's text
+IMAGE, VIDEO = "<image>", "<video>"  # placeholders of an image and of a video in a message's text
 IMAGE_ID = -200  # placeholder of one image embedding in input_ids, as in LLaVA
 SHARED = 0  # segment ID of tokens that all segments of a sample attend to
 
@@ -90,6 +90,8 @@ class ConversationEncoder:
         if not images:
             return None
         assert self.image_processor is not None
+        if any(isinstance(image, list) for image in images):
+            raise SampleError("it has videos, which need a model with a processor of videos")
         made = [self.image_processor(image, rng) for image in images]
         pixels = np.stack(made) if len(made) > 1 else made[0][None]  # one image needs no copy
         return np.zeros_like(pixels) if self.blind else pixels
@@ -159,12 +161,15 @@ def _arrays(ids: list[int], labels: list[int]) -> Sample:
     return {"input_ids": np.array(ids, np.int64), "labels": np.array(labels, np.int64)}
 
 
-def check_images(conversation: Conversation, images: int) -> None:
-    """Raise SampleError unless a conversation is valid text with one placeholder per image and no other media."""
+def check_images(conversation: Conversation, images: int, videos: int = 0) -> None:
+    """Raise SampleError unless a conversation is valid text with one placeholder per image or video."""
     if (named := sum(message.text.count(IMAGE) for message in conversation)) != images:
         raise SampleError(f"the text has {named} <image> placeholders, but the sample has {images} images")
+    if videos and (named := sum(message.text.count(VIDEO) for message in conversation)) != videos:
+        raise SampleError(f"the text has {named} <video> placeholders, but the sample has {videos} videos")
     for message in conversation:
-        if message.role == "user" and (other := _OTHER_MEDIA.search(message.text)):
+        text = message.text.replace(VIDEO, "") if videos else message.text
+        if message.role == "user" and (other := _OTHER_MEDIA.search(text)):
             raise SampleError(f"the text has the placeholder {other[0].strip()}, but only images are supported")
         if _HALF_A_PAIR.search(message.text):
             raise SampleError("the text contains half a surrogate pair, which is not a valid character")

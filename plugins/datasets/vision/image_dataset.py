@@ -18,6 +18,7 @@ from crosstrain import (
     DataError,
     Dataset,
     FilePath,
+    PositiveFloat,
     PositiveInt,
     PromptBuilder,
     Sample,
@@ -168,6 +169,7 @@ class ImageDatasetOptions:
     processor: FilePath | None = None
     # with `processor`: name of a template in configs/chat_templates, Jinja source, or a Jinja file; None: its own
     chat_template: Text | None = None
+    frames_per_second: PositiveFloat = 2.0  # with `processor`: of the frames of videos
     # with `processor`: pack samples up to max_length, without attention between them
     packing: bool = False
     # tokenizer of the language model: a Hugging Face name, a folder or a tokenizer.json; required without `processor`
@@ -251,7 +253,10 @@ class ImageDataset(VqaDataset):
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        """Return a sample's PIL images and annotation. Raises SampleError if the sample cannot be read."""
+        """Return a sample's PIL images and annotation. Raises SampleError if the sample cannot be read.
+
+        A video is a list of PIL images. A sample has either images or videos.
+        """
 
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         for candidate in chain(range(index, len(self)), range(index)):
@@ -266,9 +271,10 @@ class ImageDataset(VqaDataset):
 
     def sample(self, images: list[Any], annotation: Annotation, rng: np.random.Generator) -> Sample:
         """Make a sample from images and an annotation. Raises SampleError if the sample cannot be used."""
-        conversations = self.text_processor(annotation, len(images), rng)
+        videos = sum(isinstance(image, list) for image in images)
+        conversations = self.text_processor(annotation, len(images) - videos, rng)
         for conversation in conversations:
-            check_images(conversation, len(images))
+            check_images(conversation, len(images) - videos, videos)
         return self._fit(self.encoder.sample(conversations, self.encoder.process(images, rng)))
 
     def _fit(self, sample: Sample) -> Sample:
@@ -306,12 +312,12 @@ class ImageDataset(VqaDataset):
         try:
             self.tried += 1
             images, annotation = self.read(index)
-            asked = self.text_processor.questions(annotation, len(images))
+            asked = self.text_processor.questions(annotation, sum(not isinstance(image, list) for image in images))
         except SampleError as error:
             self.skip(index, str(error))
             return []
         seen = self.encoder.process(images, np.random.default_rng(0))
-        picture, made = images[0] if images else None, []
+        picture, made = next((image for image in images if not isinstance(image, list)), None), []
         for conversation, given, kind in asked:
             answers = (given,) if isinstance(given, str) else tuple(given)
             prompt, usual = self.encoder.prompt(conversation, seen), max(answers, key=answers.count)
@@ -335,7 +341,9 @@ def _encoder(
 ) -> Encoder:
     """Make the encoder that the options name. Raises DataError if they contradict each other."""
     if options.processor is not None:
-        return ProcessorEncoder(options.processor, options.chat_template, text.style, options.blind)
+        return ProcessorEncoder(
+            options.processor, options.chat_template, text.style, options.blind, options.frames_per_second
+        )
     for key in ("chat_template", "packing"):
         if getattr(options, key):
             raise DataError(f"{key} needs a processor: set processor to the model's processor, or remove {key}")

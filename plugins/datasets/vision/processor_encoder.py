@@ -1,6 +1,7 @@
 """Tokenize conversations about images with a model's own processor from transformers."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from crosstrain import (
 from crosstrain.data.join import join_padded
 
 from ...commands.prepare.chat_template import ChatError, ChatTemplate, EncodedChat, load_with_template
-from .conversations import IMAGE, Style
+from .conversations import IMAGE, VIDEO, Style
 
 # Fields of a sample with one value per token -> value of the padding.
 _PER_TOKEN = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "mm_token_type_ids": 0}
@@ -34,10 +35,11 @@ _BLANK = 32  # height and width in pixels of the image in micro batches without 
 
 @dataclass(frozen=True)
 class Processed:
-    """Images of a sample: the processor's arrays for the model, and the text that replaces each image's placeholder."""
+    """Images or videos of a sample: the processor's arrays for the model, and the texts that replace placeholders."""
 
     fields: dict[str, np.ndarray]
     texts: list[str]
+    placeholder: str = IMAGE  # or VIDEO
 
 
 @lru_cache(maxsize=4)
@@ -63,12 +65,15 @@ class ProcessorEncoder:
     `position_ids` restart at each document.
     """
 
-    def __init__(self, spec: str, chat_template: str | None, style: Style, blind: bool = False) -> None:
+    def __init__(
+        self, spec: str, chat_template: str | None, style: Style, blind: bool = False, frames_per_second: float = 2.0
+    ) -> None:
         """spec: a processor's folder or Hugging Face name. chat_template: used instead of the processor's own.
 
         style: `plain` concatenates the texts of turns without a template. blind: replace images with gray ones.
         """
         self.processor, self.style, self.blind = load_processor(spec), style, blind
+        self.frames_per_second = frames_per_second
         template = chat_template or self.processor.chat_template
         if isinstance(template, dict):
             template = template.get("default")
@@ -81,7 +86,7 @@ class ProcessorEncoder:
     def _end(self) -> int:
         """Return the token that ends the assistant's turn; it may differ from the tokenizer's end-of-text token."""
         try:
-            (tokens,) = self.encode([[Message("user", "a"), Message("assistant", "b")]], [])
+            (tokens,) = self.encode([[Message("user", "a"), Message("assistant", "b")]], Processed({}, []))
         except SampleError:  # the template needs an image
             return self.tokenizer.end_id
         return max(zip(tokens.is_target, range(len(tokens.ids)), tokens.ids, strict=True))[2]
@@ -101,66 +106,87 @@ class ProcessorEncoder:
     # ---- images
 
     def process(self, images: list[Any], rng: np.random.Generator | None = None) -> Processed:
-        """Process PIL images. Raises SampleError if the processor fails."""
+        """Process PIL images, or videos, which are lists of PIL images. Raises SampleError if the processor fails."""
         from PIL import Image
 
         if not images:
             return Processed({}, [])
         if self.blind:
-            images = [Image.new("RGB", image.size, "gray") for image in images]
-        placeholders = self.processor.image_token * len(images)
+            images = [_map(lambda image: Image.new("RGB", image.size, "gray"), given) for given in images]
+        videos = isinstance(images[0], list)
+        media = self._videos(images) if videos else {"images": [images]}
+        placeholder = VIDEO if videos else IMAGE
+        text = [self._token(placeholder) * len(images)]
         try:
-            made = self.processor(
-                text=[placeholders], images=[images], return_tensors="pt", return_text_replacement_offsets=True
-            )
+            made = self.processor(text=text, return_tensors="pt", return_text_replacement_offsets=True, **media)
         except Exception as error:  # processors may raise anything, for example for extreme aspect ratios
             raise SampleError(f"the processor rejects its images ({first_line(error)[:200]})") from None
         (found,) = made["text_replacement_offsets"]
         fields = {key: torch.as_tensor(value).numpy() for key, value in made.items() if key not in _OF_TEXT}
-        return Processed(fields, [each["replacement"] for each in found])
+        return Processed(fields, [each["replacement"] for each in found], placeholder)
+
+    def _token(self, placeholder: str) -> str:
+        """Return the processor's placeholder in a rendered text."""
+        return self.processor.video_token if placeholder == VIDEO else self.processor.image_token
+
+    def _videos(self, videos: list[list[Any]]) -> dict[str, Any]:
+        """Return the processor's arguments for videos; all their frames are used."""
+        from transformers.video_utils import VideoMetadata
+
+        if getattr(self.processor, "video_token", None) is None:
+            raise SampleError(f"it has videos, but the model's {type(self.processor).__name__} takes none")
+        metadata = [
+            VideoMetadata(len(frames), fps=self.frames_per_second, frames_indices=list(range(len(frames))))
+            for frames in videos
+        ]
+        arrays = [np.stack([np.asarray(frame) for frame in frames]) for frames in videos]
+        return {"videos": arrays, "video_metadata": metadata, "do_sample_frames": False}
 
     # ---- text
 
     def encode(
-        self, conversations: Sequence[Conversation], texts: list[str], answering: bool = False
+        self, conversations: Sequence[Conversation], processed: Processed, answering: bool = False
     ) -> list[EncodedChat]:
-        """Tokenize conversations in a process with limits; `texts` replace the images of each.
+        """Tokenize conversations in a process with limits; each has the processed images.
 
         answering: end where the assistant's text begins. Raises SampleError for conversations that cannot be used.
         """
         size = sum(len(message.text) for conversation in conversations for message in conversation)
-        found = self._limited((conversations, texts, answering), size)
+        found = self._limited((conversations, processed.texts, processed.placeholder, answering), size)
         if isinstance(found, str):
             raise SampleError(found)
         return [EncodedChat(*tokens) for tokens in found]
 
     def _encode(
-        self, given: tuple[Sequence[Conversation], list[str], bool]
+        self, given: tuple[Sequence[Conversation], list[str], str, bool]
     ) -> list[tuple[list[int], list[bool]]] | str:
         """Render and tokenize conversations in this process, or return the reason why one cannot be used."""
-        conversations, texts, answering = given
+        conversations, texts, placeholder, answering = given
         try:
-            return [self._tokens(conversation, texts, answering) for conversation in conversations]
+            return [self._tokens(conversation, texts, placeholder, answering) for conversation in conversations]
         except ChatError as error:
             return str(error)
 
-    def _tokens(self, conversation: Conversation, texts: list[str], answering: bool) -> tuple[list[int], list[bool]]:
+    def _tokens(
+        self, conversation: Conversation, texts: list[str], placeholder: str, answering: bool
+    ) -> tuple[list[int], list[bool]]:
+        turns = [_turn(message, placeholder) for message in conversation]
         if self.style == "plain":
-            text, spans = self._plain(conversation)
+            text, spans = self._plain(conversation, placeholder)
         elif answering:
-            text, spans = self.template.render([_turn(message) for message in conversation], answering=True), []
+            text, spans = self.template.render(turns, answering=True), []
         else:
-            text, spans, _ = self.template.located([_turn(message) for message in conversation], None)
-        return self.template.tokens(*_filled(text, spans, self.processor.image_token, texts))
+            text, spans, _ = self.template.located(turns, None)
+        return self.template.tokens(*_filled(text, spans, self._token(placeholder), texts))
 
-    def _plain(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    def _plain(self, conversation: Conversation, placeholder: str) -> tuple[str, list[tuple[int, int]]]:
         """Concatenate texts; the assistant's end with the end-of-text token."""
         text, spans = "", []
         for message in conversation:
             if found := self.template.special_token.search(message.text):
                 raise ChatError(f"its text contains the special token {found.group()}")
             start = len(text)
-            text += message.text.replace(IMAGE, self.processor.image_token)
+            text += message.text.replace(placeholder, self._token(placeholder))
             if message.role == "assistant":
                 text += self.tokenizer.end
                 spans += [(start, len(text))] if message.learned else []
@@ -171,10 +197,11 @@ class ProcessorEncoder:
     def sample(self, conversations: Sequence[Conversation], processed: Processed) -> Sample:
         """Return a sample with one document per conversation; each has all images.
 
-        input_ids, labels, position_ids, mm_token_type_ids (1 for image tokens): int64 [length]. Other fields are the
-        processor's, with the images of all documents in order. Raises SampleError if there are no targets.
+        input_ids, labels, position_ids, mm_token_type_ids (1 for tokens of images, 2 of videos): int64 [length]. Other
+        fields are the processor's, with the images of all documents in order. Raises SampleError if there are no
+        targets.
         """
-        encoded = self.encode(conversations, processed.texts)
+        encoded = self.encode(conversations, processed)
         if not encoded or not all(any(tokens.is_target) for tokens in encoded):
             raise SampleError("there is no assistant turn to train on")
         return self._sample(encoded, processed)
@@ -188,12 +215,12 @@ class ProcessorEncoder:
         return joined(parts)
 
     def _fields(self, ids: np.ndarray) -> Sample:
-        kinds = np.isin(ids, self.processor.image_token_ids).astype(np.int64)
-        return {"input_ids": ids, "position_ids": np.arange(len(ids)), "mm_token_type_ids": kinds}
+        kinds = np.isin(ids, self.processor.image_token_ids) + 2 * np.isin(ids, self.processor.video_token_ids)
+        return {"input_ids": ids, "position_ids": np.arange(len(ids)), "mm_token_type_ids": kinds.astype(np.int64)}
 
     def prompt(self, conversation: Conversation, processed: Processed) -> Sample:
         """Return a sample without labels that ends where an answer begins."""
-        (tokens,) = self.encode([conversation], processed.texts, answering=True)
+        (tokens,) = self.encode([conversation], processed, answering=True)
         ids = np.array(tokens.ids, np.int64)
         return {key: value for key, value in self._fields(ids).items() if key != "position_ids"} | processed.fields
 
@@ -234,12 +261,16 @@ def joined(parts: list[Sample]) -> Sample:
     return {key: join_padded([torch.from_numpy(p[key]) for p in parts if key in p]).numpy() for key in keys}
 
 
-def _turn(message: Message) -> dict[str, Any]:
+def _map(change: Callable[[Any], Any], given: Any) -> Any:
+    """Apply a function to an image, or to each frame of a video."""
+    return [change(frame) for frame in given] if isinstance(given, list) else change(given)
+
+
+def _turn(message: Message, placeholder: str) -> dict[str, Any]:
     """Return a message with its text and images as parts, the form that processors' templates expect."""
-    first, *rest = message.text.split(IMAGE)
-    parts = [{"type": "text", "text": first}] if first or not rest else []
-    for text in rest:
-        parts += [{"type": "image"}] + ([{"type": "text", "text": text}] if text else [])
+    pieces = re.split(f"({placeholder})", message.text)
+    kind = {"type": placeholder.strip("<>")}
+    parts = [kind if p == placeholder else {"type": "text", "text": p} for p in pieces if p or len(pieces) == 1]
     return {"role": message.role, "content": parts} | ({} if message.learned else {"weight": 0})
 
 
