@@ -52,6 +52,7 @@ class ImageText(CausalLM):
     """Any model that transformers' AutoModelForImageTextToText supports: Qwen2.5-VL, LLaVA, InternVL and others."""
 
     auto: ClassVar[Any] = AutoModelForImageTextToText
+    splits_embeddings = True  # images are put into whole rows; see `_take_part`
 
     @dataclass
     class Options(CausalLM.Options):
@@ -138,10 +139,10 @@ class ImageText(CausalLM):
             types = torch.zeros_like(input_ids) if mm_token_type_ids is None else mm_token_type_ids
             if self.config.model_type in PREFIX_MODELS:
                 types = _answers(input_ids, labels, position_ids)
+            if self.takes_types and self.context is not None and labels is not None:
+                types = self.context.padded(types, int(self.config.model_type in PREFIX_MODELS))
             if self.takes_types:
-                padding = int(self.config.model_type in PREFIX_MODELS)
-                splits = self.context is not None and labels is not None
-                others["token_type_ids"] = self.context.padded(types, padding) if splits else types
+                others["token_type_ids"] = types
             others["rotary"] = self._rotary(input_ids, types, position_ids, attention_mask, cache, fields)
         elif position_ids is not None:
             others["rotary"] = position_ids + (self.config.model_type in POSITIONS_FROM_ONE)
@@ -223,9 +224,6 @@ class ImageText(CausalLM):
             kwargs["deepstack_visual_embeds"] = [features[kept] for features in kwargs["deepstack_visual_embeds"]]
         return args, kwargs
 
-    def part_of_tokens(self, ids: Tensor) -> Tensor:
-        return ids  # images are put into whole sequences; see `_take_part`
-
     def new_cache(self) -> Any:
         cache = super().new_cache()
         return cache if cache is None else ShiftedCache(config=self.lm.config)
@@ -248,9 +246,6 @@ class _Structure(TransformersStructure):
     def decoder_blocks(self) -> list[nn.Module]:
         inside = {id(module) for module in self.model.decoder.modules()}
         return [block for block in self.model.blocks() if id(block) in inside]
-
-    def chains(self) -> list[list[nn.Module]]:
-        return [self.decoder_blocks()] if self.ends() is not None else []
 
     def ends(self) -> Ends | None:
         """The vision model and the projector run before the first block, in the first stage."""

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.annotations import annotation_of
 from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
 from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE_ID
 from hypothesis import given, settings
@@ -589,8 +590,8 @@ def test_layouts_of_files_are_read_in_shards_too(home: Path, words: Path) -> Non
 
 def test_videos_are_lists_of_frames() -> None:
     turns = [{"role": "user", "content": "<video>what?"}, {"role": "assistant", "content": "a cat"}]
-    entry, unread = layouts.annotation_of({"videos": [["a.png", {"path": "b.png"}]], "messages": turns})
+    entry, unread = annotation_of({"videos": [["a.png", {"path": "b.png"}]], "messages": turns})
     assert entry["images"] == [["a.png", "b.png"]]
     assert not unread
     with pytest.raises(SampleError, match="both images and videos"):
-        layouts.annotation_of({"images": ["c.png"], "videos": [["a.png"]], "messages": turns})
+        annotation_of({"images": ["c.png"], "videos": [["a.png"]], "messages": turns})

@@ -17,7 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import crosstrain
 from conftest import Run
 from crosstrain import IGNORE_INDEX, Message, registry
-from crosstrain.data.splits import training_dataset
+from crosstrain.config.load import load_config
+from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.decoder import DecodeState
 from fixtures_image_text import ENDS, FAMILIES, write_family
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
@@ -169,3 +170,29 @@ def test_answers_are_those_of_generate_with_the_exported_folder(alone: tuple[Pat
             torch.testing.assert_close(
                 logits, wanted[:, : logits.shape[1]], rtol=0, atol=2e-5 * float(wanted.abs().max())
             )
+
+
+@pytest.mark.parametrize("then", mostly_slow(RUNNERS, ["zero2"]))
+def test_a_run_continues_under_another_runner(alone: tuple[Path, Run], then: str) -> None:
+    project, one = alone
+    half = (f"run.max_iters={STEPS // 2}", f"run.lr_decay_iters={STEPS}")
+    train(project, f"continued_{then}", *half)
+    run = train(project, f"continued_{then}", f"run.runner={RUNNERS[then]}", size=2)
+    assert run.column("loss") == pytest.approx(one.column("loss"), rel=2e-6)
+
+
+@pytest.mark.slow
+def test_packing_changes_no_loss(tmp_path: Path) -> None:
+    """A step with all samples: its loss is the same whether they are packed or not."""
+    project = write_project("qwen3_vl", tmp_path)
+    whole = ("run.max_iters=1", "run.global_batch_size=32", "run.micro_batch_size=32")
+    plain = train(project, "plain", *whole)
+    rows = len(open_split(load_config(project, ["datasets.rows.packing=true"]), "train"))
+    assert 1 < rows < 16
+    packed = (
+        "datasets.rows.packing=true",
+        "run.max_iters=1",
+        f"run.global_batch_size={rows}",
+        "run.micro_batch_size=1",
+    )
+    assert train(project, "packed", *packed).column("loss") == pytest.approx(plain.column("loss"), rel=1e-6)

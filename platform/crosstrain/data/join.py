@@ -10,9 +10,6 @@ from torch.nn.functional import pad
 def join_padded(arrays: Sequence[Tensor]) -> Tensor:
     """Concatenate along the first dimension; in the other dimensions, smaller arrays get zeros at the end."""
     shape = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
-    return torch.cat([_grown(array, shape) for array in arrays])
-
-
-def _grown(array: Tensor, shape: list[int]) -> Tensor:
-    missing = [most - size for size, most in zip(array.shape[1:], shape, strict=True)]
-    return pad(array, [n for width in reversed(missing) for n in (0, width)]) if any(missing) else array
+    missing = [[most - size for size, most in zip(array.shape[1:], shape, strict=True)] for array in arrays]
+    grown = [pad(a, [n for width in reversed(m) for n in (0, width)]) for a, m in zip(arrays, missing, strict=True)]
+    return torch.cat(grown)

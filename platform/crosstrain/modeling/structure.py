@@ -64,7 +64,7 @@ class Structure:
 
         A plan traces only a part of each chain.
         """
-        return [self.model.blocks()] if self.ends() is not None else []
+        return [self.decoder_blocks()] if self.ends() is not None else []
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Pattern of canonical names -> style of tensor parallelism; the user can override the plan in YAML.

@@ -7,9 +7,6 @@ from crosstrain import Command, DataError, LimitedProcess, UserError, registry
 
 from .lavis import convert
 
-_MEMORY = 3  # times the size of the file: the tensors as read, and as written
-_SECONDS = 1800.0
-
 
 @registry.register_command("convert")
 class ConvertCommand(Command):
@@ -28,12 +25,10 @@ class ConvertCommand(Command):
             raise DataError(f"--input: {source} is not a file")
         if output.exists():
             raise UserError(f"--output: {output} already exists: remove it, or choose a different folder")
-        size = source.stat().st_size
-        memory = (1 << 30) + _MEMORY * size
+        memory = (1 << 30) + 3 * source.stat().st_size  # the tensors as read, and as written
         process = LimitedProcess(
-            convert, f"converting {source}", memory=memory, seconds=_SECONDS, advice="check the file"
+            convert, f"converting {source}", memory=memory, seconds=1800.0, advice="check the file"
         )
         written, parts = process((source, output))
-        process.close()
         print(f"wrote {written} tensors to {output}; use it as `pretrained` of {', '.join(parts)}")
         return 0

@@ -51,12 +51,10 @@ def convert(given: tuple[Path, Path]) -> tuple[int, list[str]]:
     try:
         content: Any = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling may raise anything
-        reason = first_line(error)[:300]
-        raise DataError(f"{source} is not a file of tensors that torch can read safely ({reason})") from None
+        raise DataError(f"{source}: torch cannot read its tensors safely ({first_line(error)[:300]})") from None
     state = content.get("model", content) if isinstance(content, dict) else {}
     found = renamed({name: value for name, value in state.items() if isinstance(value, Tensor)}, source)
-    with_text = "words.weight" in found
-    if with_text:
+    if with_text := "words.weight" in found:
         _arrange_words(found)
     with new_folder(output) as folder:
         write_safetensors(folder / "model.safetensors", {k: v.float().contiguous() for k, v in found.items()})
@@ -100,8 +98,8 @@ def _config(found: dict[str, Tensor], with_text: bool) -> dict[str, Any]:
         return 1 + max((int(m[1]) for name in found if (m := re.match(pattern, name))), default=-1)
 
     width, layers = found["query_tokens"].shape[2], count(r"qformer\.encoder\.layer\.(\d+)\.")
-    crossing = re.compile(r"qformer\.encoder\.layer\.(\d+)\.crossattention")
-    steps = sorted({int(m[1]) for name in found if (m := crossing.match(name))})
+    crossing = r"qformer\.encoder\.layer\.(\d+)\.crossattention"
+    steps = sorted({int(m[1]) for name in found if (m := re.match(crossing, name))})
     qformer = {
         "num_query_tokens": found["query_tokens"].shape[1], "hidden_size": width,
         "num_hidden_layers": layers,

@@ -1,7 +1,7 @@
 """The base class of datasets of images with text: it handles processors, tokenizer, bad samples and prompts."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,6 @@ from crosstrain import (
     SampleError,
     Split,
     Text,
-    TextTokenizer,
     UserError,
     log,
     registry,
@@ -74,28 +73,7 @@ class TextProcessor(Protocol):
         return conversation
 
 
-class Encoder(Protocol):
-    """Turns conversations and their images into samples."""
-
-    tokenizer: TextTokenizer
-    end_tokens: tuple[int, ...]  # see `Dataset.end_tokens`
-    folder: Path | None  # files of the tokenizer and the processor, for checkpoints
-    end_id: int  # the token that ends an answer
-
-    def process(self, images: list[Any], rng: np.random.Generator) -> Any:
-        """Process PIL images for `sample` and `prompt`."""
-
-    def sample(self, conversations: Sequence[Conversation], processed: Any) -> Sample:
-        """Return a sample from conversations about the same images. Raises SampleError if there are no targets."""
-
-    def prompt(self, conversation: Conversation, processed: Any) -> Sample:
-        """Return a sample without labels that ends where an answer begins."""
-
-    def cut(self, sample: Sample, limit: int) -> Sample | None:
-        """Return the first `limit` tokens of a sample; None if an image would be cut."""
-
-    def collate(self, samples: list[Sample]) -> Batch:
-        """Make a batch of samples."""
+Encoder = ConversationEncoder | ProcessorEncoder  # turns conversations and their images into samples
 
 
 @dataclass
@@ -120,7 +98,7 @@ class Example:
     answer: str
     kind: str
     picture: Any = None  # a PIL image to show
-    answers: tuple[str, ...] = ()  # all reference answers, if there are several; `answer` is the most frequent one
+    answers: tuple[str, ...] = ()  # all reference answers; `answer` is the most frequent one
 
 
 class ImagePrompts(PromptBuilder):
@@ -135,7 +113,8 @@ class ImagePrompts(PromptBuilder):
             check_images(conversation, len(files))
         except SampleError as error:
             raise UserError(str(error)) from None
-        return self.encoder.prompt(self.asked(conversation), self.encoder.process(files, np.random.default_rng(0)))
+        seen: Any = self.encoder.process(files, np.random.default_rng(0))
+        return self.encoder.prompt(self.asked(conversation), seen)
 
     def open(self, file: str) -> Any:
         """Return the image in a file as a PIL image."""
@@ -248,8 +227,7 @@ class ImageDataset(VqaDataset):
         """Return values that change if the samples change: options, number of samples, and states of named files."""
         paths = [Path(value).expanduser() for value in vars(self.options).values() if isinstance(value, str)]
         files = [file_state(path) for path in paths if path.exists()]
-        folder = self.encoder.folder and self.encoder.folder.name
-        return [type(self).__name__, self.split, repr(self.options), len(self), folder, files]
+        return [type(self).__name__, self.split, repr(self.options), len(self), str(self.encoder.folder), files]
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
@@ -275,7 +253,8 @@ class ImageDataset(VqaDataset):
         conversations = self.text_processor(annotation, len(images) - videos, rng)
         for conversation in conversations:
             check_images(conversation, len(images) - videos, videos)
-        return self._fit(self.encoder.sample(conversations, self.encoder.process(images, rng)))
+        seen: Any = self.encoder.process(images, rng)
+        return self._fit(self.encoder.sample(conversations, seen))
 
     def _fit(self, sample: Sample) -> Sample:
         limit, length = self.options.max_length, len(sample["input_ids"])
@@ -316,13 +295,12 @@ class ImageDataset(VqaDataset):
         except SampleError as error:
             self.skip(index, str(error))
             return []
-        seen = self.encoder.process(images, np.random.default_rng(0))
+        seen: Any = self.encoder.process(images, np.random.default_rng(0))
         picture, made = next((image for image in images if not isinstance(image, list)), None), []
         for conversation, given, kind in asked:
             answers = (given,) if isinstance(given, str) else tuple(given)
             prompt, usual = self.encoder.prompt(conversation, seen), max(answers, key=answers.count)
-            more = answers if len(answers) > 1 else ()
-            made.append(Example(prompt, conversation[-1].text, usual, kind, picture, more))
+            made.append(Example(prompt, conversation[-1].text, usual, kind, picture, answers))
         return made
 
     @classmethod

@@ -1,7 +1,7 @@
 """Tokenize conversations about images with a model's own processor from transformers."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -112,7 +112,8 @@ class ProcessorEncoder:
         if not images:
             return Processed({}, [])
         if self.blind:
-            images = [_map(lambda image: Image.new("RGB", image.size, "gray"), given) for given in images]
+            gray = lambda image: Image.new("RGB", image.size, "gray")  # noqa: E731
+            images = [[*map(gray, given)] if isinstance(given, list) else gray(given) for given in images]
         videos = isinstance(images[0], list)
         media = self._videos(images) if videos else {"images": [images]}
         placeholder = VIDEO if videos else IMAGE
@@ -259,11 +260,6 @@ def joined(parts: list[Sample]) -> Sample:
     """
     keys = dict.fromkeys(key for part in parts for key in part)
     return {key: join_padded([torch.from_numpy(p[key]) for p in parts if key in p]).numpy() for key in keys}
-
-
-def _map(change: Callable[[Any], Any], given: Any) -> Any:
-    """Apply a function to an image, or to each frame of a video."""
-    return [change(frame) for frame in given] if isinstance(given, list) else change(given)
 
 
 def _turn(message: Message, placeholder: str) -> dict[str, Any]:

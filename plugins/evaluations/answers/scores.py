@@ -3,7 +3,8 @@
 import re
 import string
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from crosstrain import require
 
@@ -15,14 +16,36 @@ _ARTICLES = {"a", "an", "the"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class Scored(Protocol):
-    """An answer with its references."""
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a question about sample `sample` of a split.
 
+    The image is not included, because ranks exchange answers.
+    """
+
+    sample: int
     kind: str
+    question: str
     truth: str
     text: str
-    text_only: str
-    truths: tuple[str, ...]
+    text_only: str  # the answer with all pixels set to almost zero
+    truths: tuple[str, ...] = ()  # all reference answers
+
+    @property
+    def right(self) -> bool:
+        return same(self.text, self.truth)
+
+    def document(self) -> dict[str, Any]:
+        """Return the answer as JSON values."""
+        return {
+            "sample": self.sample,
+            "kind": self.kind,
+            "question": self.question,
+            "answer": self.text,
+            "truth": self.truth,
+            "right": self.right,
+            "blind": self.text_only,
+        }
 
 
 def same(a: str, b: str) -> bool:
@@ -30,7 +53,7 @@ def same(a: str, b: str) -> bool:
     return a.lower().split() == b.lower().split()
 
 
-def score(answers: Sequence[Scored]) -> dict[str, dict[str, float]]:
+def score(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
     """Return kind of question -> scores: number of questions, accuracy, and accuracy without the images.
 
     - Kinds with several reference answers have the accuracy of VQA (Antol et al., 2015).

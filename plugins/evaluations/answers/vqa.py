@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sequence, decode
 
-from .scores import OTHERS, same, score
+from .scores import OTHERS, Answer, score
 
 _HIDDEN = 1e-6  # value of all pixels of a hidden image; some models of transformers leave out images of zeros
 _BATCH = 64  # questions per batch
@@ -35,38 +34,6 @@ _ON_SHEET = 48  # maximum number of images on a contact sheet
 _SIDE, _COLUMNS = 144, 6  # side of an image in pixels, images per row
 _LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines per text, characters per line, pixels per line
 TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # width and height in pixels of an image with its three texts
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer to a question about sample `sample` of a split.
-
-    The image is not included, because ranks exchange answers.
-    """
-
-    sample: int
-    kind: str
-    question: str
-    truth: str
-    text: str
-    text_only: str  # the answer with all pixels set to almost zero
-    truths: tuple[str, ...] = ()  # all reference answers, if there are several
-
-    @property
-    def right(self) -> bool:
-        return same(self.text, self.truth)
-
-    def document(self) -> dict[str, Any]:
-        """Return the answer as JSON values."""
-        return {
-            "sample": self.sample,
-            "kind": self.kind,
-            "question": self.question,
-            "answer": self.text,
-            "truth": self.truth,
-            "right": self.right,
-            "blind": self.text_only,
-        }
 
 
 def answer_questions(

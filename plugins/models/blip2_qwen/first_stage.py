@@ -165,10 +165,6 @@ class Blip2(Model):
         return len(batch["labels"])
 
     @property
-    def targets(self) -> str:
-        return "pairs"
-
-    @property
     def predicts_tokens(self) -> bool:
         return False
 
@@ -199,8 +195,6 @@ class _Weights(Weights):
             value.fill_(options.temperature).log_()
         elif name == "query_tokens":
             value.normal_(0.0, options.qformer.query_std, generator=rng)
-        elif name == "word_bias":
-            value.zero_()
         elif value.ndim > 1:
             value.normal_(0.0, options.qformer.initializer_range, generator=rng)
         else:

@@ -107,11 +107,6 @@ class Documents:
             starts = found
         return cls(rows, length, [*starts, rows * length], context) if len(starts) > rows or context else None
 
-    @classmethod
-    def of_rows(cls, rows: int, length: int, context: Context) -> Self:
-        """Return each row as one document."""
-        return cls(rows, length, [*range(0, rows * length + 1, length)], context)
-
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """Yield (row, slice within the row) of each document, in order."""
         for start, stop in itertools.pairwise(self.starts):

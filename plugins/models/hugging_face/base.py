@@ -69,6 +69,7 @@ class TransformersModel(LanguageModel):
     """
 
     lm: PreTrainedModel
+    splits_embeddings = False  # True: with context parallelism, the module gets whole rows, and splits their embeddings
     base_model_prefix: ClassVar = ""  # transformers reads this of a model with an adapter, to scope renamed weights
 
     def __init__(self, options: Any, config: PreTrainedConfig, lm: PreTrainedModel, source: Path | None) -> None:
@@ -116,7 +117,7 @@ class TransformersModel(LanguageModel):
             rotary = position_ids if rotary is None else context.padded(rotary, 0)
             labels = context.part(labels, IGNORE_INDEX)
             if input_ids is not None:
-                input_ids = self.part_of_tokens(context.padded(input_ids, 0))
+                input_ids = context.padded(input_ids, 0) if self.splits_embeddings else context.part(input_ids)
             elif inputs_embeds is not None:
                 inputs_embeds = context.part(inputs_embeds.mT).mT
         more: dict[str, Any] = others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
@@ -129,8 +130,8 @@ class TransformersModel(LanguageModel):
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
             if context is not None:  # attention sees whole rows, so the mask is that of whole rows
-                documents = Documents.of_rows(*attention_mask.shape[::3], context)
-                more["documents"] = documents
+                rows, length = attention_mask.shape[0], attention_mask.shape[-1]
+                more["documents"] = documents = Documents(rows, length, [*range(0, rows * length + 1, length)], context)
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
             more |= documents.arguments(attention, self.sees_all, position_ids.device)
         if rotary is not None:
@@ -169,11 +170,6 @@ class TransformersModel(LanguageModel):
     def decoder(self) -> Any:
         """The language model without its head."""
         return self.lm.base_model
-
-    def part_of_tokens(self, ids: Tensor) -> Tensor:
-        """Return this rank's part [batch, share] of token IDs [batch, length], with context parallelism."""
-        assert self.context is not None
-        return self.context.part(ids)
 
     def _mask(self, seen: Any, attention: str) -> Any:
         """Convert a mask [batch, 1, length, past + length] to the form required by the attention implementation."""
