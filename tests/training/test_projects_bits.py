@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors import safe_open
 
 from conftest import ROOT
@@ -128,7 +129,21 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         *(f"{part}.max_length=128" for part in PARTS),
     ),
 }  # fmt: skip
-NEEDS = {
+OPTIONS["image_text_shapes"] = (
+    "datasets.shapes.images=64",
+    "datasets.shapes.held_out=8",
+    "datasets.shapes.path=data/seen",
+)
+_TINY = yaml.safe_load((ROOT / "projects" / "image_text_shapes.yaml").read_text())["model"]["config"]
+_LARGE = ("qwen2_5_vl_7b_lora", "qwen3_vl_30b_a3b", "llava_onevision_7b", "internvl_8b")
+for _name in _LARGE:  # with the tiny model and its processor
+    OPTIONS[_name] = (
+        "model.model_type=null", "model.pretrained=null", f"model.config={json.dumps(_TINY)}",
+        "datasets.mine.annotations=data/instructions/llava.json", "datasets.mine.images=data/instructions/images",
+        "datasets.mine.processor=data/seen/processor", "datasets.mine.max_length=128", "datasets.mine.split=[80,20,0]",
+        "run.max_epoch=null", "run.runner=ddp",
+    )  # fmt: skip
+NEEDS = dict.fromkeys(_LARGE, "image_text_shapes") | {
     "gpt2_chat_sft": "quickstart", "gpt2_chat_lora": "quickstart", "gpt2_chat_dpo": "gpt2_chat_sft",
     "blip2_qwen7b_instruct": "blip2_qwen7b_align",
 }  # fmt: skip

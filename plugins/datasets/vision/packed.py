@@ -82,6 +82,9 @@ class _Lengths(torch.utils.data.Dataset):
     def __init__(self, rows: ImageDataset) -> None:
         self.rows = rows
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     def __getitem__(self, index: int) -> int:
         try:
             return len(usable_sample(self.rows, index)["input_ids"])
