@@ -38,9 +38,9 @@ _PROJECTORS = ("merger", "projector", "connector", "image_newline")
 class Part:
     """Options of one part of the model."""
 
-    freeze: bool = False  # do not train the part: eval mode, no gradient, no optimizer state
+    freeze: bool = False  # do not train the part: no gradient, no optimizer state
     lr_scale: PositiveFloat = 1.0  # multiplies run.init_lr
-    weights: Literal["bf16", "fp16"] | None = None  # dtype in which the part's frozen parameters are stored; None: fp32
+    weights: Literal["bf16", "fp16"] | None = None  # dtype in which frozen matrices are stored; None: fp32
 
     def __post_init__(self) -> None:
         if self.weights is not None and not self.freeze:
@@ -82,8 +82,9 @@ class ImageText(CausalLM):
         for module in self._unused():
             module.requires_grad_(False)
         for name, module in self.named_modules():
-            if module is not self.lm and (dtype := self.part(f"{name}.").weights) is not None:
-                _store(module, DTYPES[dtype])
+            matrices = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+            if matrices and (dtype := self.part(f"{name}.").weights) is not None:
+                module.to(DTYPES[dtype])
 
     @property
     def decoder(self) -> Any:
@@ -111,15 +112,6 @@ class ImageText(CausalLM):
         if getattr(self.lm.base_model, at, None) not in (None, self.decoder):
             return self.options.projector if any(kind in inner for kind in _PROJECTORS) else self.options.vision
         return self.options.language_model
-
-    def train(self, mode: bool = True) -> "ImageText":
-        """Set the mode as in torch, but keep frozen vision models in eval mode: no dropout, no stochastic depth."""
-        super().train(mode)
-        if self.options.vision.freeze:
-            for name, module in self.lm.base_model.named_children():
-                if module is not self.decoder and not any(kind in name for kind in _PROJECTORS):
-                    module.eval()
-        return self
 
     # ---- compute
 
@@ -269,13 +261,6 @@ class _Weights(TransformersWeights):
 
     def lr_scale(self, name: str) -> float:
         return self.model.part(name).lr_scale
-
-
-def _store(module: nn.Module, dtype: torch.dtype) -> None:
-    """Store a module's own parameters in a dtype, except those of norms and embeddings."""
-    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.to(dtype)
 
 
 def _padded(tokens: Tensor, lengths: list[int]) -> Tensor:

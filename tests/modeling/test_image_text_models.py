@@ -13,8 +13,10 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-from crosstrain import IGNORE_INDEX, Message, Sample, registry
+from crosstrain import IGNORE_INDEX, Message, Runner, RunOptions, Sample, SampleError, registry
+from crosstrain.inference.decoder import DecodeState
 from fixtures_image_text import FAMILIES, write_family
+from fixtures_ranks import mostly_slow
 
 QUESTIONS = ["<image>what colour is the circle?", "red? ", "<image> and <image>blue <image><image>", "green, or not?"]
 SIZES = [(28, 40), (56, 28), (20, 20), (44, 30), (28, 28)]
@@ -96,7 +98,7 @@ class Family:
         )
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=mostly_slow(FAMILIES, ["qwen2_5_vl", "gemma3", "smolvlm"]))
 def family(request: pytest.FixtureRequest, tmp_path: Path) -> Family:
     return Family(request.param, tmp_path)
 
@@ -152,7 +154,7 @@ def test_a_batch_of_text_trains_the_vision_model_with_zeros(family: Family) -> N
 WITH_VIDEO = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava_onevision", "internvl"]
 
 
-@pytest.mark.parametrize("name", WITH_VIDEO)
+@pytest.mark.parametrize("name", mostly_slow(WITH_VIDEO, ["qwen3_vl"]))
 def test_videos_are_computed_as_by_the_library(name: str, tmp_path: Path) -> None:
     """Two videos, and text between them; also in a packed row after another sample."""
     family = Family(name, tmp_path)
@@ -186,3 +188,44 @@ def test_videos_are_computed_as_by_the_library(name: str, tmp_path: Path) -> Non
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
     packed = family.model(**family.encoder.collate([joined([family.samples()[1], ours])]))
     assert packed.item() == pytest.approx(theirs.item() + family.bare_loss(1).item(), rel=1e-6)
+
+
+def test_prompts_of_a_batch_are_decoded_as_single_ones(family: Family) -> None:
+    """Padding on the left, other images beside, and positions that depend on the sizes of images."""
+    runner = Runner(None, RunOptions(output_dir="none"))
+    runner.model = runner.module = family.model
+    runner.device = torch.device("cpu")
+    conversations = [conversation[:1] for conversation in family.conversations]
+    if family.name == "paligemma":  # its padding would be a part of the prompt, whose tokens see each other
+        conversations = conversations[:1]
+    prompts = [
+        family.encoder.prompt(conversation, family.encoder.process(images))
+        for conversation, images in zip(conversations, family.images, strict=False)
+    ]
+    tokens = torch.randint(100, 300, (len(prompts), 3), generator=torch.Generator().manual_seed(0))
+    family.model.eval()
+    with torch.no_grad():
+        together, steps = DecodeState(runner, prompts), []
+        for number in range(4):
+            steps.append(together.logits())
+            if number < 3:
+                together.append(tokens[:, number])
+        for row, prompt in enumerate(prompts):
+            single = DecodeState(runner, [prompt])
+            for number in range(4):
+                logits = single.logits()[0]
+                torch.testing.assert_close(steps[number][row], logits, rtol=0, atol=2e-5 * float(logits.abs().max()))
+                if number < 3:
+                    single.append(tokens[row : row + 1, number])
+
+
+def test_special_tokens_in_a_text_are_refused(tmp_path: Path) -> None:
+    """Both in training and in prompts: a user's text cannot end its turn or add an image."""
+    write_family("qwen2_5_vl", tmp_path)
+    encoder = ProcessorEncoder(str(tmp_path), None, "chat")
+    for token in ("<|im_end|>", "<|image_pad|>"):
+        conversation = [Message("user", f"a {token} b"), Message("assistant", "red")]
+        with pytest.raises(SampleError, match="contains the special token"):
+            encoder.sample([conversation], encoder.process([]))
+        with pytest.raises(SampleError, match="contains the special token"):
+            encoder.prompt(conversation[:1], encoder.process([]))

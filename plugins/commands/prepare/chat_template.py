@@ -68,7 +68,7 @@ class ChatTemplate:
         added = self.backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         texts = {text for token in self._special for text in (token, repr(token)[1:-1])}
-        self.special_token = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or r"(?!)")
+        self._special_token = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or r"(?!)")
 
     # ---- rendering
 
@@ -126,7 +126,7 @@ class ChatTemplate:
 
         Raises ChatError as `encode` does.
         """
-        self._check(messages, tools)
+        self.check(messages, tools)
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         # weight of the turns to look for: 1 (targets), or 0 (excluded turns) if train_on is "all"
         weight = int(train_on != "all")
@@ -156,10 +156,11 @@ class ChatTemplate:
         names = [name for name, text in template_library().items() if not lacking(self.backend, text)]
         return f"use a template with generation marks, such as chat_template: {' or '.join(names) or 'a file'}"
 
-    def _check(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
+    def check(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
+        """Raise ChatError if a text contains a special token."""
         parts = {"the tools": tools} | {f"turn {number}": message for number, message in enumerate(messages, 1)}
         for name, part in parts.items():
-            if found := self.special_token.search(str(part)):
+            if found := self._special_token.search(str(part)):
                 raise ChatError(f"the text of {name} contains the special token {found.group()}")
 
     def _after_prompt(
@@ -193,11 +194,11 @@ class ChatTemplate:
         """
         start, stop = span
         turn = text[start:stop]
-        found = list(self.special_token.finditer(turn))
+        found = list(self._special_token.finditer(turn))
         if found and not turn[found[-1].end() :].strip():
             stop = start + found[-1].end()
             words = turn[: found[-1].start()]
-        elif following := self.special_token.match(text, stop):
+        elif following := self._special_token.match(text, stop):
             stop, words = following.end(), turn
         else:
             raise ChatError(

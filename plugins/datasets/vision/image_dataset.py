@@ -111,10 +111,10 @@ class ImagePrompts(PromptBuilder):
     def ask(self, conversation: Conversation, files: list[Any]) -> Sample:
         try:
             check_images(conversation, len(files))
+            seen: Any = self.encoder.process(files, np.random.default_rng(0))
+            return self.encoder.prompt(self.asked(conversation), seen)
         except SampleError as error:
             raise UserError(str(error)) from None
-        seen: Any = self.encoder.process(files, np.random.default_rng(0))
-        return self.encoder.prompt(self.asked(conversation), seen)
 
     def open(self, file: str) -> Any:
         """Return the image in a file as a PIL image."""

@@ -107,13 +107,10 @@ class ProcessorEncoder:
 
     def process(self, images: list[Any], rng: np.random.Generator | None = None) -> Processed:
         """Process PIL images, or videos, which are lists of PIL images. Raises SampleError if the processor fails."""
-        from PIL import Image
-
         if not images:
             return Processed({}, [])
         if self.blind:
-            gray = lambda image: Image.new("RGB", image.size, "gray")  # noqa: E731
-            images = [[*map(gray, given)] if isinstance(given, list) else gray(given) for given in images]
+            images = [_gray(image) for image in images]
         videos = isinstance(images[0], list)
         media = self._videos(images) if videos else {"images": [images]}
         placeholder = VIDEO if videos else IMAGE
@@ -172,6 +169,7 @@ class ProcessorEncoder:
         self, conversation: Conversation, texts: list[str], placeholder: str, answering: bool
     ) -> tuple[list[int], list[bool]]:
         turns = [_turn(message, placeholder) for message in conversation]
+        self.template.check(turns, None)
         if self.style == "plain":
             text, spans = self._plain(conversation, placeholder)
         elif answering:
@@ -184,8 +182,6 @@ class ProcessorEncoder:
         """Concatenate texts; the assistant's end with the end-of-text token."""
         text, spans = "", []
         for message in conversation:
-            if found := self.template.special_token.search(message.text):
-                raise ChatError(f"its text contains the special token {found.group()}")
             start = len(text)
             text += message.text.replace(placeholder, self._token(placeholder))
             if message.role == "assistant":
@@ -251,6 +247,11 @@ class ProcessorEncoder:
             rows.append(sample | row)
         batch = {key: torch.from_numpy(value) for key, value in joined(rows).items()}
         return batch if restarts else {key: value for key, value in batch.items() if key != "position_ids"}
+
+
+def _gray(given: Any) -> Any:
+    """Return a gray image of an image's size, or such frames for the frames of a video."""
+    return [_gray(frame) for frame in given] if isinstance(given, list) else given.point(lambda _: 128)
 
 
 def joined(parts: list[Sample]) -> Sample:
