@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -131,10 +131,7 @@ class Questions:
         caption_key: Text | None = "caption"  # annotation key of a caption to add; None: no captions
         caption_prompt: Text = "describe the image"  # question to ask for the caption
         dialogue_key: Text | None = None  # annotation key of a LLaVA conversation to add; None: no conversations
-        per_sample: PositiveInt | None = None  # number of conversations to draw; None: all
-        # True: ask all questions in one conversation, in random order; False: one conversation for each question, which
-        # do not attend to each other
-        one_conversation: bool = False
+        per_sample: PositiveInt | None = None  # number of conversations to draw; None: all, packed into one sequence
         system: str | None = None  # system prompt; None: no system prompt
 
     def __init__(self, options: Options) -> None:
@@ -153,10 +150,6 @@ class Questions:
             learned += self.dialogue(annotation, images, rng)
         if self.options.per_sample is not None and self.options.per_sample < len(learned):
             learned = [learned[i] for i in sorted(rng.choice(len(learned), self.options.per_sample, replace=False))]
-        if self.options.one_conversation:
-            rng.shuffle(learned)  # type: ignore[arg-type]
-            rest = [m for conversation in learned[1:] for m in conversation if m.role != "system"]
-            learned = [learned[0] + [replace(m, text=m.text.replace(IMAGE, "")) for m in rest]]
         return learned
 
     def questions(self, annotation: Annotation, images: int) -> Asked:

@@ -433,20 +433,3 @@ def test_the_same_shapes_are_made_again_and_others_refused(home: Path) -> None:
     assert all(one.samples.read(i) == other.samples.read(i) for i in range(40))
     with pytest.raises(DataError, match="was made with images=40, but images is now 41: choose a different folder"):
         opened(home, shapes(home, images=41))
-
-
-def test_all_questions_in_one_conversation() -> None:
-    """Only the first turn has the image; the order is drawn."""
-    kind = registry.get("processor", "vqa")
-    processor = kind(kind.Options(one_conversation=True, caption_key=None, system="be brief"))
-    questions = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(4)]
-    orders = set()
-    for seed in range(8):
-        (found,) = processor({"questions": questions}, 1, np.random.default_rng(seed))
-        assert [message.role for message in found] == ["system", *["user", "assistant"] * 4]
-        assert [message.text.count("<image>") for message in found[1::2]] == [1, 0, 0, 0]
-        asked = [message.text.replace("<image>", "")[1:] for message in found[1::2]]
-        assert [message.text[1:] for message in found[2::2]] == asked
-        assert sorted(asked) == list("0123")
-        orders.add(tuple(asked))
-    assert len(orders) > 4

@@ -47,8 +47,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "adapter": {"name": "lora", "rank": 4, "dropout": 0.1},
     },
 }  # fmt: skip
+# In half precision: biases that DeepSpeed would not round, and adapters whose input peft converts.
+HALF = {"qwen2 in bf16": ("run.amp=bf16",), "lora in bf16": ("run.amp=bf16",)}
+MODELS["qwen2 in bf16"] = {"arch": "causal_lm", "config": {"model_type": "qwen2", **SMALL}}
+MODELS["lora in bf16"] = {
+    "arch": "causal_lm", "config": {"model_type": "llama", **SMALL},
+    "adapter": {"name": "lora", "rank": 4, "dropout": 0.1},
+}  # fmt: skip
 WIDE = ["wide", "wide_gpt2", "wide_lora", "wide_experts"]
-OPTIONS = {"muon": ("run.optimizer=muon",), **dict.fromkeys(WIDE, ("run.bitwise.width=4",))}
+OPTIONS = {"muon": ("run.optimizer=muon",), **HALF, **dict.fromkeys(WIDE, ("run.bitwise.width=4",))}
 RUNNERS = ["ddp@3", "fsdp@2", "zero1@2", "zero2@4", "zero3@3"]
 TENSOR = [
     "megatron_tp2@2",

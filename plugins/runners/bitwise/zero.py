@@ -38,8 +38,10 @@ class BitwiseZeRO(Rounded, DeepSpeedRunner):
 
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         config = super()._config(micro_batch, accumulation)
-        section = config["zero_optimization"]
-        return config | {"zero_optimization": section | {"stage": max(section["stage"], 2)}}
+        section = config["zero_optimization"] | {"stage": max(config["zero_optimization"]["stage"], 2)}
+        if section["stage"] == 3:  # DeepSpeed's own linear layer adds biases without rounding them to half precision
+            section["memory_efficient_linear"] = False
+        return config | {"zero_optimization": section}
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         super().prepare(model, make_optimizer)
