@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from crosstrain_plugins.builtin.datasets.vision.processor_encoder import ProcessorEncoder, joined
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
+from conftest import ROOT
 from crosstrain import IGNORE_INDEX, Message, Sample, SampleError, registry
 from crosstrain.inference.decoder import DecodeState
+from crosstrain.modeling.meta_init import parameters_on_meta
 from fixtures_image_text import FAMILIES, write_family
 from fixtures_ranks import mostly_slow
 
@@ -228,3 +231,17 @@ def test_special_tokens_in_a_text_are_refused(tmp_path: Path) -> None:
             encoder.sample([conversation], encoder.process([]))
         with pytest.raises(SampleError, match="contains the special token"):
             encoder.prompt(conversation[:1], encoder.process([]))
+
+
+PUBLISHED = {"qwen2_5_vl_7b": 8.29, "qwen3_vl_30b_a3b": 31.07, "llava_onevision_7b": 8.03, "internvl3_8b": 7.94}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
+    kind = registry.get("model", "image_text")
+    config = yaml.safe_load((ROOT / "configs" / "models" / "image_text" / f"{preset}.yaml").read_text())["config"]
+    with parameters_on_meta():
+        model = kind(kind.Options(config=config, make_vocab_size_divisible_by=1))
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    assert billions == pytest.approx(PUBLISHED[preset], abs=0.006)
+    assert len(model.structure.decoder_blocks()) == model.text_config.num_hidden_layers
