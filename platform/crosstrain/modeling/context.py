@@ -43,7 +43,7 @@ class Context:
         return nn.functional.pad(x, (0, self.share(x.shape[-1]) * self.size - x.shape[-1]), value=value)
 
     def part(self, x: Tensor, padding: int = 0) -> Tensor:
-        """Return this rank's part [*, share] of a tensor [*, length]."""
+        """Return this rank's part [..., share] of a tensor [..., length]."""
         share = self.share(x.shape[-1])
         return self.padded(x, padding).narrow(-1, dist.get_rank(self.group) * share, share)
 
