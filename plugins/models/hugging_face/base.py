@@ -106,7 +106,8 @@ class TransformersModel(LanguageModel):
     ) -> Tensor:  # fmt: skip
         """Implement `LanguageModel.forward`; `others`, such as pixel_values, are passed to the library's module.
 
-        rotary: positions [batch, length] or [axes, batch, length] for rotary embeddings; None: `position_ids`, which count tokens.
+        rotary: positions [batch, length] or [axes, batch, length] for rotary embeddings; None: `position_ids`, which
+        count tokens.
         """
         context = None  # without labels, every rank has whole sequences
         if labels is not None and (context := self.context) is not None:
