@@ -65,7 +65,8 @@ FAMILIES = [
 ENDS = {"gemma3": "<end_of_turn>", "idefics3": "<end_of_utterance>", "paligemma": "</s>", "mistral3": "</s>"}
 
 
-def write_tokenizer() -> PreTrainedTokenizerFast:
+def write_tokenizer(names: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with the special tokens of all families; `names`: attributes of the tokenizer -> tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,7 +74,7 @@ def write_tokenizer() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=380, special_tokens=SPECIAL, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(["what colour is the circle? red green blue\n"] * 4, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", extra_special_tokens=names or {},
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
 
@@ -140,14 +141,7 @@ def write_family(family: str, folder: Path) -> dict[str, Any]:
             "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         }  # fmt: skip
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend_tokenizer,
-            bos_token="<s>",
-            eos_token="</s>",
-            pad_token="<pad>",
-            extra_special_tokens=names,
-            clean_up_tokenization_spaces=False,
-        )
+        tokenizer = write_tokenizer(names)
         images = transformers.GotOcr2ImageProcessor(size={"height": 16, "width": 16}, max_patches=3, min_patches=1)
         made = transformers.InternVLProcessor(
             images, tokenizer, transformers.InternVLVideoProcessor(size={"height": 16, "width": 16}), image_seq_length=4,
@@ -163,14 +157,7 @@ def write_family(family: str, folder: Path) -> dict[str, Any]:
         }  # fmt: skip
     elif family == "gemma3":
         names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend_tokenizer,
-            bos_token="<s>",
-            eos_token="</s>",
-            pad_token="<pad>",
-            extra_special_tokens=names,
-            clean_up_tokenization_spaces=False,
-        )
+        tokenizer = write_tokenizer(names)
         images = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
         made = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=_GEMMA)
         config = {
@@ -189,14 +176,7 @@ def write_family(family: str, folder: Path) -> dict[str, Any]:
     elif family == "paligemma":
         images = transformers.SiglipImageProcessor(size={"height": 28, "width": 28})
         images.image_seq_length = 4
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend_tokenizer,
-            bos_token="<s>",
-            eos_token="</s>",
-            pad_token="<pad>",
-            extra_special_tokens={"image_token": "<image>"},
-            clean_up_tokenization_spaces=False,
-        )
+        tokenizer = write_tokenizer({"image_token": "<image>"})
         made = transformers.PaliGemmaProcessor(images, tokenizer, chat_template=_PALIGEMMA)
         config = {
             "text_config": {"model_type": "gemma", **_TEXT, "vocab_size": 2000}, "vision_config": {**_SIGLIP, "projection_dim": 32},

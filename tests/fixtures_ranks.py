@@ -137,3 +137,14 @@ def make_trainer(project: str, options: tuple[str, ...], *, bare: bool = False) 
     runner.setup()
     hooks: Any = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}} if bare else {}
     return build_trainer(config, runner, StopRequest(True), **hooks)
+
+
+def begin(project: str, folder: str, steps: int) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """For functions that ranks run: the initial weights without padding, and the micro batches of each step."""
+    trainer = make_trainer(project, (f"run.output_dir={folder}",))
+    stream, weights = trainer.batches(), trainer.runner.model.weights
+    data = [[{k: v.numpy() for k, v in micro.data.items()} for micro in next(stream)] for _ in range(steps)]
+    shapes = {name: weights.logical_shape(name, p.shape) for name, p in weights.parameters().items()}
+    initial = {n: p.detach()[tuple(map(slice, shapes[n]))].numpy() for n, p in weights.parameters().items()}
+    trainer.runner.close()
+    return initial, data

@@ -21,7 +21,7 @@ from crosstrain.config.load import load_config
 from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.decoder import DecodeState
 from fixtures_image_text import ENDS, FAMILIES, write_family
-from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
+from fixtures_ranks import begin, mostly_slow, run_ranks, train
 
 STEPS, RATE = 20, 3e-3
 RUNNERS: dict[str, str] = {
@@ -83,17 +83,6 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return project, train(project, "alone")
 
 
-def begin(project: str, folder: str) -> tuple[dict[str, Any], list[list[dict[str, np.ndarray]]]]:
-    """The initial weights without padding, and the micro batches of each step."""
-    trainer = make_trainer(project, (f"run.output_dir={folder}",))
-    stream, weights = trainer.batches(), trainer.runner.model.weights
-    data = [[{k: v.numpy() for k, v in micro.data.items()} for micro in next(stream)] for _ in range(STEPS)]
-    shapes = {name: weights.logical_shape(name, p.shape) for name, p in weights.parameters().items()}
-    initial = {n: p.detach()[tuple(map(slice, shapes[n]))].numpy() for n, p in weights.parameters().items()}
-    trainer.runner.close()
-    return initial, data
-
-
 @pytest.mark.parametrize("runner", mostly_slow(RUNNERS, ["cp2"]))
 def test_two_ranks_train_as_one(alone: tuple[Path, Run], runner: str) -> None:
     project, one = alone
@@ -103,7 +92,7 @@ def test_two_ranks_train_as_one(alone: tuple[Path, Run], runner: str) -> None:
 
 def test_losses_are_those_of_a_bare_loop(alone: tuple[Path, Run]) -> None:
     project, run = alone
-    ((initial, data),) = run_ranks(1, begin, str(project), str(project.parent / "read"))
+    ((initial, data),) = run_ranks(1, begin, str(project), str(project.parent / "read"), STEPS)
     model = AutoModelForImageTextToText.from_pretrained(run.checkpoint(STEPS), attn_implementation="sdpa").train()
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():

@@ -121,8 +121,8 @@ def assert_gradients(model: torch.nn.Module, bare: torch.nn.Module) -> None:
         assert difference <= 2e-6 * max(float(theirs[name].abs().max()), 1e-2 * most), name
 
 
-def test_losses_and_gradients_are_those_of_the_library(family: Family) -> None:
-    batch = family.encoder.collate(family.samples())
+def assert_computed_as_by_the_library(family: Family, batch: dict[str, torch.Tensor]) -> None:
+    """The loss and gradients of a batch of all samples are those of transformers, conversation by conversation."""
     loss = family.model.train()(**batch)
     loss.backward()
     theirs = sum(family.bare_loss(number) for number in range(len(QUESTIONS)))
@@ -131,15 +131,14 @@ def test_losses_and_gradients_are_those_of_the_library(family: Family) -> None:
     assert_gradients(family.model, family.bare)
 
 
+def test_losses_and_gradients_are_those_of_the_library(family: Family) -> None:
+    assert_computed_as_by_the_library(family, family.encoder.collate(family.samples()))
+
+
 def test_packed_rows_are_separate_samples(family: Family) -> None:
     packed = family.encoder.collate([joined(family.samples())])
     assert len(packed["input_ids"]) == 1
-    loss = family.model.train()(**packed)
-    loss.backward()
-    theirs = sum(family.bare_loss(number) for number in range(len(QUESTIONS)))
-    theirs.backward()  # type: ignore[union-attr]
-    assert loss.item() == pytest.approx(float(theirs), rel=1e-6)
-    assert_gradients(family.model, family.bare)
+    assert_computed_as_by_the_library(family, packed)
 
 
 def test_a_batch_of_text_trains_the_vision_model_with_zeros(family: Family) -> None:

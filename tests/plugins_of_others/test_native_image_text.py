@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from transformers import AutoModelForImageTextToText, CLIPImageProcessor, LlavaP
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import make_model
 from crosstrain.utils.errors import ConfigError
-from fixtures_ranks import make_trainer, run_ranks, train
+from fixtures_ranks import begin, run_ranks, train
 
 HERE = Path(__file__).parent
 SPECIAL = ["<pad>", "</s>", "<image>", "<unk>"]
@@ -75,20 +74,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def begin(project: str, folder: str) -> tuple[dict[str, Any], list[list[dict[str, np.ndarray]]]]:
-    """The initial weights without padding, and the micro batches of each step."""
-    trainer = make_trainer(project, (f"run.output_dir={folder}",))
-    stream, weights = trainer.batches(), trainer.runner.model.weights
-    data = [[{k: v.numpy() for k, v in micro.data.items()} for micro in next(stream)] for _ in range(STEPS)]
-    shapes = {name: weights.logical_shape(name, p.shape) for name, p in weights.parameters().items()}
-    initial = {n: p.detach()[tuple(map(slice, shapes[n]))].numpy() for n, p in weights.parameters().items()}
-    trainer.runner.close()
-    return initial, data
-
-
 def test_losses_are_those_of_a_bare_loop(project: Path) -> None:
     run = train(project, "alone")
-    ((initial, data),) = run_ranks(1, begin, str(project), str(project.parent / "read"))
+    ((initial, data),) = run_ranks(1, begin, str(project), str(project.parent / "read"), STEPS)
     model = AutoModelForImageTextToText.from_pretrained(run.checkpoint(STEPS)).train()  # of transformers, as published
     parameters = dict(model.named_parameters())
     assert parameters.keys() == initial.keys()

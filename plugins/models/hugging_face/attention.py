@@ -90,6 +90,7 @@ class Documents:
     length: int  # tokens per row
     starts: list[int]  # start of each document in the flattened rows, then the total number of tokens
     context: Context | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tokens
     seen: set[int] = field(default_factory=set)
 
     @classmethod
@@ -105,7 +106,9 @@ class Documents:
             found = (position_ids.flatten() == 0).nonzero().flatten().tolist()
             assert set(starts) <= set(found), "a row begins with a document"
             starts = found
-        return cls(rows, length, [*starts, rows * length], context) if len(starts) > rows or context else None
+        if len(starts) == rows and context is None:
+            return None
+        return cls(rows, length, [*starts, rows * length], context, position_ids.device)
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """Yield (row, slice within the row) of each document, in order."""
@@ -125,8 +128,11 @@ class Documents:
         if len(lengths) == self.rows or len(lengths) * longest > _MOST_PADDING * tokens:
             return None
         starts, steps = torch.tensor(self.starts[:-1])[:, None], torch.arange(longest)
-        rows = (starts + steps).clamp(max=tokens - 1)
-        return rows, (steps < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
+        rows, back = (
+            (starts + steps).clamp(max=tokens - 1),
+            (steps < torch.tensor(lengths)[:, None]).flatten().nonzero(),
+        )
+        return rows.to(self.device), back[:, 0].to(self.device)
 
     def numbers(self) -> Tensor:
         """Return the document index of each token [batch, length], counted from 1."""
@@ -230,7 +236,7 @@ def _each_apart(
         return None if mask is None else (mask[row : row + 1] if mask.shape[0] > 1 else mask)[..., place, place]
 
     if mask is None and position_bias is None and not kwargs.get("dropout") and documents.as_rows is not None:
-        rows, back = (places.to(query.device) for places in documents.as_rows)
+        rows, back = documents.as_rows
         parts = (x.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2) for x in (query, key, value))
         found = _sdpa(module, *parts, None, **kwargs)[0].flatten(0, 1)[back]
         return found.view(query.shape[0], query.shape[2], *found.shape[1:]), None
