@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
         TransformersWeights,
     )
     from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
+    from crosstrain_plugins.builtin.objectives.episode import Environment, Episode, Reward, RewardOptions
     from crosstrain_plugins.builtin.optimizers.matrix_optimizer import MatrixOptimizer
     from crosstrain_plugins.builtin.runners.sharding import check_elementwise
     from crosstrain_plugins.builtin.runners.used_parameters import UsedParameters
@@ -105,7 +106,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
-    from crosstrain.modeling.objective import Objective, Policy, log_probabilities
+    from crosstrain.modeling.objective import Completion, Objective, Policy, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
     from crosstrain.modeling.structure import Ends, Structure
     from crosstrain.modeling.weights import Export, Merge, Quantized, ReadParameter, Weights

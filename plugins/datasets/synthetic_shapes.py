@@ -25,14 +25,18 @@ from crosstrain import (
 
 from ..commands.prepare.prepare import new_folder, output_lock
 from .image_text import ImageText
-from .synthetic_scenes import describe, draw_scene, render, words
+from .synthetic_scenes import CELL, describe, draw_scene, render, words
 from .webdataset import expand
 
 # (end of the phase in percent of the training pictures, (minimum, maximum) number of objects in a picture)
 _CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]
 _PER_SHARD = 5_000  # pictures
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_OF_IMAGES = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+# Attributes of the tokenizer that InternVL's processor reads -> tokens
+_OF_IMAGES = {
+    "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}  # fmt: skip
 _UNKNOWN = "<|unknown|>"  # token for all other words
 _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -42,7 +46,7 @@ _CHATML = (
 _WITH_IMAGES = _CHATML.replace(
     " + m['content'] + '<|im_end|>'",
     " }}{% for part in m['content'] %}{% if part['type'] == 'image' %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '<IMG_CONTEXT>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{{ '<|im_end|>'",
 )
 
@@ -51,7 +55,7 @@ _WITH_IMAGES = _CHATML.replace(
 class Shapes(ImageText):
     """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 51 tokens.
 
-    The folder `path`/processor has a processor of Qwen2-VL, for models that take one (`processor`).
+    The folder `path`/processor has a processor of InternVL, for models that take one (`processor`).
 
     The splits are train, val and test. With the option `novel`, every picture of the test split has a combination of
     colour and shape that never occurs in training.
@@ -147,19 +151,25 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_processor(folder: Path) -> None:
-    """Write a processor of Qwen2-VL to `folder`/processor: 36 patches, and 9 tokens, for an image of 48 x 48 pixels."""
-    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+    """Write a processor of InternVL to `folder`/processor: an image of 48 x 48 pixels becomes 9 tokens."""
+    from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor, PreTrainedTokenizerFast
 
-    sizes: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 1}
-    images = Qwen2VLImageProcessor(size={"shortest_edge": 48 * 48, "longest_edge": 48 * 48}, **sizes)
+    size = {"height": 3 * CELL, "width": 3 * CELL}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_backend([*_SPECIAL, *_OF_IMAGES]),
+        tokenizer_object=_backend([*_SPECIAL, *_OF_IMAGES.values()]),
         eos_token="<|im_end|>",
         unk_token=_UNKNOWN,
         pad_token=_SPECIAL[0],
+        extra_special_tokens=_OF_IMAGES,
         clean_up_tokenization_spaces=False,
     )
-    processor = Qwen2VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**sizes), chat_template=_WITH_IMAGES)
+    processor = InternVLProcessor(
+        GotOcr2ImageProcessor(size=size, crop_to_patches=False),
+        tokenizer,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=9,
+        chat_template=_WITH_IMAGES,
+    )
     processor.save_pretrained(folder / "processor")
 
 

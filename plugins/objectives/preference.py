@@ -13,7 +13,7 @@ from crosstrain import IGNORE_INDEX, Batch, Objective, PositiveFloat, log_probab
 _REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
-class _OfPairs(Objective):
+class OfPairs(Objective):
     """Base class of objectives on pairs of rows.
 
     Rows 2 i are chosen answers, and rows 2 i + 1 are rejected answers, unless a subclass defines a different layout.
@@ -32,7 +32,7 @@ class _OfPairs(Objective):
 
 
 @registry.register_objective("dpo")
-class DPO(_OfPairs):
+class DPO(OfPairs):
     """Direct preference optimization (Rafailov et al., 2023, equation 7); the initial model is the reference."""
 
     @dataclass
@@ -55,7 +55,7 @@ class DPO(_OfPairs):
 
 
 @registry.register_objective("orpo")
-class ORPO(_OfPairs):
+class ORPO(OfPairs):
     """Odds ratio preference optimization (Hong et al., 2024, equations 6 and 7); needs no reference model.
 
     The likelihood of a sequence is the geometric mean of its token probabilities. The cross-entropy of a pair is the
@@ -80,7 +80,7 @@ class ORPO(_OfPairs):
 
 
 @registry.register_objective("kto")
-class KTO(_OfPairs):
+class KTO(OfPairs):
     """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), on answers labelled good or bad.
 
     Rows 2 i are the labelled answers. Rows 2 i + 1 combine the same prompts with answers to different prompts. As in

@@ -32,7 +32,7 @@ from crosstrain import (
 PLUS, EQUALS, END, VOCABULARY = 10, 11, 12, 13  # tokens; 0 to 9 are digits
 
 
-@registry.register_dataset("arithmetic")
+@registry.register_dataset("digit_sums")
 class Arithmetic(Dataset):
     """Sums of two digits below a limit, as prompts with their answers."""
 
@@ -57,7 +57,7 @@ class Arithmetic(Dataset):
         return {"input_ids": np.array([a, PLUS, b, EQUALS]), "answer": np.array((a + b) % 10)}
 
 
-@registry.register_objective("grpo")
+@registry.register_objective("short_grpo")
 class GRPO(Objective):
     """Clipped policy gradient with advantages relative to a prompt's own completions, and a divergence from the start.
 
@@ -78,7 +78,7 @@ class GRPO(Objective):
     row_layout = "prompts"
     unit = "sampled tokens"
     fields = ("advantages", "old", "reference", "answer")
-    keeps_reference = True
+    keeps = ("reference",)
 
     def begin_step(self, step: Step, policy: Policy) -> Step:
         for micro in step:
@@ -88,15 +88,19 @@ class GRPO(Objective):
     def sampled(self, micro: MicroBatch, policy: Policy) -> Batch:
         """The micro batch with a row for each completion, its advantage, and log-probabilities before the update."""
         options, prompts = self.options, micro.data["input_ids"]
-        completions = policy.generate(micro, options.completions, options.max_new_tokens, options.temperature, (END,))
+        keys = [(number, i) for number in micro.numbers for i in range(options.completions)]
         prompts = prompts.repeat_interleave(options.completions, 0)
+        samples = [{"input_ids": prompt.numpy()} for prompt in prompts]
+        found = policy.generate(samples, keys, options.max_new_tokens, options.temperature, (END,))
+        completions = [completion.tokens for completion in found]
         answers = micro.data["answer"].repeat_interleave(options.completions)
         rewards = torch.tensor([self.reward(c, int(a)) for c, a in zip(completions, answers, strict=True)])
         self.record("reward", rewards)
         batch = rows(prompts, completions, options.max_new_tokens)
         batch["advantages"] = advantages(rewards.view(-1, options.completions)).flatten()
         batch["old"] = policy.log_probabilities(batch)
-        batch["reference"] = policy.reference_log_probabilities(batch) if options.kl else batch["old"]
+        with policy.kept("reference"):
+            batch["reference"] = policy.log_probabilities(batch)
         return batch
 
     def reward(self, completion: list[int], answer: int) -> float:

@@ -134,6 +134,10 @@ OPTIONS["image_text_shapes"] = (
     "datasets.shapes.held_out=8",
     "datasets.shapes.path=data/seen",
 )
+_SUMS = ("datasets.sums.path=data/sums",)
+OPTIONS["arithmetic_guesses"] = _SUMS
+_FIRST = yaml.safe_load((ROOT / "projects" / "arithmetic_guesses.yaml").read_text())["model"]["config"]
+OPTIONS["grpo_arithmetic"] = (*_SUMS, "model.pretrained=null", f"model.config={json.dumps(_FIRST)}")
 _TINY = yaml.safe_load((ROOT / "projects" / "image_text_shapes.yaml").read_text())["model"]["config"]
 _LARGE = ("qwen2_5_vl_7b_lora", "qwen3_vl_30b_a3b", "llava_onevision_7b", "internvl_8b")
 for _name in _LARGE:  # with the tiny model and its processor

@@ -82,6 +82,8 @@ class Registry:
     register_dataset = partialmethod(register, "dataset")
     register_processor = partialmethod(register, "processor")
     register_objective = partialmethod(register, "objective")
+    register_reward = partialmethod(register, "reward")
+    register_environment = partialmethod(register, "environment")
     register_optimizer = partialmethod(register, "optimizer")
     register_lr_scheduler = partialmethod(register, "lr_scheduler")
     register_reader = partialmethod(register, "reader")

@@ -20,7 +20,6 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.skip_ranges import Ranges, show
 from crosstrain.data.skip_ranges import numbers as sample_numbers
-from crosstrain.modeling.base import count_targets
 from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
@@ -169,13 +168,13 @@ def evaluation_batches(
     dp_size: int,
     max_samples: int | None = None,
     num_workers: int = 0,
-    num_targets: Callable[[Batch], int] = lambda _: 0,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[MicroBatch, bool]]:
     """Yield the first `max_samples` samples in evaluation order, each once, as pairs (micro batch, counts).
 
     Every rank gets the same number of micro batches, because a forward pass may be a collective. A rank with too few
-    samples gets the first samples of the split again, with `counts` false. vocab_size: see `training_steps`.
+    samples gets the first samples of the split again, with `counts` false. Targets are not counted. vocab_size: see
+    `training_steps`.
     """
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     # First sample of each micro batch of this rank; past the end of the split if only other ranks have samples left.
@@ -185,4 +184,4 @@ def evaluation_batches(
     batches = _batches(dataset, 0, order, [list(numbers) for numbers in mine], num_workers)
     for start, numbers, data in zip(starts, mine, batches, strict=True):
         _check_ids(dataset, data, numbers, order, vocab_size)
-        yield MicroBatch(numbers[0], data, count_targets(num_targets, data)), start < total
+        yield MicroBatch(numbers[0], data, 0, tuple(numbers)), start < total

@@ -67,10 +67,10 @@ class TextTokenizer:
     def _process(self) -> LimitedProcess:
         return LimitedProcess(self.compute, "the tokenizer")
 
-    def compute(self, given: list[str] | tuple[list[int], bool]) -> Any:
-        """Encode texts as arrays, or decode (ids, skip special tokens), in this process."""
+    def compute(self, given: list[str] | tuple[list[list[int]], bool]) -> Any:
+        """Encode texts as arrays, or decode (rows of IDs, skip special tokens), in this process."""
         if isinstance(given, tuple):
-            return self.backend.decode(given[0], skip_special_tokens=given[1])
+            return self.backend.decode_batch(given[0], skip_special_tokens=given[1])
         return [array("I", e.ids) for e in self.backend.encode_batch_fast(given, add_special_tokens=False)]
 
     def encode(self, text: str) -> list[int]:
@@ -82,7 +82,11 @@ class TextTokenizer:
 
     def decode(self, ids: list[int], *, words: bool = False) -> str:
         """Decode IDs in a separate process with limits. words: skip special tokens."""
-        return self._process((ids, words), len(ids))
+        return self.decode_batch([ids], words=words)[0]
+
+    def decode_batch(self, rows: list[list[int]], *, words: bool = False) -> list[str]:
+        """Decode rows of IDs in a separate process with limits. words: skip special tokens."""
+        return self._process((rows, words), sum(map(len, rows)))
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers' AutoTokenizer.from_pretrained can open."""

@@ -1,7 +1,7 @@
 """Build the configured runner, model, optimizer and learning-rate schedule, for training and for evaluation."""
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from crosstrain.config.schema import Component, OptionError
 from crosstrain.distributed.group import Group
 from crosstrain.engine.checks import check_held
 from crosstrain.engine.float8 import convert
-from crosstrain.engine.held_state import REFERENCE
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner, runner_class
 from crosstrain.modeling import activation_checkpointing
@@ -60,8 +59,6 @@ def make_objective(config: Config, model: Model) -> Objective:
     chosen = config.run.objective
     made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
     made.attach(model)
-    if made.makes_samples and config.run.eval_interval is not None:
-        raise ConfigError("run.eval_interval: the objective generates samples only in training; use null")
     return made
 
 
@@ -163,15 +160,16 @@ def build_model(
     names = {*whole, *buffers}
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model) if for_training else None)
-    if for_training and runner.objective.keeps_reference:
-        runner.held.keep(REFERENCE)
+    kept = runner.objective.keeps if for_training else ()
+    for kind in kept:
+        runner.held.keep(kind)
 
     shards = runner.held.shards()
     parameters = [s for s in shards if s.kind == "param"]
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        wanted = _wanted_shards(reader, shards, runner.world, config, moments=for_training and moments)
+        wanted = _wanted_shards(reader, shards, runner.world, config, kept, moments=for_training and moments)
         borrowed = load_shards(reader, wanted, pretrained, names)
     else:
         for line in pretrained.summary(names | model.weights.quantized().keys()):
@@ -186,23 +184,26 @@ def build_model(
     for earlier in trained_with:
         check_frozen(earlier, hashes)
     runner.loaded()
-    if REFERENCE in runner.held.extra and (reader is None or RUNNER + REFERENCE not in reader.kinds()):
-        runner.held.keep(REFERENCE)  # the weights at the start of training
+    for kind in kept:
+        if reader is None or RUNNER + kind not in reader.kinds():
+            runner.held.keep(kind)  # the weights at the start of training
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
 
 
-def _wanted_shards(reader: Reader, shards: list[Shard], world: Group, config: Config, *, moments: bool) -> list[Shard]:
+def _wanted_shards(
+    reader: Reader, shards: list[Shard], world: Group, config: Config, kept: Collection[str], *, moments: bool
+) -> list[Shard]:
     """Select the shards to load from a checkpoint: all stored shards, or only parameters if `moments` is False.
 
-    The weights of a reference model are always loaded. A tensor with a separate copy on each rank may be loaded from
-    one shared copy. The checkpoint may lack the runner's own tensors; tensors of other runners are ignored. With
-    `moments`, raises CheckpointError unless the checkpoint holds exactly the kinds of state that the configured
-    optimizer keeps. Collective if `moments` is True.
+    kept: the objective's copies of the weights, which are always loaded. A tensor with a separate copy on each rank may
+    be loaded from one shared copy. The checkpoint may lack the runner's own tensors; tensors of other runners are
+    ignored. With `moments`, raises CheckpointError unless the checkpoint holds exactly the kinds of state that the
+    configured optimizer keeps. Collective if `moments` is True.
     """
     found = reader.kinds()
     if not moments:
-        reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
-        return [s for s in shards if s.kind == "param"] + as_stored(found, reference)
+        copies = [s for s in shards if s.kind in {RUNNER + kind for kind in kept}]
+        return [s for s in shards if s.kind == "param"] + as_stored(found, copies)
     kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may have no trainable parameter
     there, here = (_optimizer_kinds(of) for of in (found, kinds))
     if there != here:

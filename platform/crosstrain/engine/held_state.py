@@ -17,8 +17,6 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
 if TYPE_CHECKING:
     from crosstrain.engine.runner import Runner
 
-REFERENCE = "reference"  # kind of the initial weights, which objectives with a reference model need
-
 
 class HeldState:
     """Describes the tensors of a rank, for checkpoints, comparisons and optimizers, without gathering them.

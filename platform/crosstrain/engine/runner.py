@@ -282,13 +282,14 @@ class Runner:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager for evaluation mode: no dropout, no gradients."""
+        """Context manager for evaluation mode: no dropout, no gradients. It may be nested."""
+        was_training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.model.train()
+            self.model.train(was_training)
 
     def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         """The model's output for a batch, valid on every rank. Validation and generation call this in `evaluating`."""

@@ -12,10 +12,13 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner, recorded_means, to_device
 from crosstrain.inference.metric import Metric
+from crosstrain.inference.policy import RunnerPolicy
 from crosstrain.modeling.base import Sums, add_sums
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
+from crosstrain.modeling.objective import Objective, Policy
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.program import blamed
+from crosstrain.utils.types import MicroBatch, Step
 from crosstrain.utils.units import disjoint
 
 
@@ -65,9 +68,9 @@ def evaluate_loss(
         dp_size=runner.dp.size,
         max_samples=max_samples,
         num_workers=num_workers,
-        num_targets=runner.objective.num_targets,
         vocab_size=model.vocab_size,
     )
+    policy = RunnerPolicy(runner, dataset)
     hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
     metrics = [metric for metric in metrics if metric.token_hits not in hits]
 
@@ -80,7 +83,9 @@ def evaluate_loss(
     mode = ForwardMode(hits=record) if hits else PLAIN
     scores = [torch.zeros(1, dtype=torch.float64)] * len(metrics)
     with runner.evaluating():
-        for micro, counts in batches:
+        for read, counts in batches:
+            micro = _begun(read, runner.objective, policy)
+            made = model.take_recorded()
             if metrics:
                 given = {key: value for key, value in micro.data.items() if key != "labels"}
                 outputs, batch = runner.evaluate(given).float(), to_device(micro.data, runner.device)
@@ -94,6 +99,7 @@ def evaluate_loss(
             if counts:
                 total += loss
                 targets += micro.num_targets
+                add_sums(recorded, made)
                 add_sums(recorded, model.take_recorded())
     flat = [number for score in scores for number in score.tolist()]
     total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat, tag="validation loss")
@@ -102,3 +108,12 @@ def evaluate_loss(
         with blamed(f"run.metrics: {type(metric).__name__} failed in values"):
             more = disjoint(more, metric.values(list(islice(rest, len(score)))))
     return LossMetrics(total / max(targets, 1), int(targets), runner.objective.targets, more)
+
+
+def _begun(micro: MicroBatch, objective: Objective, policy: Policy) -> MicroBatch:
+    """Return the micro batch as the objective evaluates it, with its targets counted."""
+    step = Step([micro])
+    step.numbers = list(micro.numbers)
+    (begun,) = objective.begin_step(step, policy)
+    begun.num_targets = objective.num_targets(begun.data)
+    return begun

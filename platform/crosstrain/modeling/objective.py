@@ -1,36 +1,65 @@
 """The interface of objective plugins: the loss that training minimizes. The default is the targets' cross-entropy."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
 from crosstrain.modeling.base import Model, count_targets
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
 from crosstrain.utils.errors import ConfigError
-from crosstrain.utils.types import Batch, MicroBatch, Step
+from crosstrain.utils.types import Batch, Sample, Step
+
+if TYPE_CHECKING:
+    from crosstrain.data.dataset import Dataset
+
+
+@dataclass
+class Completion:
+    """Tokens that a policy sampled, and the log-probability of each token when it was sampled."""
+
+    tokens: list[int]
+    log_probabilities: list[float]
 
 
 class Policy(Protocol):
     """The model with its current weights, under any runner. All methods are collective."""
 
-    def generate(
-        self, prompts: MicroBatch, n: int, max_new_tokens: int, temperature: float = 1.0, ends: Sequence[int] = ()
-    ) -> list[list[int]]:
-        """Generate `n` completions per row of `input_ids`, grouped by row.
+    dataset: Dataset  # dataset of the prompts, with the tokenizer and the tokens that end an answer
 
-        A completion stops after a token in `ends`, or after `max_new_tokens` tokens. If the batch has an
-        `attention_mask` [rows, length], the mask marks the tokens of the prompts. The random numbers depend only on the
-        run's seed, the sample's position in the training order and the completion's index.
+    def generate(
+        self, prompts: Sequence[Sample], keys: Sequence[tuple[int, ...]], max_new_tokens: int,
+        temperature: float = 1.0, ends: Sequence[int] = (),
+    ) -> list[Completion]:  # fmt: skip
+        """Generate a completion of each prompt, a sample without labels. Temperature 0 chooses the likeliest tokens.
+
+        A completion stops after a token in `ends`, or after `max_new_tokens` tokens. Its random numbers depend only on
+        the run's seed and its key, such as (sample number, index of the completion). A rank may have no prompts. Raises
+        ConfigError if a prompt leaves no room for `max_new_tokens` tokens.
         """
 
     def log_probabilities(self, batch: Batch) -> Tensor:
-        """Compute log-probabilities [rows, length] of the `labels`, fp32 on the CPU; 0 at positions without a label."""
+        """Compute log-probabilities [rows, length] of the `labels`, fp32 on the CPU; 0 at positions without a label.
 
-    def reference_log_probabilities(self, batch: Batch) -> Tensor:
-        """Compute log-probabilities with the run's initial weights. The objective must set `keeps_reference`."""
+        If the objective has `token_losses`, these are the negated token losses.
+        """
+
+    def outputs(self, batch: Batch, mode: ForwardMode) -> Tensor:
+        """Compute what `mode` asks for, without gradients, on the CPU."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks with different samples, in the order of the ranks."""
+
+    def keep(self, kind: str) -> None:
+        """Replace the copy of the weights called `kind`, one of the objective's `keeps`, with the current weights."""
+
+    def kept(self, kind: str) -> AbstractContextManager[None]:
+        """Return a context manager in which the policy has the weights called `kind`."""
 
 
 class Objective:
@@ -47,7 +76,8 @@ class Objective:
     unit: ClassVar[str | None] = None  # name of the terms that `loss` sums, such as pairs; None: `Model.targets`
     # rows, tokens: the batch field `reference` holds log-probabilities per row or token, computed before training
     needs_reference: ClassVar[Literal["rows", "tokens"] | None] = None
-    keeps_reference: ClassVar = False  # True: keep the initial weights for `Policy.reference_log_probabilities`
+    # names of copies of the weights, made before training and saved in checkpoints; see `Policy.keep`
+    keeps: Sequence[str] = ()
     model: Model
 
     def __init__(self, options: Any) -> None:
@@ -58,7 +88,8 @@ class Objective:
     def begin_step(self, step: Step, policy: Policy) -> Step:
         """Return the micro batches to train on; default: `step`, from the dataset. Called before targets are counted.
 
-        The number of micro batches and their `numbers` must not change.
+        The number of micro batches and their `numbers` must not change. Validation calls this method with one micro
+        batch; `model.training` is then False.
         """
         return step
 
@@ -110,7 +141,8 @@ class Objective:
         """Return keyword arguments with which the model's forward returns the `loss`, or the result for `mode`."""
         given = {name: value for name, value in batch.items() if name not in self.fields}
         if "labels" in batch and mode.reduce is None and not self.is_plain:
-            mode = replace(mode, reduce=partial(self._reduced, batch=batch))
+            if type(self).loss is not Objective.loss:  # otherwise the logits are computed once, not twice
+                mode = replace(mode, reduce=partial(self._reduced, batch=batch))
             if self.token_losses is not None:
                 mode = replace(mode, token_losses=partial(self.token_losses, batch=batch))
         return given | mode.arguments()

@@ -19,12 +19,12 @@ from crosstrain.data.loader import training_steps
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.inference.policy import RunnerPolicy
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
 from crosstrain.training.callback import HookKinds, Hooks
 from crosstrain.training.hook_order import AFTER_CALLBACKS, BEFORE_CALLBACKS
-from crosstrain.training.policy import RunnerPolicy
 from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log
@@ -185,7 +185,8 @@ class Trainer:
             vocab_size=self.runner.model.vocab_size,
             consecutive=self.runner.capabilities.consecutive_micro_batches,
         )
-        objective, policy, timers = self.runner.objective, RunnerPolicy(self.runner), self.runner.timers
+        objective, timers = self.runner.objective, self.runner.timers
+        policy = RunnerPolicy(self.runner, self.dataset)
         for read in steps:
             begun = time.perf_counter()
             step = objective.begin_step(read, policy)

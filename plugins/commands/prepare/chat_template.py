@@ -172,7 +172,7 @@ class ChatTemplate:
         of the conversation is a prefix of `text`.
         """
         prompt = self.render(messages[:number], tools, answering=True)
-        turn = self.render(messages[: number + 1], tools)
+        turn = text if number + 1 == len(messages) else self.render(messages[: number + 1], tools)
         refuse_if(
             not turn.startswith(prompt),
             f"the prompt for turn {number + 1} is not a prefix of the conversation up to that turn, so the "
@@ -233,7 +233,8 @@ class ChatTemplate:
         """
         bounds = [0, *itertools.chain(*spans), len(text)]
         texts = [text[start:stop] for start, stop in itertools.pairwise(bounds)]
-        parts = [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
+        # One by one: a batch would start threads, which takes longer than these short texts.
+        parts = [self.backend.encode(part, add_special_tokens=False).ids for part in texts]
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
             return ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part]

@@ -1,0 +1,90 @@
+"""The model as a policy, for objectives that generate samples during training."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crosstrain.data.dataset import Dataset
+from crosstrain.distributed.group import Group
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.decoder import DecodeState
+from crosstrain.inference.generation import Sampling, as_prompt, choose
+from crosstrain.modeling.forward_mode import ForwardMode
+from crosstrain.modeling.objective import Completion
+from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.rng import generator
+from crosstrain.utils.types import Batch, Sample
+
+
+class RunnerPolicy:
+    """Implements `modeling.objective.Policy` with a runner. All ranks call the methods together."""
+
+    def __init__(self, runner: Runner, dataset: Dataset) -> None:
+        self._runner, self.dataset = runner, dataset
+        # A forward may contain collectives, so these ranks decode together until all their completions have ended.
+        self._ranks = runner.dp if runner.capabilities.exact else Group()
+
+    def generate(
+        self, prompts: Sequence[Sample], keys: Sequence[tuple[int, ...]], max_new_tokens: int,
+        temperature: float = 1.0, ends: Sequence[int] = (),
+    ) -> list[Completion]:  # fmt: skip
+        """Return a completion of each prompt; see `Policy.generate`."""
+        runner, sampling = self._runner, Sampling(temperature=temperature)
+        wanted = len(prompts)
+        if not prompts:  # the forward may be collective
+            prompts, keys = [as_prompt([], 0)], [()]
+        longest, limit = max(len(prompt["input_ids"]) for prompt in prompts), runner.model.max_length
+        if limit is not None and longest + max_new_tokens > limit:
+            raise ConfigError(
+                f"run.objective: a prompt has {longest} tokens and the model takes at most {limit}, so there is no "
+                f"room for {max_new_tokens} more; lower max_new_tokens"
+            )
+        random = [generator(runner.run.seed, "policy", *key) for key in keys]
+        completions = [Completion([], []) for _ in keys]
+        with runner.timers("generate"), runner.evaluating():
+            state = DecodeState(runner, prompts)
+            for _ in range(max_new_tokens):
+                logits = state.logits().cpu()
+                tokens = choose(logits, sampling, random)
+                chances = (logits / (temperature or 1.0)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+                for completion, token, chance in zip(completions, tokens.tolist(), chances.tolist(), strict=True):
+                    if not completion.tokens or completion.tokens[-1] not in ends:
+                        completion.tokens.append(token)
+                        completion.log_probabilities.append(chance)
+                going = any(completion.tokens[-1] not in ends for completion in completions)
+                if not self._ranks.all_reduce_sum(going)[0]:
+                    break
+                state.append(tokens)
+        return completions[:wanted]
+
+    def outputs(self, batch: Batch, mode: ForwardMode) -> Tensor:
+        """Compute what `mode` asks for, without gradients, on the CPU."""
+        with self._runner.evaluating():
+            return self._runner.evaluate(batch, mode).float().cpu()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks with different samples."""
+        return self._ranks.all_gather(value)
+
+    def log_probabilities(self, batch: Batch) -> Tensor:
+        """Return log-probabilities [rows, length] of the labels; see `Policy.log_probabilities`."""
+        of_tokens = self._runner.objective.token_losses
+        losses = None if of_tokens is None else partial(of_tokens, batch=batch)
+        return self.outputs(batch, ForwardMode(reduce=torch.neg, token_losses=losses))
+
+    def keep(self, kind: str) -> None:
+        """Replace the copy of the weights called `kind` with the current weights."""
+        self._runner.held.keep(kind)
+
+    @contextmanager
+    def kept(self, kind: str) -> Iterator[None]:
+        """Compute with the copy of the weights called `kind`."""
+        self._runner.held.swap(kind)
+        try:
+            yield
+        finally:
+            self._runner.held.swap(kind)

@@ -1,0 +1,77 @@
+"""Prompts with reference answers, for objectives that sample answers while they train."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, SampleError, Split, registry
+
+from ..commands.prepare.chat import ChatSource
+from ..commands.prepare.chat_template import ChatTemplate, load_with_template, refuse_if
+from .chat import ConversationDataset, ConversationOptions
+
+_TURNS = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+
+
+@registry.register_dataset("prompts")
+class Prompts(ConversationDataset):
+    """Conversations whose last assistant turn is the reference answer; everything before it is the prompt.
+
+    A sample has the tokens of the prompt, `input_ids` [length], and of the reference answer, `answer`. Objectives get
+    the batches of `collate`, and call `texts` and `reply`.
+    """
+
+    row_layout = "prompts"
+
+    @classmethod
+    def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
+        return ChatSource(paths, tokenizer, "last", options.seq_length)
+
+    def __init__(self, options: ConversationOptions, split: Split) -> None:
+        super().__init__(options, split)
+        self.tokenizer, self._folder = load_with_template(options.tokenizer, options.chat_template)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def numbers(self, index: int) -> list[int]:
+        return [index]
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        ids, targets = self.tokens(index)
+        first = int((targets != IGNORE_INDEX).argmax())
+        return {"input_ids": ids[:first], "answer": ids[first:]}
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """Return `input_ids` and `answer`, each [rows, longest]; shorter rows end with IGNORE_INDEX."""
+        batch = {}
+        for key in ("input_ids", "answer"):
+            rows = [torch.from_numpy(sample[key]) for sample in samples]
+            batch[key] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX)
+        return batch
+
+    def texts(self, rows: list[list[int]]) -> list[str]:
+        """Decode rows of tokens, without special tokens."""
+        return self.tokenizer.decode_batch(rows, words=True)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._folder)
+
+    def reply(self, role: str, text: str) -> list[int]:
+        """Return the tokens from the end of an assistant's turn to the start of its next turn, around a turn of `role`.
+
+        Raises SampleError if the text contains a special token, and DataError if the template does not take the turn.
+        """
+        template, turn = self._template, {"role": role, "content": text}
+        template.check([turn], None)
+        try:
+            before, spans, _ = template.located(_TURNS, None)
+            whole, stop = template.render([*_TURNS, turn], answering=True), spans[0][1]
+            refuse_if(whole[:stop] != before[:stop], "it renders earlier turns differently when a turn follows")
+        except SampleError as error:
+            raise DataError(f"chat_template: it takes no turn of the role {role} after an answer ({error})") from None
+        return template.tokens(whole[stop:], [])[0]

@@ -1,0 +1,273 @@
+"""Policy gradients on completions that the policy samples while it trains: GRPO and its relatives."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from crosstrain import (
+    IGNORE_INDEX,
+    Batch,
+    Component,
+    Fraction,
+    MicroBatch,
+    NonNegativeFloat,
+    Objective,
+    OptionError,
+    Policy,
+    PositiveFloat,
+    PositiveInt,
+    Step,
+    TrainingError,
+    registry,
+)
+
+from .episode import Episode, Player, Reward, batch_of
+
+_REFERENCE, _SAMPLER = "reference", "sampler"  # copies of the weights
+_EPSILON = 1e-4  # added to the standard deviation of rewards
+Advantage = Literal["standardized", "centered", "leave_one_out", "reward"]
+Average = Literal["completions", "tokens", "sum", "budget"]
+Ratio = Literal["token", "completion", "detached"]
+
+
+@registry.register_objective("grpo")
+class GRPO(Objective):
+    """Group relative policy optimization (Shao et al., 2024, equation 3).
+
+    In validation, each prompt gets one greedy completion, and the loss is minus the mean reward.
+    """
+
+    @dataclass
+    class Options:
+        """Rewards, sampling and the loss; the defaults are those of the paper, without the divergence."""
+
+        rewards: list[Annotated[Component, "reward"]]  # an episode's reward is their weighted sum
+        completions: PositiveInt = 8  # completions per prompt
+        max_new_tokens: PositiveInt = 256  # per turn
+        temperature: PositiveFloat = 1.0  # of sampling, and of the probabilities in the loss
+        # standardized: (reward - mean) / (standard deviation + 1e-4) over a prompt's completions; centered: reward -
+        # mean; leave_one_out: reward - mean of the others; reward: the reward itself
+        advantage: Advantage = "standardized"
+        # completions: mean over completions of the mean over a completion's tokens; tokens: mean over all tokens; sum:
+        # mean over completions of the sum over tokens; budget: this sum divided by the limit of tokens
+        average: Average = "completions"
+        # token: ratio of probabilities of a token; completion: geometric mean over a completion (GSPO); detached: a
+        # factor of the token's log-probability, without gradient (CISPO)
+        ratio: Ratio = "token"
+        clip: Fraction = 0.2  # ratios below 1 - clip get no gradient
+        clip_high: NonNegativeFloat | None = None  # the same for ratios above 1 + clip_high; None: clip
+        kl: NonNegativeFloat = 0.0  # weight of the divergence from the weights before training; 0: no copy is kept
+        sampler_steps: PositiveInt = 1  # the sampling weights are renewed every n steps, so they are up to n - 1 old
+        # upper limit of the factor that corrects for the sampler's rounding: p(learner) / p(sampler) (Yao et al., 2025)
+        correction: PositiveFloat = 2.0
+        skip_equal: bool = False  # leave out prompts whose completions all have the same reward (DAPO)
+        skip_unfinished: bool = False  # leave out completions without an end token (DAPO)
+        turns: PositiveInt = 1  # maximum turns of the policy per episode; more than 1 need an environment
+        environment: Annotated[Component, "environment"] | None = None  # replies to the policy's turns
+        # exact: fail unless the learner's log-probabilities have the same bits as the sampler's
+        parity: Literal["measured", "exact"] = "measured"
+
+        def __post_init__(self) -> None:
+            if not self.rewards:
+                raise OptionError("rewards", "needs at least one reward, such as [{name: answer}]")
+            if self.turns > 1 and self.environment is None:
+                raise OptionError("turns", f"{self.turns} turns need an environment that replies; set environment")
+
+    options: Options
+    row_layout = "prompts"
+    fields = ("answer", "sampled", "advantages", "old", "reference", "reward", "counts")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.rewards: dict[str, Reward] = {r.name: registry.get("reward", r.name)(r.options) for r in options.rewards}
+        world = options.environment
+        environment = None if world is None else registry.get("environment", world.name)(world.options)
+        self.player = Player(options.max_new_tokens, options.turns, environment)
+        stale = options.sampler_steps > 1
+        self.keeps: Sequence[str] = (_REFERENCE,) * (options.kl > 0) + (_SAMPLER,) * stale
+        if options.temperature != 1:
+            self.token_losses = self._tempered
+
+    @property
+    def unit(self) -> str:  # type: ignore[override]
+        return "sampled tokens" if self.options.average == "tokens" and self.model.training else "completions"
+
+    # ---- sampling
+
+    def begin_step(self, step: Step, policy: Policy) -> Step:
+        training, every = self.model.training, self.options.sampler_steps
+        if training and every > 1 and step.numbers[0] // len(step.numbers) % every == 0:
+            policy.keep(_SAMPLER)
+        with policy.kept(_SAMPLER) if training and every > 1 else nullcontext():
+            for micro in step:
+                micro.data = self._sampled(micro, policy)
+        if training and self.options.kl:
+            with policy.kept(_REFERENCE):
+                for micro in step:
+                    micro.data["reference"] = policy.log_probabilities(micro.data)
+        return step
+
+    def _sampled(self, micro: MicroBatch, policy: Policy) -> Batch:
+        """Return the micro batch with a row for each completion."""
+        options, training = self.options, self.model.training
+        n, temperature = (options.completions, options.temperature) if training else (1, 0.0)
+        episodes = self.player.play(micro, policy, n, temperature)
+        rewards = self._rewards(episodes).view(-1, n)
+        batch = batch_of(episodes, self.model.max_length)
+        counts = torch.ones(len(episodes))
+        if training and options.skip_equal:
+            counts = (rewards.amax(1) > rewards.amin(1)).float().repeat_interleave(n)
+        if training and options.skip_unfinished:
+            counts *= torch.tensor([float(episode.ended) for episode in episodes])
+        batch |= {"reward": rewards.flatten(), "counts": counts}
+        batch["advantages"] = advantages(rewards, options.advantage).flatten()
+        if training and (options.sampler_steps > 1 or options.parity == "exact"):
+            batch["old"] = policy.log_probabilities(batch)
+            if options.parity == "exact" and not torch.equal(batch["old"], batch["sampled"]):
+                difference = (batch["old"] - batch["sampled"]).abs().max()
+                raise TrainingError(
+                    f"run.objective.parity: the learner's log-probabilities differ from the sampler's by up to "
+                    f"{difference:.1e}; use parity: measured"
+                )
+        return batch
+
+    def _rewards(self, episodes: list[Episode]) -> Tensor:
+        """Return the weighted sums of the rewards [episodes], and record their parts."""
+        total = torch.zeros(len(episodes))
+        for name, reward in self.rewards.items():
+            values = torch.tensor(reward.of_all(episodes))
+            total += reward.options.weight * values
+            self.record(f"reward/{name}", values)
+        self.record("reward", total)
+        self.record("length", torch.tensor([float(episode.length) for episode in episodes]))
+        self.record("finished", torch.tensor([float(episode.ended) for episode in episodes]))
+        return total
+
+    # ---- the loss
+
+    def units(self, batch: Batch) -> int:
+        if "labels" not in batch or not self.model.training:
+            return len(batch["input_ids"])
+        if self.options.average == "tokens":
+            return int(((batch["labels"] != IGNORE_INDEX) & (batch["counts"] > 0)[:, None]).sum())
+        return int(batch["counts"].sum())
+
+    def loss(self, losses: Tensor, batch: Batch) -> Tensor:
+        if not self.model.training:
+            return -batch["reward"].sum()
+        options, now = self.options, -losses
+        targets = batch["labels"] != IGNORE_INDEX
+        lengths = targets.sum(1, keepdim=True).clamp(min=1)
+        old = batch.get("old", now.detach())
+        gain = self._gain(now, old, targets, lengths, batch["advantages"][:, None])
+        difference = torch.where(targets, old - batch["sampled"], 0.0)
+        gain = gain * difference.exp().clamp(max=options.correction)
+        self.record("parity", difference.abs(), targets.float())
+        self.record("parity_largest", difference.abs().amax()[None])
+        if options.kl:
+            behind = torch.where(targets, batch["reference"] - now, 0.0)
+            divergence = behind.exp() - behind - 1  # Schulman's estimator, which is never negative
+            gain = gain - options.kl * divergence
+            self.record("kl", divergence.detach(), targets.float())
+        weight = batch["counts"][:, None].expand(targets.shape)
+        if options.average == "completions":
+            weight = weight / lengths
+        elif options.average == "budget":
+            weight = weight / (options.max_new_tokens * options.turns)
+        return -torch.where(targets, gain * weight, 0.0).sum()
+
+    def _gain(self, now: Tensor, old: Tensor, targets: Tensor, lengths: Tensor, advantage: Tensor) -> Tensor:
+        """Return what each token adds to the objective [rows, length], from its log-probabilities `now` and `old`."""
+        options = self.options
+        logarithm = torch.where(targets, now - old, 0.0)
+        if options.ratio == "completion":
+            logarithm = (logarithm.sum(1, keepdim=True) / lengths).expand(targets.shape)
+        ratio, high = logarithm.exp(), options.clip if options.clip_high is None else options.clip_high
+        clipped = ratio.clamp(1 - options.clip, 1 + high)
+        self.record("clipped", (ratio != clipped).float(), targets.float())
+        if options.ratio == "detached":
+            return ratio.detach().clamp(max=1 + high) * advantage * now
+        return torch.minimum(ratio * advantage, clipped * advantage)
+
+    def _tempered(self, logits: Tensor, place: slice, batch: Batch) -> Tensor:
+        """Token losses at the temperature of sampling; see `Objective.token_losses`."""
+        labels = batch["labels"].to(logits.device).flatten()[place, None]
+        scaled = (logits / self.options.temperature).log_softmax(-1)
+        return -scaled.gather(1, labels.masked_fill(labels == IGNORE_INDEX, 0))[:, 0]
+
+
+def advantages(rewards: Tensor, kind: Advantage) -> Tensor:
+    """Return the advantages of completions from their rewards; both are [prompts, completions]."""
+    n = rewards.shape[1]
+    if kind == "reward" or n == 1:
+        return rewards
+    centered = rewards - rewards.mean(1, keepdim=True)
+    if kind == "leave_one_out":
+        return centered * n / (n - 1)
+    return centered if kind == "centered" else centered / (rewards.std(1, keepdim=True) + _EPSILON)
+
+
+@registry.register_objective("dr_grpo")
+class DrGRPO(GRPO):
+    """GRPO without the biases of its normalization (Liu et al., 2025, "Understanding R1-Zero-like training")."""
+
+    @dataclass
+    class Options(GRPO.Options):
+        """Defaults of the paper."""
+
+        advantage: Advantage = "centered"
+        average: Average = "budget"
+
+
+@registry.register_objective("dapo")
+class DAPO(GRPO):
+    """Decoupled clipping, and no prompts without a difference in reward (Yu et al., 2025)."""
+
+    @dataclass
+    class Options(GRPO.Options):
+        """Defaults of the paper. Skipped prompts are not replaced with others."""
+
+        average: Average = "tokens"
+        clip_high: NonNegativeFloat | None = 0.28
+        skip_equal: bool = True
+
+
+@registry.register_objective("gspo")
+class GSPO(GRPO):
+    """Group sequence policy optimization (Zheng et al., 2025)."""
+
+    @dataclass
+    class Options(GRPO.Options):
+        """Defaults of the paper."""
+
+        ratio: Ratio = "completion"
+        clip: Fraction = 3e-4
+        clip_high: NonNegativeFloat | None = 4e-4
+
+
+@registry.register_objective("rloo")
+class RLOO(GRPO):
+    """REINFORCE with the other completions' mean reward as baseline (Ahmadian et al., 2024)."""
+
+    @dataclass
+    class Options(GRPO.Options):
+        """Defaults of the paper."""
+
+        advantage: Advantage = "leave_one_out"
+        average: Average = "sum"
+
+
+@registry.register_objective("reinforce")
+class Reinforce(GRPO):
+    """REINFORCE (Williams, 1992), without a baseline."""
+
+    @dataclass
+    class Options(GRPO.Options):
+        """Defaults of the paper."""
+
+        advantage: Advantage = "reward"
+        average: Average = "sum"

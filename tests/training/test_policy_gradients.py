@@ -1,0 +1,376 @@
+"""GRPO and its relatives: the papers' losses and gradients, tokens that are learned as sampled, and the same samples
+under every runner."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from crosstrain import Completion, Component, Environment, Episode, SampleError
+from crosstrain.config.registry import registry
+from crosstrain.utils.types import IGNORE_INDEX, MicroBatch
+from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
+
+# The same formulas in another order of operations, in fp64 but for the advantages, which are fp32.
+TOLERANCE = 5e-6
+PROMPTS, GROUP, LONGEST = 3, 4, 6
+END = 1
+
+
+def objective(name: str, training: bool = True, **options: Any) -> Any:
+    kind = registry.get("objective", name)
+    made = kind(kind.Options(rewards=[Component("format", registry.get("reward", "format").Options())], **options))
+    made.model = SimpleNamespace(training=training, max_length=None, record=lambda *_: None)
+    return made
+
+
+# ---- the papers, once more, token by token
+
+
+def rollouts(seed: int, apart: float) -> dict[str, Any]:
+    """Log-probabilities of three policies for completions of some lengths, and rewards; `apart`: how they differ."""
+    rng = torch.Generator().manual_seed(seed)
+    rows = PROMPTS * GROUP
+    lengths = torch.randint(1, LONGEST + 1, (rows,), generator=rng)
+    now = -torch.rand(rows, LONGEST, generator=rng, dtype=torch.float64) * 3
+    old, reference = (now + apart * torch.randn(now.shape, generator=rng, dtype=torch.float64) for _ in range(2))
+    rewards = torch.rand(rows, generator=rng)
+    rewards[:GROUP] = 1.0  # a prompt whose completions are all right
+    labels = torch.where(torch.arange(LONGEST) < lengths[:, None], 5, IGNORE_INDEX)
+    return {
+        "lengths": lengths, "now": now.requires_grad_(), "old": old, "reference": reference, "rewards": rewards,
+        "labels": labels,
+    }  # fmt: skip
+
+
+def advantage(rewards: list[float], i: int, kind: str) -> float:
+    mean = sum(rewards) / len(rewards)
+    if kind == "leave_one_out":
+        return rewards[i] - sum(r for j, r in enumerate(rewards) if j != i) / (len(rewards) - 1)
+    if kind == "centered":
+        return rewards[i] - mean
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    return (rewards[i] - mean) / (deviation + 1e-4)
+
+
+def by_the_paper(name: str, made: dict[str, Any], kl: float) -> Tensor:
+    """The loss to minimize; every paper states the objective to maximize."""
+    total, tokens, counted = torch.zeros((), dtype=torch.float64), 0, 0
+    kind = {"dr_grpo": "centered", "rloo": "leave_one_out"}.get(name, "standardized")
+    for row in range(PROMPTS * GROUP):
+        group = made["rewards"][row // GROUP * GROUP :][:GROUP].tolist()
+        if name == "dapo" and len(set(group)) == 1:
+            continue
+        a, length = advantage(group, row % GROUP, kind), int(made["lengths"][row])
+        now, old, reference = (made[key][row, :length] for key in ("now", "old", "reference"))
+        counted, tokens = counted + 1, tokens + length
+        if name == "gspo":
+            s = ((now - old).sum() / length).exp()
+            total = total + torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a)
+            continue
+        for t in range(length):
+            ratio = (now[t] - old[t]).exp()
+            if name == "cispo":
+                total = total + ratio.detach().clamp(max=1.2) * a * now[t]
+                continue
+            if name == "rloo":
+                total = total + a * now[t]
+                continue
+            term = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28 if name == "dapo" else 1.2) * a)
+            behind = reference[t] - now[t]
+            term = term - kl * (behind.exp() - behind - 1)
+            total = total + (term / length if name == "grpo" else term)
+    divisor = {"dapo": tokens, "cispo": tokens, "dr_grpo": counted * LONGEST}.get(name, counted)
+    return -total / divisor
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grpo": {"kl": 0.05}, "dr_grpo": {}, "dapo": {}, "gspo": {}, "rloo": {},
+    "cispo": {"ratio": "detached", "average": "tokens"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_and_gradients_are_the_papers(name: str, seed: int) -> None:
+    made = rollouts(seed, apart=0.0 if name == "rloo" else 0.002 if name == "gspo" else 0.3)
+    ours = objective("grpo" if name == "cispo" else name, max_new_tokens=LONGEST, completions=GROUP, **OPTIONS[name])
+    module = __import__(type(ours).__module__, fromlist=["advantages"])
+    rewards = made["rewards"].view(PROMPTS, GROUP)
+    equal = (rewards == rewards[:, :1]).all(1).repeat_interleave(GROUP)
+    counts = torch.where(equal & ours.options.skip_equal, 0.0, 1.0)
+    batch = {
+        "labels": made["labels"], "input_ids": made["labels"], "old": made["old"], "sampled": made["old"],
+        "reference": made["reference"], "counts": counts,
+        "advantages": module.advantages(rewards, ours.options.advantage).flatten(),
+    }  # fmt: skip
+    losses = torch.where(made["labels"] != IGNORE_INDEX, -made["now"], 0.0)
+    found = ours.loss(losses, batch) / ours.units(batch)
+    expected = by_the_paper(name, made, OPTIONS[name].get("kl", 0.0))
+    gradients = [torch.autograd.grad(loss, made["now"])[0] for loss in (found, expected)]
+    scale = gradients[1].abs().max()
+    assert (gradients[0] - gradients[1]).abs().max() <= TOLERANCE * scale
+    if name != "rloo":  # its loss has the same gradient, but is stated as a ratio
+        assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE, abs=TOLERANCE)
+
+
+def test_a_mismatch_of_the_sampler_is_corrected_up_to_a_limit() -> None:
+    made, ours = rollouts(0, 0.0), objective("reinforce", completions=GROUP)
+    batch = {
+        "labels": made["labels"], "advantages": made["rewards"], "counts": torch.ones(len(made["rewards"])),
+        "sampled": made["now"].detach() - math.log(1.5),
+    }  # fmt: skip
+    losses = torch.where(made["labels"] != IGNORE_INDEX, -made["now"], 0.0)
+    plain = batch | {"sampled": made["now"].detach()}
+    first, corrected = (ours.loss(losses, given).item() for given in (plain, batch))
+    assert corrected == pytest.approx(1.5 * first, rel=1e-6)
+    far = batch | {"sampled": made["now"].detach() - math.log(100)}
+    assert ours.loss(losses, far).item() == pytest.approx(2.0 * first, rel=1e-6)
+
+
+# ---- tokens in, tokens out
+
+
+class _Guesses:
+    """A policy that samples random tokens, and a dataset with random replies; remembers what it was given."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.dataset: Any = self
+        self.end_tokens = (END, 2)
+        self.calls: dict[tuple[int, ...], tuple[list[int], Completion]] = {}
+
+    def generate(
+        self, prompts: Any, keys: Any, max_new_tokens: int, temperature: float, ends: tuple[int, ...]
+    ) -> list[Completion]:
+        found = []
+        for prompt, key in zip(prompts, keys, strict=True):
+            tokens = self.rng.integers(0, 20, max_new_tokens).tolist()
+            stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+            found.append(Completion(tokens[:stop], (-self.rng.random(stop)).tolist()))
+            assert key not in self.calls, "the same random numbers twice"
+            self.calls[key] = prompt["input_ids"].tolist(), found[-1]
+        return found
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def texts(self, rows: list[list[int]]) -> list[str]:
+        return [" ".join(map(str, row)) for row in rows]
+
+    def reply(self, role: str, text: str) -> list[int]:
+        if len(text) % 7 == 0:
+            raise SampleError("a special token")
+        return self.rng.integers(0, 20, len(text) % 7).tolist()
+
+
+class _Talker(Environment):
+    def reply(self, episode: Episode) -> str | None:
+        return None if sum(episode.tokens) % 4 == 0 else episode.text
+
+
+def test_ten_thousand_conversations_learn_exactly_the_sampled_tokens() -> None:
+    module = __import__(Episode.__module__, fromlist=["Player"])
+    player, seen = module.Player(5, 4, _Talker(None)), 0
+    for seed in range(250):
+        policy, rng = _Guesses(seed), np.random.default_rng(seed)
+        rows = [torch.from_numpy(rng.integers(0, 20, int(rng.integers(1, 9)))) for _ in range(8)]
+        data = {key: torch.nn.utils.rnn.pad_sequence(rows, True, IGNORE_INDEX) for key in ("input_ids", "answer")}
+        episodes = player.play(MicroBatch(0, data, 0, tuple(range(8))), policy, 5, 1.0)
+        batch = module.batch_of(episodes, None)
+        for episode, ids, labels, sampled in zip(
+            episodes, batch["input_ids"], batch["labels"], batch["sampled"], strict=True
+        ):
+            turns = [policy.calls[*episode.key, turn] for turn in range(len(episode.turns))]
+            assert (*episode.key, len(turns)) not in policy.calls
+            tokens = [token for _, completion in turns for token in completion.tokens]
+            chances = [chance for _, completion in turns for chance in completion.log_probabilities]
+            learned = labels != IGNORE_INDEX
+            assert labels[learned].tolist() == tokens
+            assert sampled[learned].tolist() == pytest.approx(chances)
+            assert not sampled[~learned].any()
+            whole = [int(ids[0]), *(int(i) for i in ids[1:])]
+            for given, completion in turns:  # each turn continues what the row says, token for token
+                assert whole[: len(given)] == given
+                assert labels[len(given) - 1 : len(given) - 1 + len(completion.tokens)].tolist() == completion.tokens
+            seen += 1
+    assert seen == 10_000
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def guesser(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of a tiny model that has learned to answer sums with some digit."""
+    folder = tmp_path_factory.mktemp("grpo")
+    model = {
+        "arch": "causal_lm", "make_vocab_size_divisible_by": 1,
+        "config": {
+            "model_type": "qwen2", "vocab_size": 16, "bos_token_id": None, "eos_token_id": 13, "hidden_size": 32,
+            "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 16,
+        },
+    }  # fmt: skip
+    run = {
+        "runner": "ddp", "output_dir": "first", "max_iters": 60, "global_batch_size": 32, "init_lr": 3e-3,
+        "device": "cpu", "eval_interval": None, "threads": 1,
+    }  # fmt: skip
+    datasets = {"sums": {"name": "arithmetic", "path": str(folder / "data"), "guesses": True}}
+    kind = registry.get("dataset", "arithmetic")
+    for guesses in (True, False):
+        kind.prepare(kind.Options(str(folder / "data"), guesses))
+    (folder / "first.yaml").write_text(yaml.safe_dump({"model": model, "datasets": datasets, "run": run}))
+    train(folder / "first.yaml", "first")
+    run |= {
+        "objective": {"name": "grpo", "rewards": [{"name": "answer"}], "completions": 4, "max_new_tokens": 2},
+        "max_iters": 4, "global_batch_size": 8, "micro_batch_size": 4, "init_lr": 1e-3, "log_interval": 1,
+    }  # fmt: skip
+    again = {"arch": "causal_lm", "pretrained": str(folder / "first"), "make_vocab_size_divisible_by": 1}
+    sums = {"sums": {"name": "arithmetic", "path": str(folder / "data")}}
+    (folder / "grpo.yaml").write_text(yaml.safe_dump({"model": again, "datasets": sums, "run": run}))
+    return folder
+
+
+def _steps(project: str, options: tuple[str, ...], count: int) -> tuple[list[float], dict[int, Any]]:
+    """Gradient norms of some steps, and the rows that this rank sampled."""
+    trainer = make_trainer(project, options)
+    stream, norms, rows = trainer.batches(), [], {}
+    for _ in range(count):
+        step = next(stream)
+        rows |= {micro.first_sample: micro.data["input_ids"].tolist() for micro in step}
+        norms.append(trainer.train_step(iter([step])).grad_norm)
+    trainer.runner.close()
+    return norms, rows
+
+
+RUNNERS = ["ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2"]
+
+
+@pytest.mark.parametrize("runner", mostly_slow(RUNNERS, ["fsdp@2"]))
+@pytest.mark.parametrize("kind", mostly_slow(["grpo", "stale"], ["grpo"]))
+def test_every_runner_samples_the_same_completions(guesser: Path, tmp_path: Path, runner: str, kind: str) -> None:
+    more = ("run.objective.kl=0.1", "run.objective.sampler_steps=2") if kind == "stale" else ()
+    ((norms, rows),) = run_ranks(1, _steps, str(guesser / "grpo.yaml"), (f"run.output_dir={tmp_path}/1", *more), 4)
+    name, _, size = runner.partition("@")
+    options = (f"run.output_dir={tmp_path}/2", f"run.runner={name}", *more)
+    ranks = run_ranks(int(size), _steps, str(guesser / "grpo.yaml"), options, 4, seconds=240)
+    drawn: dict[int, Any] = {}
+    for _, held in ranks:
+        drawn |= held
+    assert drawn == rows
+    assert ranks[0][0] == pytest.approx(norms, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_exactly_with_the_sampler_it_had(guesser: Path) -> None:
+    options = ("run.objective.kl=0.1", "run.objective.sampler_steps=3", "run.lr_decay_iters=6")
+    whole = train(guesser / "grpo.yaml", "whole", *options, "run.max_iters=6")
+    train(guesser / "grpo.yaml", "halves", *options, "run.max_iters=4")
+    halves = train(guesser / "grpo.yaml", "halves", *options, "run.max_iters=6")
+    for key in ("loss", "grad_norm", "reward", "kl", "clipped", "parity"):
+        assert halves.column(key) == whole.column(key), key
+    assert whole.column("kl")[0] == 0
+    assert whole.column("loss")[1] != 0, "the second step's completions are old"
+
+
+def test_validation_is_greedy_and_its_loss_is_minus_the_reward(guesser: Path) -> None:
+    run = train(guesser / "grpo.yaml", "validated", "run.eval_interval=2", "run.max_iters=2", "run.eval_iters=3")
+    last = run.rows[-1]
+    assert last["val_loss"] == pytest.approx(-last["val_reward"])
+    assert last["val_reward/answer"] == last["val_reward"]
+    assert 0 <= last["val_reward"] <= 1
+
+
+def test_exact_parity_is_refused_where_rounding_differs(guesser: Path) -> None:
+    with pytest.raises(AssertionError, match="the learner's log-probabilities differ from the sampler's"):
+        train(guesser / "grpo.yaml", "exact", "run.objective.parity=exact")
+
+
+# ---- rewards and environments
+
+
+def reward(name: str, text: str, answer: str = "", tokens: int = 1, **options: Any) -> float:
+    kind = registry.get("reward", name)
+    episode = Episode((0, 0), [], answer, [5] * tokens, [-1.0] * tokens, [text], True)
+    return float(kind(kind.Options(**options))(episode))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("so 3 + 4 = 7", "7", 1), ("it is 8", "7", 0), ("1,000", "1000.0", 1), ("nothing", "7", 0), ("7", "none", 0),
+        ("-3", "3", 0), ("7 or 8", "step 1: 9\n#### 8", 1),
+    ],
+)  # fmt: skip
+def test_answers_are_compared_by_value(text: str, answer: str, right: int) -> None:
+    assert reward("answer", text, answer) == right
+
+
+def test_rewards_of_patterns_and_lengths() -> None:
+    assert reward("answer", "the answer is B.", "B", pattern=r"\b([A-D])\b") == 1
+    assert reward("format", "<think>a\nb</think> 7") == 1
+    assert reward("format", "<think></think> 7") == 0
+    assert [reward("overlong", "", tokens=n, longest=10, margin=4) for n in (6, 8, 10, 12)] == [0, -0.5, -1, -1]
+    with pytest.raises(Exception, match="not a regular expression"):
+        reward("format", "", pattern="(")
+
+
+def test_programs_run_with_limits(tmp_path: Path) -> None:
+    code = "Here:\n```python\ndef double(x):\n    return 2 * x\n```"
+    assert reward("program", code, "assert double(4) == 8") == 1
+    assert reward("program", code, "assert double(4) == 9") == 0
+    assert reward("program", "while True: pass", seconds=1) == 0
+    assert reward("program", "x = ' ' * (1 << 31)") == 0
+    assert reward("program", "import torch") == 0, "the user's packages are out of reach"
+    assert reward("program", f"open({str(tmp_path / 'big')!r}, 'wb').write(b'x' * (1 << 22))") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<calculator>3 * (4 + 5)</calculator>", "27"), ("<calculator>1/3</calculator>", "0.3333333333"),
+        ("<calculator>2 ** 9999</calculator>", "error"), ("<calculator>__import__('os')</calculator>", "error"),
+        ("<calculator>1/0</calculator>", "error"), ("27", None), ("<python>print(3)</python>", None),
+    ],
+)  # fmt: skip
+def test_the_calculator(text: str, said: str | None) -> None:
+    episode = Episode((0, 0), [], "", turns=[text])
+    assert registry.get("environment", "calculator")(None).reply(episode) == said
+
+
+def test_python_replies_with_its_output() -> None:
+    kind = registry.get("environment", "python")
+    episode = Episode((0, 0), [], "", turns=["<python>print(3 * 9)</python>"])
+    assert kind(kind.Options()).reply(episode) == "27\n"
+
+
+def test_mistakes_are_refused(guesser: Path) -> None:
+    for option, said in [
+        ("run.objective.rewards=[]", "needs at least one reward"),
+        ("run.objective.turns=2", "turns"),
+        ('run.objective.rewards=[{"name": "anser"}]', "did you mean answer"),
+        ("run.objective.max_new_tokens=20", "lower max_new_tokens"),
+    ]:
+        with pytest.raises(Exception, match=said):
+            train(guesser / "grpo.yaml", "refused", option)
+
+
+def test_some_completions_are_recorded_with_their_rewards(guesser: Path) -> None:
+    callback = 'run.callbacks=[{"name": "rollouts", "every": 2, "number": 3}]'
+    run = train(guesser / "grpo.yaml", "recorded", callback, "run.max_iters=2")
+    assert "generated" not in run.rows[0]
+    shown = run.rows[1]["generated"]
+    assert len(shown) == 3
+    for each in shown:
+        right = str(sum(map(int, each["prompt"].removesuffix("=").split("+"))))
+        text, _, reward = each["text"].removesuffix("]").partition("  [reward ")
+        assert float(reward) == (text == right)
