@@ -34,7 +34,9 @@ MODEL = {
 }  # fmt: skip
 WORDS, UNKNOWN = 8000, 8190  # the end token is 8191
 PROMPTS, COMPLETIONS, RATE = 8, 8, 1e-5
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ '<end>' }}{% endif %}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content + ' ' }}{% if m.role == 'assistant' %}{{ '<end>' }}{% endif %}{% endfor %}"
+)
 
 
 def prompts() -> list[str]:
@@ -64,7 +66,7 @@ def write(folder: Path, new: int) -> Path:
             turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "w0"}]
             file.write(json.dumps({"messages": turns}) + "\n")
     objective = {
-        "name": "grpo", "rewards": [{"name": "format", "pattern": ".*w1.*"}], "completions": COMPLETIONS,
+        "name": "grpo", "rewards": [{"name": "matches", "pattern": ".*w1.*"}], "completions": COMPLETIONS,
         "max_new_tokens": new,
     }  # fmt: skip
     project = {
@@ -106,7 +108,7 @@ def ours(folder: Path, steps: int, new: int) -> list[float]:
 def theirs(folder: Path, steps: int, new: int) -> list[float]:
     """Return the seconds of each step of TRL's trainer."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     seconds: list[float] = []
@@ -129,7 +131,7 @@ def theirs(folder: Path, steps: int, new: int) -> list[float]:
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model"),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "model", padding_side="left"),
         reward_funcs=[reward],
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": text} for text in prompts()]),

@@ -41,7 +41,13 @@ def built(folder: Path, precision: str) -> Runner:
     project = {
         "model": {"arch": "causal_lm", "config": MODEL},
         "datasets": {"none": {"name": "text", "path": str(folder), "seq_length": 8}},
-        "run": {"runner": "ddp", "output_dir": str(folder / "out"), "amp": precision, "max_iters": 1, "device": "cpu"},
+        "run": {
+            "runner": "ddp",
+            "output_dir": str(folder / "out"),
+            "amp": precision,
+            "max_iters": 1,
+            "global_batch_size": 1,
+        },
     }
     path = folder / f"{precision}.yaml"
     path.write_text(yaml.safe_dump(project))

@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
     from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
     from crosstrain_plugins.builtin.objectives.episode import Environment, Episode, Reward, RewardOptions
     from crosstrain_plugins.builtin.optimizers.matrix_optimizer import MatrixOptimizer
+    from crosstrain_plugins.builtin.rewards.program import run_python
     from crosstrain_plugins.builtin.runners.sharding import check_elementwise
     from crosstrain_plugins.builtin.runners.used_parameters import UsedParameters
 

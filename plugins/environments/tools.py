@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from crosstrain import Environment, Episode, PositiveFloat, PositiveInt, registry
-
-from ..rewards.program import run_python
+from crosstrain import Environment, Episode, PositiveFloat, PositiveInt, registry, run_python
 
 _CALL = re.compile(r"<(calculator|python)>(.*?)</\1>", re.DOTALL)
 _OPERATIONS: dict[type, Callable[..., Any]] = {

@@ -21,12 +21,13 @@ from crosstrain import (
     Policy,
     PositiveFloat,
     PositiveInt,
+    Shard,
     Step,
     Text,
     registry,
     to_device,
+    whole_pieces,
 )
-from crosstrain.checkpoint.boxes import Shard, whole_pieces
 from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.engine.precision import DTYPES
 
@@ -203,8 +204,8 @@ class OnPolicyDistill(Distill):
 
         divergence: Divergence = "reverse"
         completions: PositiveInt = 1  # completions per prompt
-        max_new_tokens: PositiveInt = 256
-        sampling_temperature: PositiveFloat = 1.0
+        max_new_tokens: PositiveInt = 256  # limit of the tokens of a completion
+        sampling_temperature: PositiveFloat = 1.0  # temperature of the student's samples
 
     options: Options
     row_layout = "prompts"

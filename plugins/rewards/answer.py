@@ -42,8 +42,8 @@ class AnswerReward(Reward):
             return str(found[-1]).strip()
 
 
-@registry.register_reward("format")
-class FormatReward(Reward):
+@registry.register_reward("matches")
+class MatchesReward(Reward):
     """1 if the whole text matches a pattern, else 0."""
 
     @dataclass

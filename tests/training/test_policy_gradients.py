@@ -27,7 +27,7 @@ END = 1
 
 def objective(name: str, training: bool = True, **options: Any) -> Any:
     kind = registry.get("objective", name)
-    made = kind(kind.Options(rewards=[Component("format", registry.get("reward", "format").Options())], **options))
+    made = kind(kind.Options(rewards=[Component("matches", registry.get("reward", "matches").Options())], **options))
     made.model = SimpleNamespace(training=training, max_length=None, record=lambda *_: None)
     return made
 
@@ -205,6 +205,20 @@ def test_ten_thousand_conversations_learn_exactly_the_sampled_tokens() -> None:
     assert seen == 10_000
 
 
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    from crosstrain.inference.policy import _draw
+
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1e9]]).repeat(4000, 1)
+    random = [torch.Generator().manual_seed(i) for i in range(4000)]
+    tokens, chances = _draw(logits, 0.5, random)
+    expected = torch.softmax(logits[0] / 0.5, -1)
+    shares = torch.bincount(tokens, minlength=4) / 4000
+    assert (shares - expected).abs().max() < 0.03  # four standard deviations
+    assert torch.allclose(chances, expected[tokens].log(), atol=1e-6)
+    assert shares[3] == 0
+    assert _draw(logits[:2], 0.0, [])[0].tolist() == [2, 2]
+
+
 # ---- runs
 
 
@@ -317,11 +331,11 @@ def test_answers_are_compared_by_value(text: str, answer: str, right: int) -> No
 
 def test_rewards_of_patterns_and_lengths() -> None:
     assert reward("answer", "the answer is B.", "B", pattern=r"\b([A-D])\b") == 1
-    assert reward("format", "<think>a\nb</think> 7") == 1
-    assert reward("format", "<think></think> 7") == 0
+    assert reward("matches", "<think>a\nb</think> 7") == 1
+    assert reward("matches", "<think></think> 7") == 0
     assert [reward("overlong", "", tokens=n, longest=10, margin=4) for n in (6, 8, 10, 12)] == [0, -0.5, -1, -1]
     with pytest.raises(Exception, match="not a regular expression"):
-        reward("format", "", pattern="(")
+        reward("matches", "", pattern="(")
 
 
 def test_programs_run_with_limits(tmp_path: Path) -> None:
