@@ -17,15 +17,15 @@ class Rollouts(Callback):
         number: PositiveInt = 4  # completions per record, from the first micro batch of the first rank
 
     def before_step(self, batch: Step) -> None:
-        if (self.trainer.state.step + 1) % self.options.every:
+        if (self.trainer.state.step + 1) % self.options.every or not self.trainer.is_main:
             return
-        data, dataset = batch[0].data, self.trainer.dataset
-        shown = []
-        for ids, labels, reward in zip(data["input_ids"], data["labels"], data["reward"], strict=True):
+        data, prompts, sampled = batch[0].data, list[list[int]](), list[list[int]]()
+        for ids, labels in zip(data["input_ids"][: self.options.number], data["labels"], strict=False):
             targets = labels != IGNORE_INDEX
-            start = int(targets.int().argmax()) + 1  # length of the prompt
-            prompt, text = dataset.texts([ids[:start].tolist(), labels[targets].tolist()])
-            shown.append({"prompt": prompt, "text": f"{text}  [reward {reward:.3g}]"})
-            if len(shown) == self.options.number:
-                break
-        self.trainer.row["generated"] = shown
+            prompts.append(ids[: int(targets.int().argmax()) + 1].tolist())
+            sampled.append(labels[targets].tolist())
+        texts = self.trainer.dataset.texts
+        self.trainer.row["generated"] = [
+            {"prompt": prompt, "text": f"{text}  [reward {reward:.3g}]"}
+            for prompt, text, reward in zip(texts(prompts), texts(sampled), data["reward"], strict=False)
+        ]

@@ -90,18 +90,18 @@ class ConversationDataset(Dataset):
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         given, options = options, options.of(split)[0]
-        tokenizer, self.tokenizer_path = load_with_template(options.tokenizer, options.chat_template)
-        self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
+        self.tokenizer, self.tokenizer_path = load_with_template(options.tokenizer, options.chat_template)
+        self.vocab_size, self.sequence_length = self.tokenizer.vocab_size, options.seq_length
         self.folder = self.prepared(options)
         said = row_audit(self.folder, options.ignore_columns).notices()
         self.notice = "; ".join([*said, f"see {self.folder / 'report.json'}"] if said else [])
         self.file = TokenFile(self.folder / "tokens")
         rows = given.rows(split, self.file.num_documents // self.row_documents, f"rows of {options.path}")
         first = range(min(self.file.num_documents, 1000))
-        special = [number for number, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special]
+        special = [number for number, t in self.tokenizer.backend.get_added_tokens_decoder().items() if t.special]
         targets = (~ids[ids < 0] for ids in map(self.file.document, first))
         ends = {int(ids[np.isin(ids, special)][-1]) for ids in targets if np.isin(ids, special).any()}
-        self.end_tokens = tuple(sorted({tokenizer.end_id} | ends))
+        self.end_tokens = tuple(sorted({self.tokenizer.end_id} | ends))
         self.start, self.count = rows.start * self.row_documents, len(rows) * self.row_documents  # in conversations
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:

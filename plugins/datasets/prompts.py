@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, SampleError, Split, registry
+from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, SampleError, registry
 
 from ..commands.prepare.chat import ChatSource
-from ..commands.prepare.chat_template import ChatTemplate, load_with_template, refuse_if
-from .chat import ConversationDataset, ConversationOptions
+from ..commands.prepare.chat_template import ChatTemplate, refuse_if
+from .chat import ConversationDataset
 
 _TURNS = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
@@ -29,10 +29,6 @@ class Prompts(ConversationDataset):
     @classmethod
     def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
         return ChatSource(paths, tokenizer, "last", options.seq_length)
-
-    def __init__(self, options: ConversationOptions, split: Split) -> None:
-        super().__init__(options, split)
-        self.tokenizer, self._folder = load_with_template(options.tokenizer, options.chat_template)
 
     def __len__(self) -> int:
         return self.count
@@ -59,7 +55,8 @@ class Prompts(ConversationDataset):
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._folder)
+        assert self.tokenizer_path is not None
+        return ChatTemplate(self.tokenizer_path)
 
     def reply(self, role: str, text: str) -> list[int]:
         """Return the tokens from the end of an assistant's turn to the start of its next turn, around a turn of `role`.

@@ -14,13 +14,13 @@ from crosstrain import (
     ForwardMode,
     Head,
     Logits,
-    Objective,
     Policy,
     PositiveFloat,
     Step,
     registry,
 )
 
+from .preference import OfPairs
 from .reward_model import last_targets
 
 
@@ -49,7 +49,7 @@ class _Pulled(_Embedding):
 
 
 @registry.register_objective("info_nce")
-class InfoNCE(Objective):
+class InfoNCE(OfPairs):
     """Contrastive loss of queries and documents (van den Oord et al., 2018); rows 2 i and 2 i + 1 are a pair.
 
     The embedding of a row is its normalized last hidden state. The negatives of a query are the documents of the whole
@@ -65,11 +65,7 @@ class InfoNCE(Objective):
         both_ways: bool = True  # also choose the query of each document
 
     options: Options
-    row_layout = unit = "pairs"
     fields = ("preferred", "pull", "value")
-
-    def units(self, batch: Batch) -> int:
-        return len(batch["labels"]) // 2
 
     def begin_step(self, step: Step, policy: Policy) -> Step:
         own = [policy.outputs(micro.data, ForwardMode(head=_Embedding())) for micro in step]

@@ -99,9 +99,8 @@ class Distill(Objective):
         # forward: KL(teacher || student) (Hinton et al., 2015); reverse: KL(student || teacher); jensen_shannon: their
         # mean distance from a mixture
         divergence: Divergence = "forward"
-        beta: Fraction = (
-            0.5  # weight of the teacher in the mixture of jensen_shannon (Agarwal et al., 2024, equation 1)
-        )
+        # weight of the teacher in the mixture of jensen_shannon (Agarwal et al., 2024, equation 1)
+        beta: Fraction = 0.5
         temperature: PositiveFloat = 1.0  # divides all logits; the divergence is multiplied by its square
         cross_entropy: Fraction = 0.0  # weight of the labels' cross-entropy; the divergence has the rest
         weights: Literal["fp32", "bf16", "fp16"] = "fp32"  # dtype of the teacher
@@ -143,9 +142,6 @@ class Distill(Objective):
         hidden = batch["teacher"].to(logits.device).flatten(0, 1)[place]
         labels = batch["labels"].to(logits.device).flatten()[place]
         return _Divergence.apply(logits, hidden, labels, self.head, self.options)
-
-    def units(self, batch: Batch) -> int:
-        return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 class _Divergence(torch.autograd.Function):

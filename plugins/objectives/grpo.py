@@ -83,7 +83,10 @@ class GRPO(Objective):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.rewards: dict[str, Reward] = {r.name: registry.get("reward", r.name)(r.options) for r in options.rewards}
+        # A list, because a reward may be named twice, with different options.
+        self.rewards: list[tuple[str, Reward]] = [
+            (reward.name, registry.get("reward", reward.name)(reward.options)) for reward in options.rewards
+        ]
         world = options.environment
         environment = None if world is None else registry.get("environment", world.name)(world.options)
         self.player = Player(options.max_new_tokens, options.turns, environment)
@@ -138,7 +141,7 @@ class GRPO(Objective):
     def _rewards(self, episodes: list[Episode]) -> Tensor:
         """Return the weighted sums of the rewards [episodes], and record their parts."""
         total = torch.zeros(len(episodes))
-        for name, reward in self.rewards.items():
+        for name, reward in self.rewards:
             values = torch.tensor(reward.of_all(episodes))
             total += reward.options.weight * values
             self.record(f"reward/{name}", values)

@@ -15,6 +15,7 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 
 from conftest import Workspace
 from crosstrain.config.registry import registry
+from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_ranks import mostly_slow, run_ranks, train
@@ -132,5 +133,5 @@ def test_on_policy_the_student_learns_on_what_it_samples() -> None:
     made = kind(kind.Options("nobody", completions=2, max_new_tokens=3))
     assert made.options.divergence == "reverse"
     assert made.row_layout == "prompts"
-    made.model = SimpleNamespace(training=True, max_length=None, record=lambda *_: None)
+    made.model = SimpleNamespace(num_targets=Model.num_targets)
     assert made.units({"labels": torch.tensor([[1, IGNORE_INDEX, 2]])}) == 2

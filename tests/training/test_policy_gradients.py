@@ -367,6 +367,15 @@ def test_python_replies_with_its_output() -> None:
     assert kind(kind.Options()).reply(episode) == "27\n"
 
 
+def test_a_reward_may_be_named_twice() -> None:
+    options, kind = registry.get("reward", "matches").Options, registry.get("objective", "grpo")
+    both = [Component("matches", options(weight, pattern)) for weight, pattern in ((1.0, "a.*"), (2.0, ".*b"))]
+    made = kind(kind.Options(rewards=both))
+    made.model = SimpleNamespace(record=lambda *_: None)
+    episodes = [Episode((0, 0), [], "", [5], [-1.0], [text], True) for text in ("ab", "a", "b", "c")]
+    assert made._rewards(episodes).tolist() == [3, 1, 2, 0]
+
+
 def test_mistakes_are_refused(guesser: Path) -> None:
     for option, said in [
         ("run.objective.rewards=[]", "needs at least one reward"),

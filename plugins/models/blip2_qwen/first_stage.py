@@ -203,7 +203,9 @@ class _Weights(Weights):
     def sources(self) -> list[Source]:
         found = self.model.folders
         parts = weights.sources_of_parts(found, _PREFIXES, self.model.vision.embed_dim)  # type: ignore[arg-type]
-        return parts + [Source(found[key], lambda name, _: name, of_model=True) for key in found if key == "model"]
+        if "model" not in found:
+            return parts
+        return [*parts, Source(found["model"], lambda name, _: name, of_model=True)]
 
 
 class _Export(Export):

@@ -128,11 +128,9 @@ class Documents:
         if len(lengths) == self.rows or len(lengths) * longest > _MOST_PADDING * tokens:
             return None
         starts, steps = torch.tensor(self.starts[:-1])[:, None], torch.arange(longest)
-        rows, back = (
-            (starts + steps).clamp(max=tokens - 1),
-            (steps < torch.tensor(lengths)[:, None]).flatten().nonzero(),
-        )
-        return rows.to(self.device), back[:, 0].to(self.device)
+        rows = (starts + steps).clamp(max=tokens - 1)
+        back = (steps < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
+        return rows.to(self.device), back.to(self.device)
 
     def numbers(self) -> Tensor:
         """Return the document index of each token [batch, length], counted from 1."""
