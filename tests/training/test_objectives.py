@@ -286,6 +286,13 @@ def test_every_runner_prefers_alike(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runner", ["megatron_tp2@2", "megatron_pp2@2"])
+def test_embeddings_are_refused_where_ranks_cut_the_model(workspace: Workspace, runner: str) -> None:
+    with pytest.raises(AssertionError, match="info_nce needs whole models on every rank"):
+        follow(project(workspace, "info_nce"), runner, *OPTIONS)
+
+
+@pytest.mark.slow
 def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace) -> None:
     project(workspace, "dpo")
     once = workspace.train("run", *OPTIONS, "run.max_iters=2", "run.save_interval=100")
