@@ -23,7 +23,7 @@ from crosstrain import (
     registry,
 )
 from crosstrain.engine.precision import DTYPES
-from crosstrain.inference.decoder import ShiftedCache
+from crosstrain.inference.cache import ShiftedCache
 
 from .causal_lm import CausalLM
 from .hugging_face.attention import Documents
@@ -52,6 +52,7 @@ class ImageText(CausalLM):
     """Any model that transformers' AutoModelForImageTextToText supports: Qwen2.5-VL, LLaVA, InternVL and others."""
 
     auto: ClassVar[Any] = AutoModelForImageTextToText
+    cache_type = ShiftedCache
     splits_embeddings = True  # images are put into whole rows; see `_take_part`
 
     @dataclass
@@ -215,10 +216,6 @@ class ImageText(CausalLM):
             kwargs["visual_pos_masks"] = part(mask)
             kwargs["deepstack_visual_embeds"] = [features[kept] for features in kwargs["deepstack_visual_embeds"]]
         return args, kwargs
-
-    def new_cache(self) -> Any:
-        cache = super().new_cache()
-        return cache if cache is None else ShiftedCache(config=self.lm.config)
 
 
 def _with_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

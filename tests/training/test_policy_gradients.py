@@ -4,6 +4,7 @@ under every runner."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,11 +99,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("seed", range(5))
-def test_losses_and_gradients_are_the_papers(name: str, seed: int) -> None:
-    made = rollouts(seed, apart=0.0 if name == "rloo" else 0.002 if name == "gspo" else 0.3)
-    ours = objective("grpo" if name == "cispo" else name, max_new_tokens=LONGEST, completions=GROUP, **OPTIONS[name])
+def ours_of(name: str, made: dict[str, Any], **options: Any) -> tuple[Any, Tensor]:
+    """The objective and its loss."""
+    ours = objective("grpo" if name == "cispo" else name, max_new_tokens=LONGEST, completions=GROUP, **options)
     module = __import__(type(ours).__module__, fromlist=["advantages"])
     rewards = made["rewards"].view(PROMPTS, GROUP)
     equal = (rewards == rewards[:, :1]).all(1).repeat_interleave(GROUP)
@@ -113,13 +112,53 @@ def test_losses_and_gradients_are_the_papers(name: str, seed: int) -> None:
         "advantages": module.advantages(rewards, ours.options.advantage).flatten(),
     }  # fmt: skip
     losses = torch.where(made["labels"] != IGNORE_INDEX, -made["now"], 0.0)
-    found = ours.loss(losses, batch) / ours.units(batch)
+    return ours, ours.loss(losses, batch) / ours.units(batch)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_and_gradients_are_the_papers(name: str, seed: int) -> None:
+    made = rollouts(seed, apart=0.0 if name == "rloo" else 0.002 if name == "gspo" else 0.3)
+    _, found = ours_of(name, made, **OPTIONS[name])
     expected = by_the_paper(name, made, OPTIONS[name].get("kl", 0.0))
     gradients = [torch.autograd.grad(loss, made["now"])[0] for loss in (found, expected)]
     scale = gradients[1].abs().max()
     assert (gradients[0] - gradients[1]).abs().max() <= TOLERANCE * scale
     if name != "rloo":  # its loss has the same gradient, but is stated as a ratio
         assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_and_gradients_are_those_of_trl(name: str, seed: int) -> None:
+    trainer = pytest.importorskip("trl").GRPOTrainer
+    made = rollouts(seed, apart=0.002 if name == "gspo" else 0.3)
+    # TRL keeps DAPO's equal groups in the divisor.
+    ours, found = ours_of(name, made, **OPTIONS[name] | ({"skip_equal": False} if name == "dapo" else {}))
+    high = ours.options.clip if ours.options.clip_high is None else ours.options.clip_high
+    mask = (made["labels"] != IGNORE_INDEX).double()
+    theirs = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (made["now"], torch.zeros_like(made["now"]), None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False,
+        importance_sampling_level="sequence" if name == "gspo" else "token", beta=ours.options.kl,
+        loss_type="grpo" if name == "gspo" else name, epsilon_low=ours.options.clip,
+        epsilon_high=1 + high if name == "cispo" else high, max_completion_length=LONGEST,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        _metrics={"train": defaultdict(list)},
+    )  # fmt: skip
+    module = __import__(type(ours).__module__, fromlist=["advantages"])
+    inputs = {
+        "prompt_ids": made["labels"][:, :1], "prompt_mask": mask[:, :1], "completion_ids": made["labels"],
+        "completion_mask": mask, "old_per_token_logps": made["old"], "ref_per_token_logps": made["reference"],
+        "advantages": module.advantages(made["rewards"].view(PROMPTS, GROUP), ours.options.advantage).flatten(),
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    expected = trainer._compute_loss(theirs, None, inputs)
+    gradients = [torch.autograd.grad(loss, made["now"])[0] for loss in (found, expected)]
+    assert (gradients[0] - gradients[1]).abs().max() <= TOLERANCE * gradients[1].abs().max()
+    assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE, abs=TOLERANCE)
 
 
 def test_a_mismatch_of_the_sampler_is_corrected_up_to_a_limit() -> None:

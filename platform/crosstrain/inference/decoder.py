@@ -10,33 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache
 
 from crosstrain.data.join import join_padded
 from crosstrain.engine.runner import Runner
+from crosstrain.inference.cache import BLOCK, GrowingCache, GrowingLayer, ShiftedCache
 from crosstrain.utils.types import Sample
-
-BLOCK = 64  # keys per block; a multiple of the SIMD width
-
-
-class ShiftedCache(DynamicCache):
-    """A key/value cache of a model whose positions are not numbers of tokens.
-
-    shift: [rows, 1], a row's next position minus its number of tokens; the forward of the prompt sets it.
-    """
-
-    shift: Tensor | int = 0
 
 
 class DecodeState:
     """Prompts decoded together, with a key/value cache if the model supports a cache.
 
-    Prompts of different lengths are padded on the left; the model must then accept position IDs.
+    Prompts of different lengths are padded on the left; the model must then accept position IDs. Equal prompts without
+    other fields are computed once, for all their rows.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sample]) -> None:
         self._runner, self.cache = runner, runner.model.new_cache()
+        self._copies: Tensor | None = None  # until the first logits: the computed prompt of each row
+        if self.cache is not None and all(prompt.keys() == {"input_ids"} for prompt in prompts):
+            numbers: dict[bytes, int] = {}
+            rows = [numbers.setdefault(prompt["input_ids"].tobytes(), len(numbers)) for prompt in prompts]
+            if len(numbers) < len(prompts):
+                self._copies, prompts = torch.tensor(rows), [prompts[rows.index(i)] for i in range(len(numbers))]
         ids = [torch.from_numpy(prompt["input_ids"]) for prompt in prompts]
         self._ids = _padded(ids)
         self._mask = _padded([torch.ones_like(row) for row in ids])
@@ -54,7 +50,11 @@ class DecodeState:
             batch |= {"attention_mask": self._mask, "position_ids": positions}
         if isinstance(self.cache, ShiftedCache):
             batch["position_ids"] = positions + (self.cache.shift if self.cache.get_seq_length() else 0)
-        return self._runner.evaluate(batch).float()
+        logits = self._runner.evaluate(batch).float()
+        if self._copies is not None:
+            self.cache.reorder_cache(self._copies)
+            self._mask, logits, self._copies = self._mask[self._copies], logits[self._copies], None
+        return logits
 
     def append(self, tokens: Tensor) -> None:
         """Append one token to each sequence; tokens: [prompts]."""
@@ -81,7 +81,7 @@ class Decoder:
     def __init__(self, runner: Runner, slots: int) -> None:
         self._runner = runner
         cache = runner.model.new_cache()  # `KVSlots` needs the keys and values of all earlier tokens
-        known = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+        known = isinstance(cache, GrowingCache) and all(type(layer) is GrowingLayer for layer in cache.layers)
         self._kv = KVSlots(slots) if runner.model.takes_positions and known else None
         self._states: dict[int, DecodeState] = {}
 
@@ -128,7 +128,7 @@ class KVSlots(Cache):
         self.shifts = [0] * slots  # see `ShiftedCache`
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys and values, each [slots, heads, room, width]
 
-    def take(self, slot: int, cache: DynamicCache) -> None:
+    def take(self, slot: int, cache: GrowingCache) -> None:
         """Copy the single sequence in `cache` to a slot."""
         # A pipeline stage fills only its own layers.
         layers: list[Any] = cache.layers

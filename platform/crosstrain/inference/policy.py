@@ -94,7 +94,7 @@ def _draw(logits: Tensor, temperature: float, random: list[torch.Generator]) -> 
     Each row takes one number of its generator and inverts the cumulative distribution: much faster than
     `torch.multinomial` for each row.
     """
-    chances = (logits / (temperature or 1.0)).log_softmax(-1)
+    chances = (logits if temperature in (0, 1) else logits / temperature).log_softmax(-1)
     if temperature:
         numbers = torch.cat([torch.rand(1, 1, generator=each, dtype=torch.float64) for each in random])
         below = chances.exp().cumsum(-1, dtype=torch.float64)

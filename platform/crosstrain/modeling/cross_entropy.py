@@ -23,6 +23,9 @@ from crosstrain.utils.types import IGNORE_INDEX
 # and the backward divides the outputs by the factor.
 _FP16_LIFT = 2.0**15
 
+# With `reduce`, gradients of logits up to this size are kept from the first pass for the second.
+KEPT_BYTES = 256 << 20
+
 # Number of rows of logits per softmax call on a CPU: small enough to stay in the cache in fp32.
 CPU_SOFTMAX_ROWS = 32
 
@@ -73,8 +76,8 @@ def token_cross_entropy(
     rank returns the full loss; the full gradient of `hidden` is the sum of the ranks' gradients. Collective.
 
     `reduce` maps the token losses, in the shape of `labels`, to the returned value; the default is their sum. With
-    `reduce`, the logits are computed twice: first for the losses, then for the gradients, which need the derivative of
-    `reduce` with respect to each loss.
+    `reduce`, there are two passes: first for the losses, then for the gradients, which need the derivative of `reduce`
+    with respect to each loss. Logits of more than `KEPT_BYTES` are computed in both.
 
     `hits` is called with a boolean for each target: True if the target is the argmax.
 
@@ -100,14 +103,18 @@ def token_cross_entropy(
     plan = _Plan(first, columns, vocab_size, group, chunk_tokens, dtype, logits, traced_rows, hits, token_losses)
     inputs = hidden, weight, logits.bias
     needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
+    kept: Tensor | None = None
 
     def run(needed: tuple[bool, ...], factors: Tensor | None = None, each: bool = False) -> Tensor:
         return _TokenCrossEntropy.apply(
-            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), logits.bias, plan, needed, factors, each
-        )
+            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), logits.bias, plan, needed, factors, each,
+            kept,
+        )  # fmt: skip
 
     if reduce is None:
         return run(needed)
+    if any(needed) and labels.numel() * len(weight) * dtype.itemsize <= KEPT_BYTES:
+        kept = hidden.new_empty(labels.numel(), len(weight), dtype=dtype)
     losses = run((False,) * 3, each=True).view(labels.shape).requires_grad_()
     with torch.enable_grad():
         value = reduce(losses)
@@ -132,6 +139,22 @@ class _Plan:
     traced_rows: int | None
     hits: Hits | None
     token_losses: TokenLosses | None
+
+    def gradient_(
+        self, products: Tensor, labels: Tensor, chunk: slice, lift: float | None, right: Tensor | None
+    ) -> Tensor:
+        """Return the losses [n] for a chunk of hidden @ weight.T [n, V/P], overwritten with the logits' gradient.
+
+        right: if given, its chunk becomes True where the target is the argmax. See `losses_` for the rest.
+        """
+        slope = self.head.apply_(products)
+        products[:, self.columns :] = -torch.inf
+        if right is not None:
+            right[chunk] = self.likeliest(products) == labels[chunk]
+        losses = self.losses_(products, labels, chunk, lift)
+        if slope is not None and lift is not None:
+            products.mul_(slope)
+        return losses
 
     def losses_(self, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None) -> Tensor:
         """Return the losses [n] for a chunk's logits [n, V/P], and overwrite the logits with their gradient.
@@ -192,8 +215,12 @@ class _TokenCrossEntropy(torch.autograd.Function):
         needed: tuple[bool, ...],
         factors: Tensor | None,
         each: bool,
+        kept: Tensor | None,
     ) -> Tensor:
-        """Sum the losses, weighted by `factors`. If `each` is True, return all losses [n], without gradients."""
+        """Sum the losses, weighted by `factors`. If `each` is True, return all losses [n], without gradients.
+
+        kept: the gradients [n, V] of the logits, which the first call computes and the second uses.
+        """
         # With `factors`, this is the second call; the first call has reported the hits.
         dtype, hits = plan.dtype, plan.hits if factors is None else None
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
@@ -202,23 +229,20 @@ class _TokenCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
             ignored = labels == IGNORE_INDEX
-            losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-            right = torch.empty_like(ignored)
+            losses = torch.zeros(len(hidden), dtype=exact, device=hidden.device)
+            right = None if hits is None else torch.empty_like(ignored)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
             grad_weight = grad_bias = None
-            buffer = low_hidden.new_empty(min(plan.chunk_tokens, len(hidden)), len(weight))
-            lift = ctx.lift if any(needed) else None
+            rows = min(plan.chunk_tokens, len(hidden)) if kept is None else 0
+            buffer = low_hidden.new_empty(rows, len(weight))
+            lift = ctx.lift if any(needed) or kept is not None else None
             for start in range(0, len(hidden), plan.chunk_tokens):
                 chunk = slice(start, start + plan.chunk_tokens)
                 h, skip = low_hidden[chunk], ignored[chunk, None]
-                logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
-                slope = plan.head.apply_(logits)
-                logits[:, plan.columns :] = -torch.inf
-                if hits is not None:
-                    right[chunk] = plan.likeliest(logits) == labels[chunk]
-                losses[chunk] = plan.losses_(logits, labels, chunk, lift)
-                if slope is not None and lift is not None:
-                    logits.mul_(slope)
+                logits = buffer[: len(h)] if kept is None else kept[chunk]
+                if kept is None or factors is None:
+                    torch.mm(h, low_weight.T, out=logits)
+                    losses[chunk] = plan.gradient_(logits, labels, chunk, lift, right)
                 # Tokens without a target are masked in the matmuls, because masking the logits takes an extra pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
@@ -239,7 +263,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if grad_bias is None else grad_bias[:, 0]
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         losses.masked_fill_(ignored, 0.0)
-        if hits is not None:
+        if hits is not None and right is not None:
             hits(right[~ignored])
         return losses if each else losses.sum()
 
@@ -251,7 +275,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, bias, *[None] * 4
+        return hidden, weight, None, bias, *[None] * 5
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Interval
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from crosstrain import (
@@ -29,6 +29,7 @@ from crosstrain import (
     Weights,
     has_values,
 )
+from crosstrain.inference.cache import GrowingCache
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.pretrained import Place, Stack
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
@@ -70,6 +71,7 @@ class TransformersModel(LanguageModel):
 
     lm: PreTrainedModel
     splits_embeddings = False  # True: with context parallelism, the module gets whole rows, and splits their embeddings
+    cache_type: ClassVar[type[GrowingCache]] = GrowingCache
     base_model_prefix: ClassVar = ""  # transformers reads this of a model with an adapter, to scope renamed weights
 
     def __init__(self, options: Any, config: PreTrainedConfig, lm: PreTrainedModel, source: Path | None) -> None:
@@ -208,12 +210,12 @@ class TransformersModel(LanguageModel):
     def max_length(self) -> int | None:
         return getattr(self.text_config, "max_position_embeddings", None)
 
-    def new_cache(self) -> DynamicCache | None:
+    def new_cache(self) -> GrowingCache | None:
         """Return an empty cache; None for a model with its own cache type, such as Mamba: it recomputes all tokens."""
         model: Any = self.lm
         if self._cache_name is None or not model._supports_default_dynamic_cache():
             return None
-        cache = DynamicCache(config=self.lm.config)
+        cache = self.cache_type(self.lm.config)
         # Pure linear-attention models ask the cache for its length, but only attention layers have a length.
         return cache if not cache.layers or any(isinstance(x, DynamicLayer) for x in cache.layers) else None
 
