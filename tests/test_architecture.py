@@ -215,7 +215,6 @@ def test_plugins_of_others_use_public_names_only() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("crosstrain"):
                 assert node.module == "crosstrain", path
     lines = {path.name: len(path.read_text().splitlines()) for path in files}
-    assert lines["local_sgd.py"] <= 90
     assert lines["grpo.py"] <= 150
     assert lines["native_image_text.py"] <= 120
 

@@ -42,7 +42,9 @@ class DDPRunner(Runner):
         bucket_cap_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25
         find_unused_parameters: bool = False  # True: allow steps that do not use every parameter
 
-    capabilities: ClassVar = Capabilities(bitwise="crosstrain_plugins.builtin.runners.bitwise.ddp:BitwiseDDP")
+    capabilities: ClassVar = Capabilities(
+        bitwise="crosstrain_plugins.builtin.runners.bitwise.ddp:BitwiseDDP", forms_teams=True
+    )
     _bucket_ready: float | None = None
     _used: UsedParameters | None = None  # None: unused parameters are not detected
 
@@ -56,10 +58,11 @@ class DDPRunner(Runner):
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         super().prepare(model, make_optimizer)
-        if self.world.size == 1 or make_optimizer is None:
+        if self.team.size == 1 or make_optimizer is None:
             return
         self.module = DistributedDataParallel(
             model,
+            process_group=self.team.process_group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_cap_mb,
             find_unused_parameters=self.options.find_unused_parameters,
@@ -75,9 +78,10 @@ class DDPRunner(Runner):
     def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket over the ranks, and record when it was ready."""
         self._bucket_ready = time.perf_counter()
-        gradients = bucket.buffer().div_(self.world.size)
+        gradients = bucket.buffer().div_(self.team.size)
         # `value` raises the collective's error; its result is ignored, because a fake process group returns no tensor.
-        return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: (done.value(), gradients)[1])
+        work = dist.all_reduce(gradients, group=self.team.process_group, async_op=True)
+        return work.get_future().then(lambda done: (done.value(), gradients)[1])
 
     def backward(self, loss: Tensor) -> None:
         self._bucket_ready = None

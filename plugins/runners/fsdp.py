@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from crosstrain import (
@@ -66,6 +66,7 @@ class FSDPRunner(Runner):
     capabilities: ClassVar = Capabilities(
         bitwise="crosstrain_plugins.builtin.runners.bitwise.fsdp:BitwiseFSDP",
         needs_process_group=True,
+        forms_teams=True,
         saves_memory=("sync_each_micro_batch=true",),
     )
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class
@@ -111,9 +112,14 @@ class FSDPRunner(Runner):
 
     def setup(self) -> None:
         super().setup()
-        shard = self.options.shard_size or self.world.size
-        sizes = (shard,) if shard == self.world.size else (self.world.size // shard, shard)
-        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        shard = self.options.shard_size or self.team.size
+        if shard == self.team.size:
+            self.mesh = DeviceMesh.from_group(self.team.handle, self.device.type, mesh_dim_names=("shard",))
+            return
+        if self.team is not self.world:
+            raise ConfigError(f"run.runner.shard_size: {shard} splits a team of {self.team.size} ranks; leave it out")
+        sizes = (self.world.size // shard, shard)
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # `prepare` allocates only the shards

@@ -190,7 +190,7 @@ def kept(project: str, given: tuple[str, ...]) -> tuple[set[str], set[str], int]
     """After a forward and backward: what has gradients, what has optimizer state, and numbers in that state here."""
     trainer = make_trainer(project, given)
     runner, micro = trainer.runner, next(trainer.batches())
-    runner.forward_backward(micro, trainer._agree(micro, meets=True)[0])
+    runner.forward_backward(micro, trainer._agree(micro)[0])
     gradients, state = runner.held.gradients(), [s for s in runner.held.shards() if s.kind.startswith("exp_avg")]
     moments = [v for held in runner.optimizer.state.values() for v in held.values() if v.ndim]
     counted = sum((v.to_local() if isinstance(v, DTensor) else v).numel() for v in moments)

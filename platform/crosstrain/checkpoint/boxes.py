@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 CALLBACK = "callback:"  # prefix of `Shard.kind` for tensors of callbacks
-RUNNER = "runner:"  # prefix of `Shard.kind` for tensors of runners; `runner:3:` for tensors of rank 3 only
+RUNNER = "runner:"  # prefix of `Shard.kind` for tensors of runners; `runner:3:` for tensors of team 3 only
 
 
-def own_kind(rank: int, kind: str) -> str:
-    """Return the kind of a tensor with separate values on every rank."""
-    return f"{RUNNER}{rank}:{kind}"
+def own_kind(team: int, kind: str) -> str:
+    """Return the kind of a tensor with separate values in every team."""
+    return f"{RUNNER}{team}:{kind}"
 
 
 def shared_kind(kind: str) -> str:

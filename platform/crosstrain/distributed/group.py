@@ -23,6 +23,7 @@ class Group:
         self.rank = dist.get_rank(process_group) if process_group else 0
         self.size = dist.get_world_size(process_group) if process_group else 1
         self.process_group = process_group if self.size > 1 else None
+        self.handle = process_group  # also of a group of one rank, for engines that need one
 
     def twin(self) -> "Group":
         """Return a gloo group of all ranks, for small messages on the host. Collective."""

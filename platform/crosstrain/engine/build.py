@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, shared_kind
+from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, own_kind, shared_kind
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.load_weights import (
     PretrainedWeights,
@@ -171,6 +171,7 @@ def build_model(
     if reader is not None:
         wanted = _wanted_shards(reader, shards, runner.world, config, kept, moments=for_training and moments)
         borrowed = load_shards(reader, wanted, pretrained, names)
+        runner.held.stored = {shard.kind for shard in wanted}
     else:
         for line in pretrained.summary(names | model.weights.quantized().keys()):
             log.info("%s", line)
@@ -195,10 +196,10 @@ def _wanted_shards(
 ) -> list[Shard]:
     """Select the shards to load from a checkpoint: all stored shards, or only parameters if `moments` is False.
 
-    kept: the objective's copies of the weights, which are always loaded. A tensor with a separate copy on each rank may
-    be loaded from one shared copy. The checkpoint may lack the runner's own tensors; tensors of other runners are
-    ignored. With `moments`, raises CheckpointError unless the checkpoint holds exactly the kinds of state that the
-    configured optimizer keeps. Collective if `moments` is True.
+    kept: the objective's copies of the weights, which are always loaded. The optimizer state of a team may be loaded
+    from a shared state, and otherwise from the first team's. The checkpoint may lack the runner's own tensors; tensors
+    of other runners are ignored. With `moments`, raises CheckpointError unless the checkpoint holds exactly the kinds
+    of state that the configured optimizer keeps. Collective if `moments` is True.
     """
     found = reader.kinds()
     if not moments:
@@ -212,11 +213,8 @@ def _wanted_shards(
             f"{_list(here)}; resume with the optimizer that was used, or reset the optimizer state with "
             f"run.resume_optimizer=false"
         )
-    if lacking := sorted(kind for kind in kinds if shared_kind(kind) in here and not {kind, shared_kind(kind)} & found):
-        raise CheckpointError(
-            f"{reader.folder}: has a separate optimizer state for each rank, without {lacking[0]}; resume with the "
-            f"same runner and number of ranks, or reset the optimizer state with run.resume_optimizer=false"
-        )
+    if any(shared_kind(kind) in here and not {kind, shared_kind(kind)} & found for kind in kinds):
+        log.info("%s has an optimizer state for each team of ranks; the first one is used", reader.folder)
     if left := {kind for kind in found if kind.startswith(RUNNER)} - kinds:
         log.info("not loaded from %s: %s", reader.folder, _list(left))
     return as_stored(found, shards)
@@ -224,8 +222,12 @@ def _wanted_shards(
 
 def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
     """Select the shards that a checkpoint with these `kinds` can fill, and give them the checkpoint's kinds."""
-    stored = [replace(s, kind=s.kind if s.kind in kinds else shared_kind(s.kind)) for s in shards]
-    return [s for s in stored if s.kind in kinds]
+    out = []
+    for shard in shards:
+        shared = shared_kind(shard.kind)
+        names = [shard.kind, shared] if shared.startswith(RUNNER) else [shard.kind, shared, own_kind(0, shared)]
+        out += [replace(shard, kind=name) for name in names if name in kinds][:1]
+    return out
 
 
 def _optimizer_kinds(kinds: set[str]) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from crosstrain.checkpoint.boxes import RUNNER, Piece, Shard, dtensor_pieces, own_kind, whole_pieces
+from crosstrain.checkpoint.boxes import RUNNER, Piece, Shard, dtensor_pieces, own_kind, shared_kind, whole_pieces
 from crosstrain.distributed.group import Group
 from crosstrain.engine.optimizer import UPDATE, BoundOptimizer, MakeOptimizer, NamedParameters, create_state
 from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
@@ -25,16 +25,18 @@ class HeldState:
     stores parameters differently, its runner subclasses HeldState and overrides the small methods below. These methods
     take parameters, not names.
 
-    equal: kinds of tensors that are equal, after `Runner.synchronize`, on all ranks with the same box; None: all
-    kinds. A checkpoint stores one copy of a tensor of these kinds, and each rank's copy of any other tensor.
+    equal: kinds of tensors that are equal in all teams, within `Runner.merged`; None: all kinds. A checkpoint stores
+    one copy of a tensor of these kinds, and each team's copy of any other tensor.
     extra: kind -> parameter -> tensor of the runner, laid out like `weight`. These tensors are saved in checkpoints;
     other runners ignore them.
+    stored: kinds of this rank's tensors that were loaded from a checkpoint; set before `Runner.loaded` is called.
     """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.equal: Collection[str] | None = None if runner.capabilities.exact else {"param"}
         self.extra: dict[str, dict[nn.Parameter, Tensor]] = {}
+        self.stored: Collection[str] = ()
 
     def shards(self) -> list[Shard]:
         """Return this rank's shards of parameters and optimizer state.
@@ -72,10 +74,19 @@ class HeldState:
                 )
 
     def _kind(self, kind: str) -> str:
-        """Return the name of a kind in checkpoints. The name includes the rank unless all ranks have equal copies."""
+        """Return the name of a kind in checkpoints. The name includes the team unless all teams have equal copies."""
         if self.equal is None or kind in self.equal or kind == UPDATE:
             return kind
-        return own_kind(self.runner.world.rank, kind)
+        return own_kind(self.runner.team_number, kind)
+
+    def was_loaded(self, extra: str) -> bool:
+        """Return True if `extra[extra]` was loaded from a checkpoint."""
+        return self._kind(RUNNER + extra) in self.stored
+
+    def saved(self) -> list[Shard]:
+        """Return the shards that this rank saves: the first team saves those that are equal in all teams."""
+        shards = self.shards()
+        return [s for s in shards if not self.runner.team_number or shared_kind(s.kind) != s.kind]
 
     def gradients(self) -> list[Shard]:
         """Return this rank's shards of the gradients, times `gradient_scale`; valid after `forward_backward`."""
@@ -154,7 +165,7 @@ class HeldState:
 
     def copies(self) -> Group:
         """Group of all ranks that hold copies or shards of the same parameters as this rank. Collective."""
-        return self.runner.world if self.equal is None else Group()
+        return self.runner.team
 
 
 def _whole(kind: str, name: str, value: Tensor) -> Shard:

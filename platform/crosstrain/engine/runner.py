@@ -53,7 +53,8 @@ def context_size(options: Any) -> int:
 class Capabilities:
     """Features of a runner class."""
 
-    exact: bool = True  # False: results differ from plain torch, because ranks train independently for some steps
+    exact: bool = True  # False: results differ from plain torch, because teams of ranks train apart for some steps
+    forms_teams: bool = False  # True: the runner also works with a `team` that is only a part of the ranks
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
     takes_quantized: bool = True  # False: models with quantized parameters (`Model.weights.quantized`) are rejected
     takes_float8: bool = True  # False: `run.amp.linear: float8`, which replaces modules in blocks, is rejected
@@ -79,8 +80,9 @@ class Runner:
     and the optimizer step, the evaluation forward, and the layout of each rank's tensors. The default methods are a
     complete single-process runner. `run.runner: {name: ..., <Options>}` chooses and configures a runner.
 
-    `setup` sets the attributes `device`, `world` (all ranks), `dp` (the ranks with different samples) and `context`
-    (the ranks that share samples; each has a part of every sequence). `prepare` sets `model`, `module` (the callable
+    `setup` sets the attributes `device`, `world` (all ranks), `team` (the ranks that compute each step together: all
+    ranks, unless the runner is not `exact`), `team_number`, `dp` (the ranks with different samples) and `context` (the
+    ranks that share samples; each has a part of every sequence). `prepare` sets `model`, `module` (the callable
     for the forward: the model or its wrapper) and `optimizer` (None for evaluation). The forward takes
     `objective.inputs(batch)`. `state` holds JSON values that are saved in checkpoints and restored on resume.
     """
@@ -89,6 +91,8 @@ class Runner:
 
     device: torch.device
     world: Group
+    team: Group
+    team_number: int
     dp: Group
     model: Model
     module: nn.Module
@@ -108,6 +112,11 @@ class Runner:
         return HeldState(self)
 
     # ---- joining
+
+    @classmethod
+    def variant(cls, options: Any) -> "type[Runner]":
+        """Return the class for these options; a runner that extends another runner returns a subclass of both."""
+        return cls
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
@@ -151,12 +160,17 @@ class Runner:
             )
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
+        self.team, self.team_number = self.form_team()
         self.precision = Precision(self.run.amp, self.device.type)
         if (size := context_size(self.options)) > 1:
             replicas = self.options.replicas(self.world.size)
             self.dp = _subgroup([ranks[i::size] for ranks in replicas for i in range(size)], "samples")
             rows = [ranks[i : i + size] for ranks in replicas for i in range(0, len(ranks), size)]
             self.context = _subgroup(rows, "context")
+
+    def form_team(self) -> tuple[Group, int]:
+        """Return the ranks that compute each step together, and the number of this team. Collective."""
+        return self.world, 0
 
     def close(self) -> None:
         """Wait for all ranks, then leave the process group. An early exit would break other ranks' last collective."""
@@ -181,17 +195,14 @@ class Runner:
 
     # ---- training
 
-    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         """Compute the gradients of one optimizer step, and return the step's loss, which is the same on every rank.
 
         The loss is summed over the target tokens of all micro batches and ranks, and divided by the number
         of these tokens, `num_targets`. Neither a micro batch's weight in the loss nor an fp16 overflow depends on the
-        number of ranks. In a step without collectives (see `meets`), `num_targets` is None: each rank assumes that all
-        ranks have the same number of targets, and returns its own loss.
+        number of ranks. In a step that a team takes alone (see `together`), the team stands for all ranks.
         """
-        own = sum(micro_batch.num_targets for micro_batch in micro_batches) * self.dp.size
-        targets = max(own, 1) if num_targets is None else num_targets
-        weight = self.precision.scaler.scale / targets
+        weight = self.precision.scaler.scale / num_targets
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.micro_losses = []
         for i, micro_batch in enumerate(micro_batches):
@@ -202,10 +213,9 @@ class Runner:
                 self.backward(loss * weight)
             self.micro_losses.append(loss.detach())
             total += self.micro_losses[-1]
-        if num_targets is None:
-            return total.item() * self.dp.size / targets
+        ranks = self.dp if self.together is self.world else self.together
         with self.timers("allreduce"):
-            return self.dp.all_reduce_sum(total.item(), tag="loss")[0] / targets
+            return ranks.all_reduce_sum(total.item(), tag="loss")[0] * (self.dp.size / ranks.size) / num_targets
 
     @property
     def gradient_scale(self) -> float:
@@ -262,21 +272,24 @@ class Runner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
-    # ---- steps that ranks take independently
+    # ---- steps that teams take alone
 
-    def meets(self, step: int) -> bool:
-        """Return False if the ranks take this step (counted from 1) without collectives.
+    @property
+    def together(self) -> Group:
+        """The ranks that take the next step together: `world`, or `team` in a step without other collectives.
 
-        In such a step, each rank has its own loss, norm and update. Parameters and optimizer state differ between ranks
-        until `synchronize` is called. Only runners that are not `exact` return False. All ranks return the same value.
+        In such a step, each team has its own loss, norm and update, so parameters and optimizer state differ between
+        teams. Only runners that are not `exact` return `team`. All ranks return the same kind of group.
         """
-        return True
+        return self.world
 
-    def synchronize(self) -> None:
-        """Make tensors of the kinds in `held.equal` the same on all ranks.
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Context manager in which tensors of the kinds in `held.equal` are the same in all teams. It may be nested.
 
-        Called before a checkpoint is saved, before validation and at the end of training.
+        Checkpoints are saved and weights are validated in it. Training continues as if it had not been entered.
         """
+        yield
 
     # ---- evaluation
 
@@ -302,7 +315,7 @@ def runner_class(run: RunOptions) -> type[Runner]:
 
     Raises ConfigError if the runner has no such variant.
     """
-    chosen: type[Runner] = registry.get("runner", run.runner.name)
+    chosen: type[Runner] = registry.get("runner", run.runner.name).variant(run.runner.options)
     if not run.bitwise.enabled:
         return chosen
     module, _, name = (chosen.capabilities.bitwise or "").partition(":")

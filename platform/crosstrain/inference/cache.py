@@ -12,6 +12,9 @@ BLOCK = 64  # tokens per block; a multiple of the SIMD width
 class GrowingLayer(DynamicLayer):
     """Keys and values in buffers with room for a block of tokens; `DynamicLayer` copies all of them for each token."""
 
+    keys: Any
+    values: Any
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [rows, heads, tokens, width]; return those of all tokens."""
         if not self.is_initialized:
@@ -36,6 +39,8 @@ class GrowingLayer(DynamicLayer):
 
 class GrowingCache(DynamicCache):
     """A `DynamicCache` whose ordinary layers are `GrowingLayer`."""
+
+    layers: Any
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from crosstrain.data.dataset import Dataset
-from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import DecodeState
 from crosstrain.inference.generation import as_prompt
@@ -26,7 +25,7 @@ class RunnerPolicy:
     def __init__(self, runner: Runner, dataset: Dataset) -> None:
         self._runner, self.dataset = runner, dataset
         # A forward may contain collectives, so these ranks decode together until all their completions have ended.
-        self._ranks = runner.dp if runner.capabilities.exact else Group()
+        self._ranks = runner.dp if runner.team is runner.world else runner.team
 
     def generate(
         self, prompts: Sequence[Sample], keys: Sequence[tuple[int, ...]], max_new_tokens: int,

@@ -41,12 +41,11 @@ class Saving(Callback):
         pointers, trainer.pointers = trainer.pointers, set()
         if trainer.runner.world.broadcast(self._is_saved()):
             return
-        trainer.runner.synchronize()
-        trainer.hooks.call("on_save", folders.step_folder(trainer.folder.checkpoints, trainer.state.step))
-        document = self._document()
-        log.info("saving %s/checkpoints/step_%06d", trainer.folder.address, trainer.state.step)
-        with trainer.throughput.paused():
-            shards = [s for s in trainer.runner.held.shards() if s.name not in trainer.frozen]
+        with trainer.throughput.paused(), trainer.runner.merged():
+            trainer.hooks.call("on_save", folders.step_folder(trainer.folder.checkpoints, trainer.state.step))
+            document = self._document()
+            log.info("saving %s/checkpoints/step_%06d", trainer.folder.address, trainer.state.step)
+            shards = [s for s in trainer.runner.held.saved() if s.name not in trainer.frozen]
             trainer.checkpointer.save(
                 trainer.state.step,
                 shards + trainer.hooks.shards(),

@@ -57,7 +57,7 @@ class Trainer:
     hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # platform hooks called after the run's callbacks
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early; all ranks have the same value
-    ranks: Group = field(default_factory=Group, init=False)  # all ranks; in a step without collectives, only this rank
+    ranks: Group = field(default_factory=Group, init=False)  # the ranks that take the current step together
     row: Row = field(default_factory=dict, init=False)  # metrics of the current step for trackers; filled by hooks
     pointers: set[str] = field(default_factory=set, init=False)  # pointer files that will point to the next checkpoint
 
@@ -80,9 +80,9 @@ class Trainer:
                         break
                 except RollBack as bad:
                     batches = self._go_back(bad)
-            self.runner.synchronize()
-            self.hooks.call("before_end")
-            self.hooks.call("on_end")
+            with self.runner.merged():
+                self.hooks.call("before_end")
+                self.hooks.call("on_end")
         except TrainingError:  # finish the save in progress; a failed save was already logged
             with suppress(CheckpointError):
                 self.checkpointer.wait()
@@ -94,21 +94,21 @@ class Trainer:
     def train_step(self, batches: Iterator[Step]) -> StepMetrics | None:
         """Attempt one step and return its metrics. If any rank got a request to stop, take no step and return None."""
         state, runner, timers = self.state, self.runner, self.runner.timers
-        meets = runner.meets(state.step + 1)
-        self.ranks = runner.world if meets else Group()
+        self.ranks = runner.together
+        meets = self.ranks is runner.world
         self.hooks.call("before_batch")
         timers.reset(synchronize=self.logs(state.step + 1))
         with timers("batch generator"):
             with timers("data loader"):
                 batch = next(batches)
-            targets, tokens, stop = self._agree(batch, meets)
+            targets, tokens, stop = self._agree(batch)
         if stop:
             return None
         rate = self.schedule(state.applied_steps + 1)
         runner.set_learning_rate(rate)
         self.hooks.call("before_step", batch)
         scale = runner.precision.scaler.scale
-        loss = runner.forward_backward(batch, max(targets, 1) if meets else None)
+        loss = runner.forward_backward(batch, max(targets, 1))
         problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):
             result = runner.optimizer_step(apply=not any(problems))
@@ -200,22 +200,20 @@ class Trainer:
         assert self.run.curriculum is not None
         return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
-    def _agree(self, batch: Step, meets: bool) -> tuple[int, int, bool]:
+    def _agree(self, batch: Step) -> tuple[int, int, bool]:
         """Return the step's number of targets and of target tokens, and whether any rank got a request to stop.
 
-        If the step has no collectives, assume that every rank has the same counts as this one, and that none got a
-        request to stop.
+        In a step that a team takes alone, assume that the other ranks have as many targets on average, and that none
+        got a request to stop.
         """
-        world, dp = self.runner.world, self.runner.dp
+        ranks, world, dp = self.ranks, self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_targets(micro_batch.data) for micro_batch in batch)
         # There is only one collective, because each collective makes all ranks wait for the slowest. If several ranks
         # have the same samples, the sum over `world` counts these samples several times.
-        if not meets:
-            return mine * dp.size, tokens * dp.size, False
-        *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
-        targets, tokens = (int(total) // (world.size // dp.size) for total in sums)
-        return targets, tokens, stops > 0
+        *sums, stops = ranks.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
+        targets, tokens = (int(total) * dp.size // ranks.size for total in sums)
+        return targets, tokens, stops > 0 and ranks is world
 
     def _go_back(self, bad: RollBack) -> Iterator[Step]:
         """Reload the last checkpoint, as after a restart, and return the micro batches of the following steps."""

@@ -28,7 +28,7 @@ class Validation(Callback):
         trainer, self.last = self.trainer, None
         if not trainer.due(trainer.run.eval_interval) and not (self.at_end and metrics.step == trainer.max_iters):
             return
-        with trainer.throughput.paused():
+        with trainer.throughput.paused(), trainer.runner.merged():
             assert trainer.val_dataset is not None
             self.last = self.measure(trainer.val_dataset)
             log.info("validation at step %d | %s", metrics.step, self.last.line(".6E"))
@@ -56,7 +56,6 @@ class Validation(Callback):
     def measure(self, dataset: Dataset) -> LossMetrics:
         """Measure the loss on the first `eval_iters` global batches of a split. Collective."""
         trainer = self.trainer
-        trainer.runner.synchronize()
         samples = trainer.run.eval_iters * trainer.plan.global_batch
         return evaluate_loss(trainer.runner, dataset, trainer.plan.micro_batch, samples, trainer.run.num_workers)
 

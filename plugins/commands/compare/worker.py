@@ -81,8 +81,8 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
         )
         probe.steps[-1] |= {"data": _by_sample(runner, step_), "routing": probe.routing.record(batch)}
         if number == job.evaluate_after:
-            runner.synchronize()
-            record["later_loss"] = _evaluate(runner, step)[0]
+            with runner.merged():
+                record["later_loss"] = _evaluate(runner, step)[0]
             if job.save:
                 try:
                     Saving(None, trainer).save(background=False)

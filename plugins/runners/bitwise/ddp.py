@@ -24,7 +24,7 @@ class BitwiseDDP(Bitwise, DDPRunner):
         Runner.prepare(self, model, unfused(make_optimizer))
         self.gradients = WholeGradients([p for p in model.parameters() if p.requires_grad], self.dp)
 
-    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         self.gradients.begin_step(len(micro_batches))
         return super().forward_backward(micro_batches, num_targets)
 

@@ -45,7 +45,7 @@ class BitwiseFSDP(Rounded, FSDPRunner):
         if self.world.size == 1:
             self._alone = WholeGradients([p for p in model.parameters() if p.requires_grad], self.world)
 
-    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         if self._alone is not None:
             self._alone.begin_step(len(micro_batches))
         return super().forward_backward(micro_batches, num_targets)
