@@ -14,6 +14,7 @@ from crosstrain.config.load import Config, load_config
 from crosstrain.config.run_options import (
     AmpOptions,
     BadStepOptions,
+    BatchWarmupOptions,
     BitwiseOptions,
     CurriculumOptions,
     LogOptions,
@@ -218,6 +219,7 @@ TABLES = {
     "`profile` as a mapping:": ProfileOptions,
     "`bitwise` as a mapping:": BitwiseOptions,
     "`curriculum` as a mapping:": CurriculumOptions,
+    "`batch_warmup` as a mapping:": BatchWarmupOptions,
     "### Length": RunOptions,
     "### Checkpoints": RunOptions,
     "`runner: ddp`": ("runner", "ddp"),

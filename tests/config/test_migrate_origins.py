@@ -239,6 +239,42 @@ def ds_config(stage: int, batch: int = 1024) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("origin", "content", "file", "schedule"),
+    [
+        (
+            "megatron_lm",
+            "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 "
+            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 16 16 5859 --train-iters 100 --lr 1e-4 "
+            "--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters 20 --data-path x\n",
+            "a.sh",
+            {"name": "wsd", "shape": "minus_sqrt", "cooldown_steps": 20},
+        ),
+        (
+            "torchtitan",
+            {"model": {"name": "llama3", "flavor": "8B"}, "lr_scheduler": {"decay_ratio": 0.1, "decay_type": "sqrt"}},
+            "a.json",
+            {"name": "wsd", "cooldown_fraction": 0.1, "shape": "minus_sqrt"},
+        ),
+        (
+            "transformers",
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 9}, "max_steps": 50,
+             "learning_rate": 1e-4},
+            "a.json",
+            {"name": "wsd", "shape": "cosine", "cooldown_steps": 9},
+        ),
+    ],
+)  # fmt: skip
+def test_a_phase_of_constant_rate(
+    tmp_path: Path, origin: str, content: Any, file: str, schedule: dict[str, Any]
+) -> None:
+    tree, notes, _ = migrated(tmp_path, origin, content, file)
+    assert tree["run"]["lr_sched"] == schedule
+    assert not re.search("lr_|decay_|rampup", notes.replace("weight_decay", ""))
+    if origin == "megatron_lm":
+        assert tree["run"]["batch_warmup"] == {"start": 16, "increment": 16, "samples": 5859}
+
+
 @pytest.mark.parametrize(("gpus", "mp"), [(1, 1), (2, 1), (2, 2)])
 def test_a_script_of_the_first_megatron(tmp_path: Path, gpus: int, mp: int) -> None:
     script = FIRST.format(**LARGE, gpus=gpus, mp=mp, out="out", more="")

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.batch import BatchPlan
+from crosstrain.config.run_options import BatchWarmupOptions, RunOptions
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.loader import evaluation_batches, training_steps
-from crosstrain.utils.errors import DataError
+from crosstrain.data.loader import evaluation_batches, share_of_rank, step_numbers, training_steps
+from crosstrain.utils.errors import ConfigError, DataError
 from crosstrain.utils.types import IGNORE_INDEX, MicroBatch, Sample
 
 
@@ -59,6 +60,33 @@ def test_seeking_is_the_same_as_having_read(length: int, skipped: int) -> None:
     plan = BatchPlan(6, 2, 3, 1)
     everything = flat([steps(length, plan, 0, 0, skipped + 4)])
     assert flat([steps(length, plan, 0, 6 * skipped, 4)]) == everything[3 * skipped :]
+
+
+def test_the_batch_grows_with_the_samples_before_it() -> None:
+    """Megatron-LM's ramp: equal shares of 18 samples for each of 2, 4 and 6 samples per step; then 8."""
+    warmup = BatchWarmupOptions(2, 18)
+    plan = BatchPlan(8, 2, 4, 1, warmup)
+    sizes = [len(numbers) for numbers in itertools.islice(step_numbers(plan, 0), 9)]
+    assert sizes == [2, 2, 2, 4, 4, 6, 8, 8, 8]
+    everything = list(itertools.islice(step_numbers(plan, 0), 9))
+    for number, numbers in enumerate(everything):
+        assert next(step_numbers(plan, numbers[0])) == numbers, "a resumed run has the same steps"
+        assert numbers[0] == sum(sizes[:number])
+    run = RunOptions(output_dir="x", max_epoch=2, global_batch_size=8)
+    assert plan.steps(run, 20) == 9  # 20 samples in 6 steps, and 20 more in 3
+    for consecutive in (False, True):
+        ranks = [share_of_rank(BatchPlan(8, 2, 2, 2, warmup), rank, everything[3], consecutive) for rank in (0, 1)]
+        assert sorted(itertools.chain(*ranks)) == [everything[3][:2], everything[3][2:]]
+
+
+@pytest.mark.parametrize(("start", "increment"), [(3, None), (8, None), (2, 4), (1, 1)])
+def test_sizes_that_do_not_fit_are_refused(start: int, increment: int | None) -> None:
+    run = RunOptions(
+        output_dir="x", max_iters=5, global_batch_size=8, micro_batch_size=2,
+        batch_warmup=BatchWarmupOptions(start, 18, increment),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="batch_warmup"):
+        BatchPlan.of(run, 1)
 
 
 def test_an_epoch_shows_every_sample_once_and_the_next_in_another_order() -> None:

@@ -9,6 +9,7 @@ import pytest
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import make_schedule
 from crosstrain.engine.precision import LossScaler
+from crosstrain.utils.errors import ConfigError
 
 # Published log of GPT-2 345M on Megatron-LM: (iterations of the run, {iteration: rate as printed}, loss scale as
 # printed from the first logged line on). One GPU, two-way data parallel, two-way tensor parallel.
@@ -60,6 +61,28 @@ def test_shapes_half_way(name: str, half: float) -> None:
     schedule = make_schedule(load_config("projects/gpt2_345m.yaml", options), 100)
     assert schedule(25) == pytest.approx(0.5)
     assert schedule(75) == pytest.approx(half)
+
+
+def test_a_cooldown_follows_a_constant_rate() -> None:
+    """Values of Megatron-LM's formulas, written out; the stable phase does not depend on the length of the run."""
+    half = {"linear": 0.5, "cosine": 0.5, "minus_sqrt": 1 - math.sqrt(0.5), "exponential": 2 * 0.5**0.5 - 1}
+    common = ["run.warmup_steps=10", "run.warmup_fraction=null", "run.init_lr=1.0", "run.min_lr=0.0"]
+    for shape, middle in half.items():
+        for steps in (100, 300):
+            options = [
+                *common,
+                f"run.max_iters={steps}",
+                f"run.lr_sched={{name: wsd, cooldown_steps: 20, shape: {shape}}}",
+            ]
+            schedule = make_schedule(load_config("projects/gpt2_345m.yaml", options), steps)
+            assert [schedule(n) for n in (5, 10, 40, steps - 20)] == [0.5, 1.0, 1.0, 1.0]
+            assert schedule(steps - 10) == pytest.approx(middle)
+            assert schedule(steps) == schedule(steps + 50) == pytest.approx(0.0, abs=1e-12)
+    schedule = make_schedule(load_config("projects/gpt2_345m.yaml", [*common, "run.lr_sched=wsd"]), 100)
+    assert (schedule(80), schedule(85)) == (1.0, pytest.approx(0.5))  # the default: 1 - sqrt in the last fifth
+    for long in ("cooldown_steps: 95", "cooldown_fraction: 0.95"):
+        with pytest.raises(ConfigError, match="a cooldown of 95 exceed the 100 steps"):
+            make_schedule(load_config("projects/gpt2_345m.yaml", [*common, f"run.lr_sched={{name: wsd, {long}}}"]), 100)
 
 
 def test_scale_grows_after_a_window_and_gives_the_tolerance_back() -> None:

@@ -1,9 +1,9 @@
 """Batch arithmetic: global batch = micro batch x accumulation x data-parallel ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from crosstrain.config.run_options import RunOptions
+from crosstrain.config.run_options import BatchWarmupOptions, RunOptions
 from crosstrain.utils.errors import ConfigError
 
 
@@ -15,9 +15,24 @@ class BatchPlan:
     micro_batch: int
     accumulation: int
     dp_size: int
+    warmup: BatchWarmupOptions | None = None  # before its end, steps have fewer samples, and less accumulation
 
     @classmethod
     def of(cls, run: RunOptions, dp_size: int) -> "BatchPlan":
+        """Return `sizes_of` with the warmup of the batch size. Raises ConfigError for sizes that do not fit."""
+        plan = cls.sizes_of(run, dp_size)
+        if run.batch_warmup is None:
+            return plan
+        for size in run.batch_warmup.sizes(plan.global_batch):
+            if size % (plan.micro_batch * dp_size):
+                raise ConfigError(
+                    f"run.batch_warmup: a step of {size} samples is not a multiple of {plan.micro_batch * dp_size} "
+                    f"({plan.micro_batch} micro_batch_size x {dp_size} data-parallel ranks); set run.micro_batch_size"
+                )
+        return replace(plan, warmup=run.batch_warmup)
+
+    @classmethod
+    def sizes_of(cls, run: RunOptions, dp_size: int) -> "BatchPlan":
         """Compute the batch plan for `dp_size` data-parallel ranks. Omitted sizes are derived, or default to 1.
 
         Raises ConfigError for inconsistent sizes, with the nearest valid global batch size.
@@ -44,9 +59,16 @@ class BatchPlan:
             )
         return cls(total, micro or total // unit, accumulation or total // unit, dp_size)
 
+    def size(self, before: int) -> int:
+        """Return the number of samples in a step after `before` samples."""
+        return self.global_batch if self.warmup is None else self.warmup.size(before, self.global_batch)
+
     def steps(self, run: RunOptions, samples: int) -> int:
         """Return the number of steps of the whole run, for a training split of `samples` samples."""
         if run.max_iters is not None:
             return run.max_iters
         assert run.max_epoch is not None  # exactly one of the two is set
-        return math.ceil(run.max_epoch * samples / self.global_batch)
+        total, before, count = run.max_epoch * samples, 0, 0
+        while before < total and (size := self.size(before)) < self.global_batch:
+            before, count = before + size, count + 1
+        return count + math.ceil(max(total - before, 0) / self.global_batch)

@@ -151,6 +151,33 @@ class CurriculumOptions:
         return min(max(grown - grown % self.multiple_of, self.start), full)
 
 
+@dataclass
+class BatchWarmupOptions:
+    """A schedule of global batch sizes, as Megatron-LM's `--rampup-batch-size`.
+
+    The size of a step depends only on the number of samples before it, not on the runner or resumes.
+    """
+
+    start: PositiveInt  # global batch size of the first step
+    samples: PositiveInt  # number of samples after which steps have the full global batch size
+    increment: PositiveInt | None = None  # the size grows by this number of samples; None: start
+
+    def sizes(self, full: int) -> range:
+        """Return the sizes before the full one. Raises ConfigError if `full` is not a whole number of increments."""
+        increment = self.increment or self.start
+        if self.start >= full or (full - self.start) % increment:
+            raise ConfigError(
+                f"run.batch_warmup: the global batch size, {full}, is not {self.start} plus a multiple of {increment}"
+            )
+        return range(self.start, full, increment)
+
+    def size(self, before: int, full: int) -> int:
+        """Return the global batch size of a step after `before` samples."""
+        sizes = self.sizes(full)
+        number = before * len(sizes) // self.samples
+        return sizes[number] if number < len(sizes) else full
+
+
 # Pairs of mutually exclusive keys of `run`, with the quantity that both set, as named in an error.
 EXCLUSIVE = (
     ("warmup_fraction", "warmup_steps", "length of the warmup"),
@@ -252,6 +279,8 @@ class RunOptions:
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 
     curriculum: CurriculumOptions | None = None  # schedule of sequence lengths; None: full length in every step
+    # schedule of global batch sizes, which then grow to global_batch_size; None: the full size in every step
+    batch_warmup: BatchWarmupOptions | None = None
     # data-loading processes per rank; 0: the rank loads its own data
     num_workers: Annotated[int, Interval(ge=0, le=256)] = 0
     # seconds that a rank may be late for a collective; None: no watchdog

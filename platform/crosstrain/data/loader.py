@@ -1,9 +1,9 @@
 """Batches of an endless stream of samples, for one data-parallel rank.
 
-Sample n of a run is a pure function of (seed, n); n is the sample number. Each step takes the next
-`global_batch` sample numbers, except those that the run skips. Micro batch m of a step goes to rank m mod dp_size. The
-first sample number of a micro batch seeds its dropout, so dropout does not depend on the number of ranks. A checkpoint
-stores only the next sample number: a resumed run starts at this number, and replays nothing.
+Sample n of a run is a pure function of (seed, n); n is the sample number. Each step takes the next `BatchPlan.size`
+sample numbers, except those that the run skips. Micro batch m of a step goes to rank m mod dp_size. The first sample
+number of a micro batch seeds its dropout, so dropout does not depend on the number of ranks. A checkpoint stores only
+the next sample number: a resumed run starts at this number, and replays nothing.
 """
 
 import warnings
@@ -87,7 +87,9 @@ def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) ->
     """Yield the sample numbers of each step, for all ranks together, endlessly, starting at `start`."""
     following = sample_numbers(start, left_out or [])
     while True:
-        yield list(islice(following, plan.global_batch))
+        numbers = list(islice(following, plan.size(start)))
+        yield numbers
+        start = numbers[-1] + 1
 
 
 def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int], consecutive: bool = False) -> list[list[int]]:
@@ -97,7 +99,8 @@ def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int], consecutive
     """
     micro_batches = [numbers[i : i + plan.micro_batch] for i in range(0, len(numbers), plan.micro_batch)]
     if consecutive:
-        return micro_batches[dp_rank * plan.accumulation : (dp_rank + 1) * plan.accumulation]
+        own = len(micro_batches) // plan.dp_size
+        return micro_batches[dp_rank * own : (dp_rank + 1) * own]
     return micro_batches[dp_rank :: plan.dp_size]
 
 

@@ -90,11 +90,7 @@ def token_cross_entropy(
     The result can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes
     that do not match, and the error of `torch.gather` for a label outside the vocabulary.
     """
-    if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
-        shapes = f"hidden {[*hidden.shape]}, weight {[*weight.shape]} and labels {[*labels.shape]}"
-        raise ValueError(f"{shapes} do not match: expected [*, H], [V, H] and [*]")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    _check_shapes(hidden, weight, labels, chunk_tokens)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -123,6 +119,14 @@ def token_cross_entropy(
     (factors,) = torch.autograd.grad(value, losses)
     linear = run(needed, factors.reshape(-1))
     return linear + (value - linear).detach()
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
+        shapes = f"hidden {[*hidden.shape]}, weight {[*weight.shape]} and labels {[*labels.shape]}"
+        raise ValueError(f"{shapes} do not match: expected [*, H], [V, H] and [*]")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
 @dataclass(frozen=True)
@@ -219,10 +223,10 @@ class _TokenCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Sum the losses, weighted by `factors`. If `each` is True, return all losses [n], without gradients.
 
-        kept: the gradients [n, V] of the logits, which the first call computes and the second uses.
+        kept: gradients [n, V] of the logits, computed by the first call for the second.
         """
-        # With `factors`, this is the second call; the first call has reported the hits.
-        dtype, hits = plan.dtype, plan.hits if factors is None else None
+        first = factors is None  # the second call has `factors`; the first call has reported the hits
+        dtype, hits = plan.dtype, plan.hits if first else None
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         exact = exact_dtype(dtype)
@@ -233,14 +237,13 @@ class _TokenCrossEntropy(torch.autograd.Function):
             right = None if hits is None else torch.empty_like(ignored)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
             grad_weight = grad_bias = None
-            rows = min(plan.chunk_tokens, len(hidden)) if kept is None else 0
-            buffer = low_hidden.new_empty(rows, len(weight))
+            buffer = low_hidden.new_empty(min(plan.chunk_tokens, len(hidden)) * (kept is None), len(weight))
             lift = ctx.lift if any(needed) or kept is not None else None
             for start in range(0, len(hidden), plan.chunk_tokens):
                 chunk = slice(start, start + plan.chunk_tokens)
                 h, skip = low_hidden[chunk], ignored[chunk, None]
                 logits = buffer[: len(h)] if kept is None else kept[chunk]
-                if kept is None or factors is None:
+                if kept is None or first:
                     torch.mm(h, low_weight.T, out=logits)
                     losses[chunk] = plan.gradient_(logits, labels, chunk, lift, right)
                 # Tokens without a target are masked in the matmuls, because masking the logits takes an extra pass.

@@ -42,7 +42,8 @@ def log_setup(trainer: Trainer) -> None:
     )
     first, last = trainer.state.step + 1, trainer.max_iters
     log.info(
-        "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; %s",
+        "global batch %s%d = micro %d x accumulation %d x data parallel %d; %d training samples; %s",
+        f"{plan.warmup.start} to " if plan.warmup else "",
         plan.global_batch,
         plan.micro_batch,
         plan.accumulation,

@@ -1,0 +1,116 @@
+"""Compare diloco with ddp over slow links: loss, bytes and step times of quickstart's model and data.
+
+    python benchmarks/diloco.py [--steps 300] [--part loss|overlap]
+
+Each group is one rank in a network namespace of its own; links have 20 Mbit/s and a latency of 50 ms. Needs root.
+ddp's loss is measured without the links, and its bytes in 6 steps. `overlap` measures step times in turns: without an
+exchange, with an exchange of the whole model, and with fragments that are exchanged while the next steps run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, Result, ratio, rounds, table
+from slow_links import SlowLinks
+
+LATENCY, RATE = 0.05, 20e6
+PORT = 29500
+# run.grad_norm_clip and the rest are quickstart's
+OPTIONS = ("run.save_interval=null", "run.sample_prompts=[]", "run.threads=1", "run.log_interval=1", "run.amp=fp32")
+
+
+def runner(**options: Any) -> str:
+    return f"run.runner={json.dumps({'name': 'diloco'} | options)}"
+
+
+def run(folder: Path, nodes: int, runner: str, steps: int, links: SlowLinks | None, *more: str) -> Result:
+    """Train, and return the validation loss, the median step time of the last half, and the bytes sent per node."""
+    options = [*OPTIONS, f"run.output_dir={folder}", f"run.max_iters={steps}", runner, *more]
+    before = links.sent() if links else []
+    processes = []
+    for node in range(nodes):
+        command = [sys.executable, "train.py", "--cfg-path", "projects/quickstart.yaml", "--fresh"]
+        if links is None:
+            command += ["--nproc-per-node", str(nodes)]
+        else:
+            command += ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "1"]
+            command += ["--rdzv-endpoint", f"{links.addresses[0]}:{PORT}"]
+            command = ["ip", "netns", "exec", links.names[node], *command]
+        command += ["--options", *options]
+        output = folder.with_suffix(f".{node}.log").open("w")
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
+        )
+        if links is None:
+            break
+    if any([process.wait() for process in processes]):
+        raise SystemExit(folder.with_suffix(".0.log").read_text()[-3000:])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = [row["step_ms"] for row in rows if "step_ms" in row]
+    found = {"step_ms": statistics.mean(times[len(times) // 2 :])}
+    if losses := [row["val_loss"] for row in rows if "val_loss" in row]:
+        found["loss"] = losses[-1]
+    if links is not None:
+        found["bytes"] = max(after - start for after, start in zip(links.sent(), before, strict=True)) / steps
+    return found
+
+
+def losses(folder: Path, steps: int) -> None:
+    validated = (f"run.eval_interval={steps}",)
+    ddp = run(folder / "ddp", 2, "run.runner=ddp", steps, None, *validated)
+    rows = []
+    for groups in (2, 4):
+        with SlowLinks(groups, LATENCY, RATE) as links:
+            sent = run(folder / f"bytes{groups}", groups, "run.runner=ddp", 6, links, "run.eval_interval=null")
+            rows.append([f"ddp, {groups} ranks", f"{ddp['loss']:.4f}", "1.000", f"{sent['bytes']:,.0f}", "1"])
+            for exchange in ("bf16", "int8"):
+                chosen = runner(groups=groups, every=50, exchange=exchange)
+                found = run(folder / f"{exchange}{groups}", groups, chosen, steps, links, *validated)
+                rows.append(
+                    [f"{groups} groups, {exchange}", f"{found['loss']:.4f}", f"{found['loss'] / ddp['loss']:.3f}",
+                     f"{found['bytes']:,.0f}", f"1/{sent['bytes'] / found['bytes']:.0f}"]
+                )  # fmt: skip
+                print(rows[-1], file=sys.stderr, flush=True)
+    print(table(["", "loss", "of ddp's", "bytes sent by a rank per step", "of ddp's"], rows))
+
+
+def overlaps(folder: Path, count: int) -> None:
+    settings = {
+        "none": runner(every=1000),
+        "whole": runner(every=50),
+        "fragments": runner(every=50, fragments=4, overlap=10),
+    }
+    with SlowLinks(2, LATENCY, RATE) as links:
+        found = rounds(
+            [*settings],
+            lambda name: run(folder / name, 2, settings[name], 110, links, "run.eval_interval=null"),
+            count,
+        )
+    rows = [[name, ratio(found[name], found["none"], "step_ms")] for name in ("whole", "fragments")]
+    print(table(["exchange", "step time, of no exchange"], rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", choices=("loss", "overlap"))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.part != "overlap":
+            losses(Path(folder), asked.steps)
+        if asked.part != "loss":
+            overlaps(Path(folder), asked.rounds)
+
+
+if __name__ == "__main__":
+    main()
