@@ -25,7 +25,15 @@ from slow_links import SlowLinks
 LATENCY, RATE = 0.05, 20e6
 PORT = 29500
 # run.grad_norm_clip and the rest are quickstart's
-OPTIONS = ("run.save_interval=null", "run.sample_prompts=[]", "run.threads=1", "run.log_interval=1", "run.amp=fp32")
+OPTIONS = (
+    "datasets.stdlib.seq_length=128",
+    "run.global_batch_size=8",
+    "run.save_interval=null",
+    "run.sample_prompts=[]",
+    "run.threads=1",
+    "run.log_interval=1",
+    "run.amp=fp32",
+)
 
 
 def runner(**options: Any) -> str:

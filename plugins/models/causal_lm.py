@@ -29,6 +29,7 @@ from crosstrain.modeling.routers import Routers, Scope
 from .hugging_face.attention import Attention
 from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
 from .hugging_face.internals import ROPE_KEYS, keys_beside_fields, routers_of
+from .hugging_face.mup import MaximalUpdate
 
 # PreTrainedConfig keys that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
@@ -62,6 +63,8 @@ class CausalLM(TransformersModel):
         # weight of the mean squared log-sum-exp of router logits; None: the model's own weight, else 0
         router_z_loss_coef: NonNegativeFloat | None = None
         router_bias_rate: NonNegativeFloat = 0.001  # change per step of the balancing biases of routers, if any
+        # hidden size of the model for which run.init_lr was tuned (maximal update parametrization); None: not scaled
+        mup_base_width: Size | None = None
 
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
@@ -93,6 +96,8 @@ class CausalLM(TransformersModel):
             ) from error
         super().__init__(options, config, lm, source)
         self.route(options)
+        if options.mup_base_width is not None:
+            self.weights = MaximalUpdate(self, options.mup_base_width)
 
     @classmethod
     def check_config(cls, config: PreTrainedConfig) -> None:

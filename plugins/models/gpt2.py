@@ -23,6 +23,7 @@ from crosstrain import (
 from .hugging_face.attention import Attention
 from .hugging_face.base import DropRate, Layers, Size, check_published
 from .hugging_face.internals import padded, without_initial_values
+from .hugging_face.mup import MaximalUpdate
 
 
 @registry.register_model("gpt2")
@@ -45,6 +46,8 @@ class GPT2(TransformersModel):
         dropout: DropRate = 0.1  # dropout rate of embeddings, residuals and attention
         make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         attention: Attention = "sdpa"  # transformers' attention implementation
+        # hidden size of the model for which run.init_lr was tuned (maximal update parametrization); None: not scaled
+        mup_base_width: Size | None = None
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
@@ -67,6 +70,8 @@ class GPT2(TransformersModel):
             lm = GPT2LMHeadModel(made)
         super().__init__(options, config, lm, source)
         self.structure, self.weights = _Structure(self), _Weights(self)
+        if options.mup_base_width is not None:
+            self.weights = MaximalUpdate(self, options.mup_base_width)
 
 
 class _Structure(TransformersStructure):

@@ -66,6 +66,11 @@ class ImageText(CausalLM):
         projector: Part = field(default_factory=Part)  # modules between the vision model and the language model
         language_model: Part = field(default_factory=Part)  # the language model with its head
 
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.mup_base_width is not None:
+                raise OptionError("mup_base_width", "an image-text model has parts of several widths; leave it out")
+
     options: Options
 
     def __init__(self, options: Options) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crosstrain.modeling.context import gathered
+from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.types import IGNORE_INDEX
 
 # fp16 rounds values below 3e-8 to zero, and such probabilities are common in a large vocabulary. The gradient of a
@@ -69,7 +70,8 @@ def token_cross_entropy(
     hidden: [*, H]. weight: [V, H], the weight of the head; rows `vocab_size` and above are padding and get no
     probability. labels: [*] int64, IGNORE_INDEX where there is no target. logits: converts hidden @ weight.T to logits.
     Matmuls use autocast's dtype if autocast is enabled; the softmax and the sums over chunks are in at least fp32.
-    Memory: the gradients, and one chunk's logits, `chunk_tokens` x V (twice as much with a softcap).
+    Memory: the gradients, and one chunk's logits, `chunk_tokens` x V (twice as much with a softcap). Tokens without a
+    target are skipped, but not in training on a GPU, which would wait for their number.
 
     With a `group` of P ranks, rank r passes V/P rows of the head's weight and bias, starting at row r * V/P. The ranks
     exchange two values per token to compute the loss; they do not exchange logits, except for `token_losses`. Every
@@ -80,45 +82,57 @@ def token_cross_entropy(
     with respect to each loss. Logits of more than `KEPT_BYTES` are computed in both.
 
     `hits` is called with a boolean for each target: True if the target is the argmax.
-
     `token_losses` replaces -log softmax and must be differentiable. It gets a chunk's logits, in at least fp32, and
     the chunk's slice of the flattened labels. With a `group`, the ranks first gather the chunk's full logits.
 
     `traced_rows` is for memory traces of tensors without data: only this number of rows of each chunk goes through the
-    softmax, in one call. The other rows would reuse the same memory, so the peak is the same.
+    softmax, in one call. The other rows would reuse the same memory.
 
-    The result can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes
-    that do not match, and the error of `torch.gather` for a label outside the vocabulary.
+    The result can be differentiated once. Raises ValueError for shapes that do not match, and the error of
+    `torch.gather` for a label outside the vocabulary.
     """
     _check_shapes(hidden, weight, labels, chunk_tokens)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    first, vocab_size = rank * len(weight), vocab_size or ranks * len(weight)
-    columns = min(max(vocab_size - first, 0), len(weight))
+    first, columns, vocab_size = _columns(len(weight), vocab_size, group)
     plan = _Plan(first, columns, vocab_size, group, chunk_tokens, dtype, logits, traced_rows, hits, token_losses)
     inputs = hidden, weight, logits.bias
     needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
-    kept: Tensor | None = None
+    rows, flat_labels, kept = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), None
+    known = has_values(hidden) and token_losses is None and (device == "cpu" or not any(needed))
+    at = _targets(flat_labels) if known else slice(None)
+    rows, flat_labels = rows[at], flat_labels[at]
 
     def run(needed: tuple[bool, ...], factors: Tensor | None = None, each: bool = False) -> Tensor:
-        return _TokenCrossEntropy.apply(
-            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), logits.bias, plan, needed, factors, each,
-            kept,
-        )  # fmt: skip
+        return _TokenCrossEntropy.apply(rows, weight, flat_labels, logits.bias, plan, needed, factors, each, kept)
 
     if reduce is None:
         return run(needed)
-    if any(needed) and labels.numel() * len(weight) * dtype.itemsize <= KEPT_BYTES:
-        kept = hidden.new_empty(labels.numel(), len(weight), dtype=dtype)
-    losses = run((False,) * 3, each=True).view(labels.shape).requires_grad_()
+    if any(needed) and flat_labels.numel() * len(weight) * dtype.itemsize <= KEPT_BYTES:
+        kept = rows.new_empty(flat_labels.numel(), len(weight), dtype=dtype)
+    found = run((False,) * 3, each=True)
+    losses = found.new_zeros(labels.numel())
+    losses[at] = found
     with torch.enable_grad():
-        value = reduce(losses)
+        value = reduce(losses := losses.view(labels.shape).requires_grad_())
     if not any(needed):
         return value.detach()
     (factors,) = torch.autograd.grad(value, losses)
-    linear = run(needed, factors.reshape(-1))
+    linear = run(needed, factors.reshape(-1)[at])
     return linear + (value - linear).detach()
+
+
+def _targets(labels: Tensor) -> Any:
+    """Return the indices of the labels that are not ignored; all of them as a slice, which copies nothing."""
+    at = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    return at if len(at) < len(labels) else slice(None)
+
+
+def _columns(own: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> tuple[int, int, int]:
+    """Return a rank's first column, its number of columns without padding, and the size of the vocabulary."""
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    vocab_size = vocab_size or ranks * own
+    return rank * own, min(max(vocab_size - rank * own, 0), own), vocab_size
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:

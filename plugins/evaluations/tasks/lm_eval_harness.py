@@ -1,38 +1,46 @@
 """Tasks from lm-evaluation-harness (Gao et al., 2021-) under any runner, for `crosstrain evaluate --tasks`.
 
-This module needs the package lm_eval. Every rank runs the same requests.
+This module needs the package lm_eval. Every rank has all requests, and computes its share of them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from tqdm import tqdm
 
 from crosstrain import (
     IGNORE_INDEX,
+    ForwardMode,
     OpenModel,
+    Sample,
     Sampling,
     UserError,
     as_prompt,
     did_you_mean,
     explained,
     finite,
-    generate,
     log,
 )
-from crosstrain.inference.decoder import DecodeState
+from crosstrain.inference.detokenizer import TextStream
+from crosstrain.inference.generation import Sequence, decode
 
 _LENGTH = 2048  # maximum length in tokens if the model has no limit
 _NEW = 256  # maximum number of new tokens if the task does not set a maximum
+_TOKENS = 8192  # maximum number of tokens in a batch, with padding
 _BOOTSTRAPS = 1000  # bootstrap samples for standard errors without a formula
+Pair = tuple[list[int], list[int]]  # token IDs of a context and of its continuation
+T, R = TypeVar("T"), TypeVar("R")
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
@@ -62,57 +70,105 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        return [
-            (self._likelihood(context, continuation), self._is_greedy(context, continuation))
-            for _, context, continuation in tqdm(requests, disable=disable_tqdm or self._quiet)
-        ]
+        return self._likelihoods([(context, continuation) for _, context, continuation in requests], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return each text's log-likelihood given the prefix token, in windows of the model's maximum length."""
-        found = []
-        for request in tqdm(requests, disable=disable_tqdm or self._quiet):
-            windows = get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self._length, 1)
-            found.append(sum(self._likelihood(*make_disjoint_window(window)) for window in windows))
-        return found
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        pairs, owners = list[Pair](), list[int]()
+        for owner, ids in enumerate(texts):
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._length, 1)
+            pairs += [make_disjoint_window(window) for window in windows]
+            owners += [owner] * (len(pairs) - len(owners))
+        totals = [0.0] * len(texts)
+        for owner, (likelihood, _) in zip(owners, self._likelihoods(pairs, disable_tqdm), strict=True):
+            totals[owner] += likelihood
+        return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate texts, greedily unless the task samples. Raises UserError for an unknown setting of a task."""
-        found = []
-        for request in tqdm(requests, disable=disable_tqdm or self._quiet):
+        prompts, found = list[Sample](), [""] * len(requests)
+        alike: dict[str, list[int]] = {}  # settings -> numbers of requests
+        for number, request in enumerate(requests):
             context, given = request.args
             if unknown := set(given) - _KNOWN:
                 raise UserError(f"--tasks: a task sets {min(unknown)} for generation, which is not supported")
             new = min(given.get("max_gen_toks", _NEW), self._length - 1)
-            until = given.get("until") or []
-            sampling = Sampling(
-                new,
-                float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
-                given.get("top_k") or 0,
-                given.get("top_p") or 1.0,
+            prompts.append(as_prompt(self.tok_encode(context)[-(self._length - new) :], self.eot_token_id))
+            alike.setdefault(repr(given), []).append(number)
+        for numbers in alike.values():
+            texts = self._dealt(
+                [prompts[number] for number in numbers],
+                lambda prompt: len(prompt["input_ids"]),
+                partial(self._generate, given=requests[numbers[0]].args[1]),
+                disable_tqdm,
             )
-            prompt = as_prompt(self.tok_encode(context)[-(self._length - new) :], self.eot_token_id)
-            stops = [until] if isinstance(until, str) else until
-            found += generate(self._runner, self.tokenizer, prompt, sampling, stops=stops)
+            for number, text in zip(numbers, texts, strict=True):
+                found[number] = text
         return found
 
-    def _likelihood(self, context: list[int], continuation: list[int]) -> float:
-        """Return log p(continuation | context); if there are too many tokens for the model, the first are dropped."""
-        ids = (context + continuation)[-(self._length + 1) :]
-        labels = torch.tensor([ids[1:]])
-        labels[0, : max(0, len(ids) - 1 - len(continuation))] = IGNORE_INDEX
-        return -float(self._runner.evaluate({"input_ids": torch.tensor([ids[:-1]]), "labels": labels}))
+    def _dealt(
+        self, requests: list[T], length: Callable[[T], int], compute: Callable[[list[T]], list[R]], quiet: bool
+    ) -> list[R]:
+        """Compute batches of requests of similar length, dealt over the ranks. Collective.
 
-    def _is_greedy(self, context: list[int], continuation: list[int]) -> bool:
-        """Return True if every token of the continuation is the argmax at its position."""
-        before = context[max(0, len(context) + len(continuation) - self._length - 1) :]
-        if not before:
-            return False
-        state = DecodeState(self._runner, [as_prompt(before, self.eot_token_id)])
-        for token in continuation:
-            if int(state.logits()[0].argmax()) != token:
-                return False
-            state.append(torch.tensor([token]))
-        return True
+        The batches do not depend on the number of ranks, so neither do the results.
+        """
+        left, batches = sorted(range(len(requests)), key=lambda i: (-length(requests[i]), i)), list[list[int]]()
+        while left:
+            rows = max(1, _TOKENS // max(length(requests[left[0]]), 1)) if self._runner.model.takes_positions else 1
+            batches.append(left[:rows])
+            left = left[rows:]
+        ranks, found = self._runner.dp, dict[int, R]()
+        for first in tqdm(range(0, len(batches), ranks.size), disable=quiet or self._quiet):
+            turn = first + ranks.rank
+            batch = batches[turn] if turn < len(batches) else batches[first][:1]  # a forward may be collective
+            results = compute([requests[i] for i in batch])
+            if turn < len(batches):
+                found |= zip(batch, results, strict=True)
+        everything = {i: result for held in ranks.all_gather(found) for i, result in held.items()}
+        return [everything[i] for i in range(len(requests))]
+
+    def _likelihoods(self, pairs: list[Pair], quiet: bool) -> list[tuple[float, bool]]:
+        """Return (log p(continuation | context), the continuation is the greedy one) of each pair."""
+        return self._dealt(pairs, lambda pair: min(len(pair[0]) + len(pair[1]), self._length), self._likelihood, quiet)
+
+    def _likelihood(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
+        """Compute one batch. If a pair has too many tokens for the model, the first are dropped."""
+        rows = [(context + continuation)[-(self._length + 1) :] for context, continuation in pairs]
+        ids = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.long)
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        for i, (row, (_, continuation)) in enumerate(zip(rows, pairs, strict=True)):
+            stop = len(row) - 1
+            ids[i, :stop] = torch.tensor(row[:-1])
+            start = max(0, stop - len(continuation))
+            labels[i, start:stop] = torch.tensor(row[1 + start :])
+        hits, targets = list[Tensor](), labels != IGNORE_INDEX
+
+        def both(losses: Tensor) -> Tensor:
+            right = torch.zeros_like(losses)
+            right[targets.to(losses.device)] = hits[0].to(losses.dtype)
+            return torch.stack([losses.double().sum(1), right.double().sum(1)])
+
+        found = self._runner.evaluate({"input_ids": ids, "labels": labels}, ForwardMode(reduce=both, hits=hits.append))
+        counts = targets.sum(1).tolist()
+        return [(-loss, right == count) for loss, right, count in zip(*found.tolist(), counts, strict=True)]
+
+    def _generate(self, prompts: list[Sample], given: Mapping[str, Any]) -> list[str]:
+        """Complete one batch of prompts with the settings of a task."""
+        until = given.get("until") or []
+        sampling = Sampling(
+            min(given.get("max_gen_toks", _NEW), self._length - 1),
+            float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
+            given.get("top_k") or 0,
+            given.get("top_p") or 1.0,
+        )
+        stops = [until] if isinstance(until, str) else until
+        rows = [Sequence(sampling, 0, [self.eot_token_id], TextStream(self.tokenizer, stops)) for _ in prompts]
+        decode(self._runner, prompts, rows, group=self._runner.dp)
+        for row in rows:
+            row.text.finish()
+        return [row.text.text for row in rows]
 
 
 def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int | None) -> dict[str, Any]:
@@ -130,6 +186,8 @@ def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int
         if name not in known:
             hint = did_you_mean(name, known, "--task-path adds a folder of task files")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
+    if model.runner.context.size > 1:
+        raise UserError("--tasks: every rank needs whole sequences; set run.runner.context_parallel=1")
     with model.runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or broken
         found = simple_evaluate(
             HarnessModel(model),
