@@ -33,7 +33,12 @@ COMMON = (
 def trainer(folder: Path, width: int, scaled: bool, rate: float, steps: int) -> Any:
     from fixtures_ranks import make_trainer
 
-    options = [*COMMON, f"model.n_embd={width}", f"model.n_head={width // 32}", f"run.output_dir={folder}/out"]
+    options = [
+        *COMMON,
+        f"model.n_embd={width}",
+        f"model.n_head={width // 32}",
+        f"run.output_dir={folder}/{width}-{scaled}-{rate}-{steps}",
+    ]
     options += [f"run.init_lr={rate}", f"run.min_lr={rate}", f"run.max_iters={steps}"]
     options += [f"model.mup_base_width={BASE}"] * scaled
     return make_trainer(str(ROOT / "projects/quickstart.yaml"), tuple(options), bare=True)

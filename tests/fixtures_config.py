@@ -224,6 +224,7 @@ TABLES = {
     "### Checkpoints": RunOptions,
     "`runner: ddp`": ("runner", "ddp"),
     "`runner: fsdp`": ("runner", "fsdp"),
+    "`runner: diloco`": ("runner", "diloco"),
     "`optimizer: adamw`": ("optimizer", "adamw"),
     "`optimizer: sgd`": ("optimizer", "sgd"),
     "`optimizer: muon`": ("optimizer", "muon"),

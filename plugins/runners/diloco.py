@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -87,7 +86,8 @@ class DiLoCo(Runner):
     class Options:
         """The teams, the outer optimizer and the exchange. Local SGD is outer_lr: 1 and outer_momentum: 0."""
 
-        inner: Annotated[Component, "runner"] | None = None  # runner of each team; None: ddp
+        # runner of each team: ddp or fsdp
+        inner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))
         groups: PositiveInt | list[PositiveInt] = 2  # number of teams of equal size, or the number of ranks of each
         every: PositiveInt = 50  # steps between exchanges
         outer_lr: PositiveFloat = 0.7
@@ -104,19 +104,11 @@ class DiLoCo(Runner):
                 if getattr(self, name) > self.every - (name == "overlap"):
                     raise OptionError(name, f"{getattr(self, name)} does not fit into every={self.every} steps")
 
-    capabilities: ClassVar = Capabilities(exact=False)
+    capabilities: ClassVar = Capabilities(exact=False, extends="inner")
     codecs: ClassVar = CODECS
 
-    @classmethod
-    def variant(cls, options: Any) -> type[Runner]:
-        name = options.inner.name if options.inner else "ddp"
-        inner: type[Runner] = registry.get("runner", name)
-        if not inner.capabilities.forms_teams:
-            raise ConfigError(f"run.runner.inner: {name} cannot train with a part of the ranks; use ddp or fsdp")
-        return _combined(cls, inner)
-
     def __init__(self, options: Any, run: RunOptions) -> None:
-        super().__init__(_inner(options), run)
+        super().__init__(options.inner.options, run)
         self.outer: DiLoCo.Options = options
         self.codec = self.codecs[options.exchange]
         self.state = {"steps": 0, "under_way": []}  # under_way: numbers of the fragments of unfinished exchanges
@@ -140,22 +132,22 @@ class DiLoCo(Runner):
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
         for size in cls.sizes(options, world_size):
-            if super().data_parallel_size(_inner(options), size) != size:
+            if super().data_parallel_size(options.inner.options, size) != size:
                 raise ConfigError("run.runner.inner: the ranks of a team must have different samples")
         return world_size
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        super().check(_inner(options), run)
+        super().check(options.inner.options, run)
 
     @classmethod
     def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
-        super().check_model(_inner(options), run, model)
+        super().check_model(options.inner.options, run, model)
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         sizes = cls.sizes(options, at.world_size)
-        layouts = super().layouts(_inner(options), replace(at, world_size=max(sizes), replicas=max(sizes)))
+        layouts = super().layouts(options.inner.options, replace(at, world_size=max(sizes), replicas=max(sizes)))
         copies = 2 + (options.exchange != "fp32") + (options.overlap > 0)  # shared weights, momentum, residual, mean
         whole = Sizes.of(at.model).trainable_elements
         sent = int(whole * CODECS[options.exchange].size)
@@ -165,20 +157,19 @@ class DiLoCo(Runner):
             layout.sent += sent * (len(sizes) - 1) // options.every
         return layouts
 
-    def form_team(self) -> tuple[Group, int]:
-        first, mine, firsts = 0, (self.world, 0), []
+    def setup(self) -> None:
+        super().setup()
+        first, firsts = 0, list[int]()
         for number, size in enumerate(sizes := self.sizes(self.outer, self.world.size)):
             ranks = range(first, first + size)
             group = dist.new_group([*ranks]) if len(sizes) > 1 else None
             if group is not None and self.world.rank in ranks:
-                mine = Group(group), number
+                self.team, self.team_number = Group(group), number
             firsts.append(first)
             first += size
         self.weights = [size / self.world.size for size in sizes]
-        leads = self.world.rank in firsts
         group = dist.new_group(firsts) if len(sizes) > 1 else None
-        self.leaders = Group(group) if leads and group is not None else Group()
-        return mine
+        self.leaders = Group(group) if group is not None and self.world.rank in firsts else Group()
 
     # ---- steps
 
@@ -317,18 +308,6 @@ class DiLoCo(Runner):
         finally:
             self._is_merged = False
             self._set(self.held.extra.pop(_OWN))
-
-
-@cache
-def _combined(outer: type[Runner], inner: type[Runner]) -> type[Runner]:
-    capabilities = replace(inner.capabilities, exact=False, bitwise=None)
-    return type(outer.__name__, (outer, inner), {"capabilities": capabilities})
-
-
-def _inner(options: DiLoCo.Options) -> Any:
-    if options.inner is not None:
-        return options.inner.options
-    return registry.get("runner", "ddp").Options()
 
 
 def _flat(tensors: dict[nn.Parameter, Tensor]) -> Tensor:

@@ -110,16 +110,14 @@ class FSDPRunner(Runner):
             out.model, out.computes = gathered, "linear layers in bf16"
         return [out]
 
-    def setup(self) -> None:
-        super().setup()
+    def _make_mesh(self) -> DeviceMesh:
         shard = self.options.shard_size or self.team.size
         if shard == self.team.size:
-            self.mesh = DeviceMesh.from_group(self.team.handle, self.device.type, mesh_dim_names=("shard",))
-            return
+            return DeviceMesh.from_group(self.team.handle, self.device.type, mesh_dim_names=("shard",))
         if self.team is not self.world:
             raise ConfigError(f"run.runner.shard_size: {shard} splits a team of {self.team.size} ranks; leave it out")
         sizes = (self.world.size // shard, shard)
-        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # `prepare` allocates only the shards
@@ -127,7 +125,7 @@ class FSDPRunner(Runner):
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         options: dict[str, Any] = {
-            "mesh": self.mesh,
+            "mesh": self._make_mesh(),
             "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
             if self.options.cpu_offload
             else OffloadPolicy(),

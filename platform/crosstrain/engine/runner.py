@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
+from crosstrain.config.schema import Component
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.wait_for_ranks import wait_for_ranks
 from crosstrain.distributed.watchdog import watchdog
@@ -55,6 +56,7 @@ class Capabilities:
 
     exact: bool = True  # False: results differ from plain torch, because teams of ranks train apart for some steps
     forms_teams: bool = False  # True: the runner also works with a `team` that is only a part of the ranks
+    extends: str | None = None  # option with a runner that forms teams: the class is combined with this runner's class
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
     takes_quantized: bool = True  # False: models with quantized parameters (`Model.weights.quantized`) are rejected
     takes_float8: bool = True  # False: `run.amp.linear: float8`, which replaces modules in blocks, is rejected
@@ -114,11 +116,6 @@ class Runner:
     # ---- joining
 
     @classmethod
-    def variant(cls, options: Any) -> "type[Runner]":
-        """Return the class for these options; a runner that extends another runner returns a subclass of both."""
-        return cls
-
-    @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
         """Number of ranks with different samples. Raises ConfigError if `world_size` does not fit the options."""
         sharing = context_size(options)
@@ -160,17 +157,13 @@ class Runner:
             )
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
-        self.team, self.team_number = self.form_team()
+        self.team, self.team_number = self.world, 0
         self.precision = Precision(self.run.amp, self.device.type)
         if (size := context_size(self.options)) > 1:
             replicas = self.options.replicas(self.world.size)
             self.dp = _subgroup([ranks[i::size] for ranks in replicas for i in range(size)], "samples")
             rows = [ranks[i : i + size] for ranks in replicas for i in range(0, len(ranks), size)]
             self.context = _subgroup(rows, "context")
-
-    def form_team(self) -> tuple[Group, int]:
-        """Return the ranks that compute each step together, and the number of this team. Collective."""
-        return self.world, 0
 
     def close(self) -> None:
         """Wait for all ranks, then leave the process group. An early exit would break other ranks' last collective."""
@@ -315,7 +308,7 @@ def runner_class(run: RunOptions) -> type[Runner]:
 
     Raises ConfigError if the runner has no such variant.
     """
-    chosen: type[Runner] = registry.get("runner", run.runner.name).variant(run.runner.options)
+    chosen = _combined(run.runner)
     if not run.bitwise.enabled:
         return chosen
     module, _, name = (chosen.capabilities.bitwise or "").partition(":")
@@ -326,6 +319,21 @@ def runner_class(run: RunOptions) -> type[Runner]:
             f"on the number of ranks; use a different runner"
         )
     return variant
+
+
+def _combined(chosen: Component) -> type[Runner]:
+    """Return the class of a runner, combined with the class of the runner that it extends, if any."""
+    outer: type[Runner] = registry.get("runner", chosen.name)
+    if (option := outer.capabilities.extends) is None:
+        return outer
+    extended = getattr(chosen.options, option)
+    inner: type[Runner] = registry.get("runner", extended.name)
+    if not inner.capabilities.forms_teams:
+        raise ConfigError(
+            f"run.runner.{option}: {extended.name} cannot train with a part of the ranks; use ddp or fsdp"
+        )
+    capabilities = replace(inner.capabilities, exact=outer.capabilities.exact, extends=option, bitwise=None)
+    return type(outer.__name__, (outer, inner), {"capabilities": capabilities})
 
 
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:

@@ -15,6 +15,7 @@ EXTRAS = {  # module -> extra
         "serve": "uvicorn starlette pydantic",
         "report": "plotly jinja2 matplotlib tree_sitter tree_sitter_bash",
         "eval": "lm_eval",
+        "gguf": "gguf",
         "float8": "torchao",
         "offload": "fairscale",
         "parquet": "pyarrow",

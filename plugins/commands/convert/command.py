@@ -1,20 +1,21 @@
-"""`crosstrain convert`: write BLIP-2 weights of LAVIS (.pth) as a folder for `pretrained`."""
+"""`crosstrain convert`: write BLIP-2 weights of LAVIS (.pth), or a GGUF file, as a folder for `pretrained`."""
 
 import argparse
 from pathlib import Path
 
-from crosstrain import Command, DataError, LimitedProcess, UserError, registry
+from crosstrain import Command, DataError, LimitedProcess, UserError, registry, require
 
+from .gguf import convert_gguf
 from .lavis import convert
 
 
 @registry.register_command("convert")
 class ConvertCommand(Command):
-    """Convert BLIP-2 weights of LAVIS from a .pth file."""
+    """Convert BLIP-2 weights of LAVIS from a .pth file, or a language model from a .gguf file."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--input", required=True, metavar="FILE", help=".pth file of LAVIS, such as blip2_pretrained"
+            "--input", required=True, metavar="FILE", help=".gguf file, or .pth file of LAVIS, such as blip2_pretrained"
         )
         parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to create")
 
@@ -25,10 +26,21 @@ class ConvertCommand(Command):
             raise DataError(f"--input: {source} is not a file")
         if output.exists():
             raise UserError(f"--output: {output} already exists: remove it, or choose a different folder")
+        is_gguf = source.suffix == ".gguf"
+        if is_gguf:
+            require("gguf", "crosstrain convert")
         memory = (1 << 30) + 3 * source.stat().st_size  # the tensors as read, and as written
         process = LimitedProcess(
-            convert, f"converting {source}", memory=memory, seconds=1800.0, advice="check the file"
+            convert_gguf if is_gguf else convert,
+            f"converting {source}",
+            memory=20 * memory if is_gguf else memory,  # 4 bits become 32
+            seconds=1800.0,
+            advice="check the file",
         )
+        if is_gguf:
+            written, precision = process((source, output))
+            print(f"wrote {written} tensors and the tokenizer to {output}, for model.pretrained; {precision}")
+            return 0
         written, parts = process((source, output))
         print(f"wrote {written} tensors to {output}; use it as `pretrained` of {', '.join(parts)}")
         return 0
