@@ -28,9 +28,9 @@ class WarmupStableDecay:
     class Options:
         """The cooldown; one of the two lengths."""
 
-        cooldown_fraction: Fraction | None = None  # of lr_decay_iters; without both lengths: 0.2
-        cooldown_steps: PositiveInt | None = None
-        shape: Literal["linear", "cosine", "minus_sqrt", "exponential"] = "minus_sqrt"
+        cooldown_fraction: Fraction | None = None  # length as a fraction of lr_decay_iters; without both lengths: 0.2
+        cooldown_steps: PositiveInt | None = None  # length in steps
+        shape: Literal["linear", "cosine", "minus_sqrt", "exponential"] = "minus_sqrt"  # of the cooldown, from 1 to 0
 
         def __post_init__(self) -> None:
             if self.cooldown_fraction is not None and self.cooldown_steps is not None:

@@ -90,9 +90,9 @@ class DiLoCo(Runner):
         inner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))
         groups: PositiveInt | list[PositiveInt] = 2  # number of teams of equal size, or the number of ranks of each
         every: PositiveInt = 50  # steps between exchanges
-        outer_lr: PositiveFloat = 0.7
-        outer_momentum: Fraction = 0.9
-        nesterov: bool = True
+        outer_lr: PositiveFloat = 0.7  # learning rate of the outer SGD
+        outer_momentum: Fraction = 0.9  # momentum of the outer SGD
+        nesterov: bool = True  # Nesterov momentum
         # dtype of the exchanged changes; the error of rounding is added to the next change
         exchange: Literal["fp32", "bf16", "int8"] = "bf16"
         fragments: PositiveInt = 1  # parts of the model, exchanged in turn between two exchanges of the first part

@@ -1,7 +1,7 @@
 """torch's elastic agent with our rules: some failures are final, and a request to stop is not a failure.
 
 Only this file uses private APIs of torch.distributed.elastic, as of torch 2.13 and 2.14: `_rendezvous`,
-`_start_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of the agent, and
+`_start_workers`, `_monitor_workers`, `_worker_group`, `_pcontext` and `_remaining_restarts` of the agent, and
 `get_method_name` of the rendezvous. This file also uses `_config` of multiprocessing processes.
 """
 
@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import TYPE_CHECKING, Any
@@ -179,6 +179,7 @@ class _Agent(LocalElasticAgent):
         raise self._failure.error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wake_workers()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             failure = self._failure = first_failure(result.failures, self._where)
@@ -189,6 +190,15 @@ class _Agent(LocalElasticAgent):
                 if isinstance(failure.error, WorkerFailure) and not failure.lost_another:
                     print(failure.error, file=sys.stderr, flush=True)  # the traceback is not printed anywhere else
         return result
+
+    def _wake_workers(self) -> None:
+        """If a worker has ended, continue stopped workers: they do not end by SIGTERM, and torch would wait 30 s."""
+        running = {child.pid for child in multiprocessing.active_children()}
+        workers = set(self._pcontext.pids().values()) if self._pcontext else set()
+        if workers - running:
+            for worker in workers & running:
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGCONT)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with _announced(self._nodes) if self._nodes else nullcontext():

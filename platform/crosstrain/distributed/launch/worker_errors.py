@@ -139,6 +139,8 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
     lost = bool(extra.get("rank_lost"))
     summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'an error')}"
     if extra.get("user_error"):
+        if lost:
+            summary = message["message"].partition(";")[0]  # names the lost rank, if it is known
         return Failure(
             UserError(message["message"]),
             summary,

@@ -1,0 +1,149 @@
+"""Two short runs of a project, one of them with faults."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from crosstrain import UserError
+from crosstrain.checkpoint.digests import digests
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.folders import find_checkpoint
+
+from .faults import FAULTS
+
+_SLOW = re.compile(r"(rank \d+ is a straggler)")
+_RESTARTED = re.compile(r"(.*); all ranks restarted \(restart \d+ of \d+\) and continue from step (\d+)")
+_PATIENCE = 600.0  # seconds until a run that takes no step is given up
+_TIMEOUT = 10  # run.collective_timeout, in seconds: a frozen worker is given up after this time
+
+
+@dataclass
+class Result:
+    """One fault and its cost."""
+
+    fault: str
+    step: int  # last complete step before the fault
+    named: str  # description of the fault in the log; empty if there is none
+    repeated: int  # steps that were taken again
+    seconds: float  # from the fault until a step beyond `step` was complete
+
+
+@dataclass
+class Drill:
+    """Runs of a project in subfolders of `folder`."""
+
+    project: str
+    options: list[str]
+    workers: int
+    folder: Path
+    steps: int
+    _ends: dict[str, Path] = field(default_factory=dict)  # name of a run -> its folder
+
+    def run(self, faults: list[str], count: int, seed: int) -> list[Result]:
+        """Train without faults and with faults; return a result for each fault. Raises UserError if a run fails."""
+        quiet = self._start("undisturbed")
+        if quiet.wait():
+            raise UserError(f"the run without faults failed; see {self.folder / 'undisturbed.log'}")
+        rng = random.Random(seed)
+        width = (self.steps - 1) // count
+        planned = [1 + i * width + rng.randrange(width) for i in range(count)]
+        process, results = self._start("disturbed"), list[Result]()
+        try:
+            for number, step in enumerate(planned):
+                self._wait_for(process, step)
+                results.append(self._disturb(process, faults[number % len(faults)], rng))
+            if process.wait(_PATIENCE):
+                raise UserError(f"the run with faults failed; see {self.folder / 'disturbed.log'}")
+        finally:
+            for child in (
+                (*psutil.Process(process.pid).children(recursive=True), process) if process.poll() is None else ()
+            ):
+                child.kill()
+        return results
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._ends[name] = self.folder / name
+        options = [
+            *self.options, f"run.output_dir={self._ends[name]}", "run.max_epoch=null", f"run.max_iters={self.steps}",
+            f"run.save_interval={max(1, self.steps // 10)}", "run.log_interval=1", "run.max_restarts=1000",
+            f"run.collective_timeout={_TIMEOUT}",
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "crosstrain", "train", "--cfg-path", self.project]
+        command += ["--nproc-per-node", str(self.workers), "--options", *options]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _log(self) -> str:
+        return (self.folder / "disturbed.log").read_text(errors="replace")
+
+    def _step(self) -> int:
+        """Return the last complete step of the run with faults."""
+        path = self._ends["disturbed"] / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+    def _wait_for(self, process: subprocess.Popen[bytes], step: int) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while self._step() < step:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise UserError(f"the run with faults did not reach step {step}; see {self.folder / 'disturbed.log'}")
+            time.sleep(0.02)
+
+    def _disturb(self, process: subprocess.Popen[bytes], fault: str, rng: random.Random) -> Result:
+        known, length = len(_RESTARTED.findall(self._log())), len(self._log())
+        workers = _workers(process.pid)
+        step, begun = self._step(), time.monotonic()
+        FAULTS[fault](rng.choice(workers))
+        if fault != "slow":
+            while len(found := _RESTARTED.findall(self._log())) <= known:
+                if process.poll() is not None or time.monotonic() > begun + _PATIENCE:
+                    raise UserError(f"the run did not recover from {fault}; see {self.folder / 'disturbed.log'}")
+                time.sleep(0.02)
+        self._wait_for(process, min(step + 1, self.steps))
+        seconds = time.monotonic() - begun
+        if fault == "slow":
+            return Result(fault, step, next(iter(_SLOW.findall(self._log()[length:])), ""), 0, seconds)
+        named, resumed = found[known]
+        return Result(fault, step, named, max(0, step - int(resumed)), seconds)
+
+    def differences(self) -> str:
+        """Return the differences between the runs, in words; empty if there are none."""
+        rows = [_rows(self._ends[name] / "metrics.jsonl") for name in ("undisturbed", "disturbed")]
+        found = [
+            f"{key} of steps" for key in ("samples", "loss") if [r[key] for r in rows[0]] != [r[key] for r in rows[1]]
+        ]
+        ends = [digests(Reader.open(find_checkpoint(str(folder)))) for folder in self._ends.values()]
+        return ", ".join([*found, *(f"final {key}" for key in ends[0] if ends[0][key] != ends[1][key])])
+
+
+def _workers(launcher: int) -> list[int]:
+    """Return the process IDs of the workers, oldest first."""
+    found = []
+    for child in psutil.Process(launcher).children():
+        with suppress(psutil.Error):  # the process has just ended
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append((child.create_time(), child.pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [row for line in path.read_text().splitlines() if "loss" in (row := json.loads(line))]
+
+
+def table(results: list[Result]) -> str:
+    """Return the results as text, with a line per fault and a line of totals."""
+    lines = ["fault    step  repeated  seconds  named as"]
+    for r in results:
+        lines.append(f"{r.fault:<8}{r.step:>5}{r.repeated:>10}{r.seconds:>9.1f}  {r.named or '-'}")
+    repeated, seconds = sum(r.repeated for r in results), sum(r.seconds for r in results)
+    return "\n".join([*lines, f"{len(results)} faults: {repeated} steps repeated, {seconds:.1f} s until the next step"])
