@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from slow_links import SlowLinks
 
 LATENCY, RATE = 0.05, 20e6
 PORT = 29500
+WINDOW = (60, 110)  # steps between which bytes are counted, with one exchange
 OUTER = {"outer_lr": 1.0, "outer_momentum": 0.0}  # local SGD, the best in runs this short
 # run.grad_norm_clip and the rest are quickstart's
 OPTIONS = (
@@ -62,6 +64,7 @@ def run(folder: Path, nodes: int, runner: str, steps: int, links: SlowLinks | No
         )
         if links is None:
             break
+    counts = {step: _sent_at(folder, step, links, processes) for step in WINDOW if links and step <= steps}
     if any([process.wait() for process in processes]):
         raise SystemExit(folder.with_suffix(".0.log").read_text()[-3000:])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -70,8 +73,20 @@ def run(folder: Path, nodes: int, runner: str, steps: int, links: SlowLinks | No
     if losses := [row["val_loss"] for row in rows if "val_loss" in row]:
         found["loss"] = losses[-1]
     if links is not None:
-        found["bytes"] = max(after - start for after, start in zip(links.sent(), before, strict=True)) / steps
+        ends = [counts[step] for step in WINDOW] if WINDOW[-1] in counts else [before, links.sent()]
+        taken = WINDOW[1] - WINDOW[0] if WINDOW[-1] in counts else steps
+        found["bytes"] = max(after - start for start, after in zip(*ends, strict=True)) / taken
     return found
+
+
+def _sent_at(folder: Path, step: int, links: SlowLinks, processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Bytes that each node has sent when a step is complete."""
+    rows = folder / "metrics.jsonl"
+    while not rows.exists() or len(rows.read_text().splitlines()) < step:
+        if any(process.poll() for process in processes):
+            break
+        time.sleep(0.02)
+    return links.sent()
 
 
 def losses(folder: Path, steps: int) -> None:
@@ -94,7 +109,7 @@ def sent(folder: Path) -> None:
             ddp = run(folder / f"ddp{groups}", groups, "run.runner=ddp", 6, links, off)["bytes"]
             for exchange in ("bf16", "int8"):
                 chosen = runner(groups=groups, every=50, exchange=exchange)
-                found = run(folder / f"{exchange}{groups}", groups, chosen, 100, links, off)["bytes"]
+                found = run(folder / f"{exchange}{groups}", groups, chosen, 120, links, off)["bytes"]
                 rows.append([f"{groups} groups, {exchange}", f"{ddp:,.0f}", f"{found:,.0f}", f"1/{ddp / found:.0f}"])
                 print(rows[-1], file=sys.stderr, flush=True)
     print(table(["bytes that a rank sends per step", "ddp", "diloco", "ratio"], rows))

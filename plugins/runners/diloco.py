@@ -181,6 +181,10 @@ class DiLoCo(Runner):
         number = {p: i % count for i, block in enumerate(blocks) for p in block.parameters()}
         trained = [p for p in model.weights.parameters().values() if p.requires_grad]
         self.fragments = [[p for p in trained if number.get(p, 0) == i] for i in range(count)]
+        if not all(self.fragments):
+            raise ConfigError(
+                f"run.runner.fragments: {count} fragments need as many blocks with trained parameters, of {len(blocks)}"
+            )
         for kind in (_OWN, _SHARED, _MOMENTUM, _RESIDUAL, _MEAN):
             self.held.extra[kind] = {p: torch.zeros_like(self._weight(p)) for p in trained}
         if self.outer.exchange == "fp32":

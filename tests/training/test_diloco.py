@@ -222,6 +222,8 @@ def test_other_runners_and_layouts(shared_workspace: Workspace) -> None:
         batch_plan(load_config(project, [*outer]), 3)
     with pytest.raises(ConfigError, match="deepspeed cannot train with a part of the ranks"):
         batch_plan(load_config(project, [outer[0].replace("name: diloco", "name: diloco, inner: deepspeed")]), 2)
+    with pytest.raises(AssertionError, match="9 fragments need as many blocks"):
+        train(project, "many", *diloco(every=9, fragments=9), "run.max_iters=2", size=2)
     for option, sentence in (
         ("run.amp=fp16", "one loss scale for all"),
         ("run.on_bad_step=skip", "affects only one rank"),
