@@ -13,10 +13,9 @@ from typing import Any
 
 import psutil
 
-from crosstrain import UserError
+from crosstrain import UserError, find_checkpoint
 from crosstrain.checkpoint.digests import digests
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.folders import find_checkpoint
 
 from .faults import FAULTS
 
