@@ -105,12 +105,11 @@ class DiLoCo(Runner):
                     raise OptionError(name, f"{getattr(self, name)} does not fit into every={self.every} steps")
 
     capabilities: ClassVar = Capabilities(exact=False, extends="inner")
-    codecs: ClassVar = CODECS
 
     def __init__(self, options: Any, run: RunOptions) -> None:
         super().__init__(options.inner.options, run)
         self.outer: DiLoCo.Options = options
-        self.codec = self.codecs[options.exchange]
+        self.codec = CODECS[options.exchange]
         self.state = {"steps": 0, "under_way": []}  # under_way: numbers of the fragments of unfinished exchanges
         self._transfers: dict[int, Transfer] = {}
         self._begun = self._is_merged = False
@@ -209,7 +208,7 @@ class DiLoCo(Runner):
         super().loaded()
 
     def _begin(self) -> None:
-        """Before the first step, the shared weights are the model's weights."""
+        """Copy the model's weights to the shared weights before the first step, unless a checkpoint had them."""
         if not self._begun and not self.held.was_loaded(_SHARED):
             for p, shared in self.held.extra[_SHARED].items():
                 shared.copy_(self._weight(p))

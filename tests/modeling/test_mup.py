@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from crosstrain_plugins.builtin.models.hugging_face.mup import MaximalUpdate
 from torch import Tensor
 
 from conftest import Workspace
+from crosstrain.checkpoint.boxes import Shard, whole_pieces
 from crosstrain.checkpoint.load_weights import fill_initial
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import make_model
@@ -45,8 +47,6 @@ def built(project: Path, *options: str) -> tuple[Model, Any]:
 
 
 def _shards(model: Model) -> list[Any]:
-    from crosstrain.checkpoint.boxes import Shard, whole_pieces
-
     shape_of = model.weights.logical_shape
     return [
         Shard("param", name, tuple(shape_of(name, p.shape)), whole_pieces(p.data, tuple(shape_of(name, p.shape))))
@@ -55,8 +55,6 @@ def _shards(model: Model) -> list[Any]:
 
 
 def causal_lm(config: dict[str, Any]) -> tuple[str, ...]:
-    import json
-
     return (f"model={json.dumps({'arch': 'causal_lm', 'config': config, 'make_vocab_size_divisible_by': 1})}",)
 
 

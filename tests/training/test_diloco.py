@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crosstrain_plugins.builtin.runners.diloco import CODECS
 
 from conftest import Run, Workspace
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.load import load_config
-from crosstrain.config.registry import registry
 from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
@@ -159,7 +159,7 @@ def test_teams_under_fsdp_train_as_teams_under_ddp(shared_workspace: Workspace, 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 def test_sent_values_are_near_and_small(kind: str) -> None:
-    codec = registry.get("runner", "diloco").codecs[kind]
+    codec = CODECS[kind]
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 5000)
     values[256:512] = 0.0
     sent = codec.encode(values)

@@ -1,7 +1,9 @@
 """`crosstrain convert`: write BLIP-2 weights of LAVIS (.pth), or a GGUF file, as a folder for `pretrained`."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from crosstrain import Command, DataError, LimitedProcess, UserError, registry, require
 
@@ -26,21 +28,16 @@ class ConvertCommand(Command):
             raise DataError(f"--input: {source} is not a file")
         if output.exists():
             raise UserError(f"--output: {output} already exists: remove it, or choose a different folder")
-        is_gguf = source.suffix == ".gguf"
-        if is_gguf:
-            require("gguf", "crosstrain convert")
         memory = (1 << 30) + 3 * source.stat().st_size  # the tensors as read, and as written
-        process = LimitedProcess(
-            convert_gguf if is_gguf else convert,
-            f"converting {source}",
-            memory=20 * memory if is_gguf else memory,  # 4 bits become 32
-            seconds=1800.0,
-            advice="check the file",
-        )
-        if is_gguf:
-            written, precision = process((source, output))
+        if source.suffix == ".gguf":
+            require("gguf", "crosstrain convert")
+            written, precision = _limited(convert_gguf, source, 20 * memory)((source, output))  # 4 bits become 32
             print(f"wrote {written} tensors and the tokenizer to {output}, for model.pretrained; {precision}")
-            return 0
-        written, parts = process((source, output))
-        print(f"wrote {written} tensors to {output}; use it as `pretrained` of {', '.join(parts)}")
+        else:
+            written, parts = _limited(convert, source, memory)((source, output))
+            print(f"wrote {written} tensors to {output}; use it as `pretrained` of {', '.join(parts)}")
         return 0
+
+
+def _limited(function: Callable[[Any], Any], source: Path, memory: int) -> LimitedProcess:
+    return LimitedProcess(function, f"converting {source}", memory=memory, seconds=1800.0, advice="check the file")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class Drill:
     workers: int
     folder: Path
     steps: int
-    _ends: dict[str, Path] = field(default_factory=dict)  # name of a run -> its folder
 
     def run(self, faults: list[str], count: int, seed: int) -> list[Result]:
         """Train without faults and with faults; return a result for each fault. Raises UserError if a run fails."""
@@ -63,17 +62,15 @@ class Drill:
             if process.wait(_PATIENCE):
                 raise UserError(f"the run with faults failed; see {self.folder / 'disturbed.log'}")
         finally:
-            for child in (
-                (*psutil.Process(process.pid).children(recursive=True), process) if process.poll() is None else ()
-            ):
-                child.kill()
+            if process.poll() is None:
+                for child in (*psutil.Process(process.pid).children(recursive=True), process):
+                    child.kill()
         return results
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._ends[name] = self.folder / name
         options = [
-            *self.options, f"run.output_dir={self._ends[name]}", "run.max_epoch=null", f"run.max_iters={self.steps}",
+            *self.options, f"run.output_dir={self.folder / name}", "run.max_epoch=null", f"run.max_iters={self.steps}",
             f"run.save_interval={max(1, self.steps // 10)}", "run.log_interval=1", "run.max_restarts=1000",
             f"run.collective_timeout={_TIMEOUT}",
         ]  # fmt: skip
@@ -87,7 +84,7 @@ class Drill:
 
     def _step(self) -> int:
         """Return the last complete step of the run with faults."""
-        path = self._ends["disturbed"] / "metrics.jsonl"
+        path = self.folder / "disturbed" / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
@@ -117,12 +114,8 @@ class Drill:
 
     def differences(self) -> str:
         """Return the differences between the runs, in words; empty if there are none."""
-        rows = [_rows(self._ends[name] / "metrics.jsonl") for name in ("undisturbed", "disturbed")]
-        found = [
-            f"{key} of steps" for key in ("samples", "loss") if [r[key] for r in rows[0]] != [r[key] for r in rows[1]]
-        ]
-        ends = [digests(Reader.open(find_checkpoint(str(folder)))) for folder in self._ends.values()]
-        return ", ".join([*found, *(f"final {key}" for key in ends[0] if ends[0][key] != ends[1][key])])
+        quiet, disturbed = (_outcome(self.folder / name) for name in ("undisturbed", "disturbed"))
+        return ", ".join(key for key in quiet if quiet[key] != disturbed[key])
 
 
 def _workers(launcher: int) -> list[int]:
@@ -135,8 +128,13 @@ def _workers(launcher: int) -> list[int]:
     return [pid for _, pid in sorted(found)]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [row for line in path.read_text().splitlines() if "loss" in (row := json.loads(line))]
+def _outcome(run: Path) -> dict[str, Any]:
+    """Return the samples and losses of a run's steps, and the digests of its last checkpoint."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rows = [row for row in lines if "loss" in row]
+    steps = {f"{key} of steps": [row[key] for row in rows] for key in ("samples", "loss")}
+    ends = digests(Reader.open(find_checkpoint(str(run))))
+    return steps | {f"final {key}": digest for key, digest in ends.items()}
 
 
 def table(results: list[Result]) -> str:

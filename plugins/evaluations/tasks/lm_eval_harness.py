@@ -93,8 +93,8 @@ class HarnessModel(TemplateLM):
             context, given = request.args
             if unknown := set(given) - _KNOWN:
                 raise UserError(f"--tasks: a task sets {min(unknown)} for generation, which is not supported")
-            new = min(given.get("max_gen_toks", _NEW), self._length - 1)
-            prompts.append(as_prompt(self.tok_encode(context)[-(self._length - new) :], self.eot_token_id))
+            room = self._length - self._new_tokens(given)
+            prompts.append(as_prompt(self.tok_encode(context)[-room:], self.eot_token_id))
             alike.setdefault(repr(given), []).append(number)
         for numbers in alike.values():
             texts = self._dealt(
@@ -154,11 +154,15 @@ class HarnessModel(TemplateLM):
         counts = targets.sum(1).tolist()
         return [(-loss, right == count) for loss, right, count in zip(*found.tolist(), counts, strict=True)]
 
+    def _new_tokens(self, given: Mapping[str, Any]) -> int:
+        """Return the maximum number of new tokens in the settings of a task; a prompt has at least one token."""
+        return min(given.get("max_gen_toks", _NEW), self._length - 1)
+
     def _generate(self, prompts: list[Sample], given: Mapping[str, Any]) -> list[str]:
         """Complete one batch of prompts with the settings of a task."""
         until = given.get("until") or []
         sampling = Sampling(
-            min(given.get("max_gen_toks", _NEW), self._length - 1),
+            self._new_tokens(given),
             float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
             given.get("top_k") or 0,
             given.get("top_p") or 1.0,

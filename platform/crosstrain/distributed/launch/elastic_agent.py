@@ -192,7 +192,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _wake_workers(self) -> None:
-        """If a worker has ended, continue stopped workers: they do not end by SIGTERM, and torch would wait 30 s."""
+        """Continue stopped workers after a worker has ended: SIGTERM does not end them, and torch would wait 30 s."""
         running = {child.pid for child in multiprocessing.active_children()}
         workers = set(self._pcontext.pids().values()) if self._pcontext else set()
         if workers - running:
