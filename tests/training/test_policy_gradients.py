@@ -16,6 +16,8 @@ import yaml
 from torch import Tensor
 
 from crosstrain import Completion, Component, Environment, Episode, SampleError
+from crosstrain.checkpoint.digests import recorded
+from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.registry import registry
 from crosstrain.utils.types import IGNORE_INDEX, MicroBatch
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
@@ -321,6 +323,17 @@ def test_every_runner_samples_the_same_completions(guesser: Path, tmp_path: Path
         drawn |= held
     assert drawn == rows
     assert ranks[0][0] == pytest.approx(norms, rel=2e-6)
+
+
+@pytest.mark.parametrize("layout", mostly_slow(["ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_pp2@2"], ["fsdp@2"]))
+def test_bitwise_runs_end_with_the_same_bits_under_every_runner(guesser: Path, layout: str) -> None:
+    bitwise = ("run.bitwise=true", "run.micro_batch_size=2")
+    found = []
+    for name, size in (("ddp", "1"), layout.split("@")):
+        run = train(guesser / "grpo.yaml", f"bitwise_{name}_{size}", f"run.runner={name}", *bitwise, size=int(size))
+        found.append((run.column("loss"), run.column("reward"), recorded(find_checkpoint(run.folder))))
+    assert found[0] == found[1]
+    assert found[0][2] is not None
 
 
 @pytest.mark.slow
