@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,12 @@ class Rounded(Bitwise):
 
     _round, _last = 0, True
 
+    @classmethod
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
+        return super().layouts(_of_adapters(options, at.model), at)
+
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        self.options = _of_adapters(self.options, model)
         super().prepare(model, unfused(make_optimizer))
         self._reduced = UsedParameters(model)  # parameters with a gradient from this round
 
@@ -136,6 +142,15 @@ class Rounded(Bitwise):
         with rounds(self._round, self._last):
             super().backward(loss)
         self._reduced.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
+
+
+def _of_adapters(options: Any, model: Model) -> Any:
+    """Return options that keep weights in fp32 if the model has adapters.
+
+    The library peft converts the input of an adapter to the dtype of its weights, before dropout.
+    """
+    adapted = any(hasattr(module, "base_layer") for module in model.modules())
+    return replace(options, param_dtype="fp32") if adapted else options
 
 
 def _apart(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

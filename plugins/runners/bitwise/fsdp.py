@@ -34,9 +34,6 @@ class BitwiseFSDP(Rounded, FSDPRunner):
         return super().layouts(replace(options, sync_each_micro_batch=True), at)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        if any(hasattr(module, "base_layer") for module in model.modules()):
-            # peft converts the input of an adapter to the dtype of its weights, before dropout
-            self.options = replace(self.options, param_dtype="fp32")
         super().prepare(model, make_optimizer)
         for module in model.modules():
             if isinstance(module, FSDPModule):
