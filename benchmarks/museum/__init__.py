@@ -28,7 +28,7 @@ class Expected:
     cause: str = ""  # regular expression that the cause must match, ignoring case
     parameter: str | None = None  # pattern of the canonical names of wrong tensors; None: (nearly) all of them, or none
     # `still`: gpt2 without dropout; `muon`: `still` with Muon
-    project: Literal["gpt2", "still", "muon", "qwen", "experts", "chat", "packed", "adapter"] = "gpt2"
+    project: Literal["gpt2", "still", "muon", "qwen", "experts", "chat", "packed", "adapter", "policy"] = "gpt2"
     steps: int = 3
     base: str = "ddp"  # the runner that the bug is added to
     options: dict[str, Any] = field(default_factory=dict)  # options of `base`
@@ -58,3 +58,19 @@ class OtherLabels:
 
     def evaluate(self, batch: Any, *mode: Any) -> Any:
         return super().evaluate(batch | {"labels": self.labels(batch)}, *mode)
+
+
+class OtherSamples:
+    """A mixin of runners: `change(batch)` changes what the policy sampled, before it is learned."""
+
+    def prepare(self, model: Model, make_optimizer: Any) -> None:
+        super().prepare(model, make_optimizer)
+        begin_step = self.objective.begin_step
+
+        def begin(step: Any, policy: Any) -> Any:
+            begun = begin_step(step, policy)
+            for micro in begun:
+                self.change(micro.data)
+            return begun
+
+        self.objective.begin_step = begin

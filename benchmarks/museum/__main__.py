@@ -118,6 +118,10 @@ def write_projects(folder: Path) -> dict[str, Path]:
         "name": "chat", "path": talk, "tokenizer": str(folder / "tokens"), "seq_length": 64,
         "chat_template": TEMPLATE, "split": [80, 10, 10],
     }  # fmt: skip
+    grpo = {
+        "name": "grpo", "rewards": [{"name": "matches", "pattern": ".*[ae].*"}], "completions": 4,
+        "max_new_tokens": 4, "temperature": 0.7, "average": "tokens",
+    }  # fmt: skip
     lora = {"name": "lora", "rank": 4, "alpha": 8}
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "gpt2": ({"dropout": 0.1}, plain, {}),
@@ -128,6 +132,7 @@ def write_projects(folder: Path) -> dict[str, Path]:
         "chat": ({}, chat, {}),
         "packed": ({}, chat | {"packing": True}, {}),
         "adapter": ({"adapter": lora}, plain, {}),
+        "policy": (QWEN, chat | {"name": "prompts", "seq_length": 48}, {"objective": grpo}),
     }
     paths = {}
     for name, (model, data, run) in kinds.items():

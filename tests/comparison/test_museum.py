@@ -84,7 +84,9 @@ def _number(value: float) -> Values:
 
 
 def _content(batch: Any) -> int:
-    return zlib.crc32(b"".join(micro.data["input_ids"].numpy().tobytes() for micro in batch))
+    fields = ("input_ids", "sampled")  # `sampled`: log-probabilities of a policy's own samples
+    arrays = [micro.data[name].numpy() for micro in batch for name in fields if name in micro.data]
+    return zlib.crc32(b"".join(array.tobytes() for array in arrays))
 
 
 def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Values]:
