@@ -16,6 +16,7 @@ EXTRAS = {  # module -> extra
         "report": "plotly jinja2 matplotlib tree_sitter tree_sitter_bash",
         "eval": "lm_eval",
         "gguf": "gguf",
+        "sweep": "optuna",
         "float8": "torchao",
         "offload": "fairscale",
         "parquet": "pyarrow",

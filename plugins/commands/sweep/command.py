@@ -1,0 +1,45 @@
+"""`crosstrain sweep`: train a project with many settings, and rank them."""
+
+import argparse
+from pathlib import Path
+
+from crosstrain import Command, registry
+from crosstrain.cli.flags import add_config, positive
+
+
+@registry.register_command("sweep")
+class SweepCommand(Command):
+    """Train a project several times with different options, and rank the results by a validation metric."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_config(parser, required=True)
+        parser.add_argument(
+            "--search", nargs="+", action="extend", required=True, metavar="KEY=VALUES",
+            help="options to try: a range such as run.init_lr=1e-4..1e-2:log, or choices such as model.dropout=0,0.1",
+        )  # fmt: skip
+        parser.add_argument(
+            "--output", type=Path, required=True, metavar="FOLDER", help="folder of all runs; a second call continues"
+        )
+        parser.add_argument("--trials", type=positive, default=20, metavar="N", help="number of runs (default: 20)")
+        parser.add_argument("--workers", type=positive, default=1, metavar="N", help="runs at a time (default: 1)")
+        parser.add_argument("--metric", default="val_loss", help="metric in metrics.jsonl (default: val_loss)")
+        parser.add_argument("--mode", choices=["min", "max"], default="min", help="which value is best (default: min)")
+        parser.add_argument(
+            "--sampler", choices=["tpe", "random"], default="tpe",
+            help="tpe: prefer settings near good ones, after ten runs; random: draw all settings (default: tpe)",
+        )  # fmt: skip
+        parser.add_argument("--seed", type=int, default=0, help="seed of the settings (default: 0)")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Print the ranking, and write it with a picture. Raises UserError if no run has a result."""
+        from .space import read_space
+        from .sweep import Sweep
+
+        a = arguments
+        sweep = Sweep(a.cfg_path, a.options, a.nproc_per_node, read_space(a.search), a.output, a.metric, a.mode)
+        sweep.check()
+        sweep.run(a.trials, a.workers, a.sampler, a.seed)
+        print(sweep.table())
+        sweep.draw(a.output / "sweep.png")
+        print(f"\n  picture      {a.output / 'sweep.png'}\n  best         {a.output / sweep.folder(sweep.best.number)}")
+        return 0

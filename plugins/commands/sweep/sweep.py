@@ -1,0 +1,161 @@
+"""Runs of one project with different options, chosen by Optuna, in a folder that holds their results."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+from crosstrain import Run, UserError, load_config, require
+from crosstrain.utils.processes import on_parents_death
+
+from .space import Range, Space
+
+
+@dataclass
+class Sweep:
+    """A sweep; `options` are those of every run, and `workers` are the ranks of a run."""
+
+    project: str
+    options: list[str]
+    workers: int | None
+    space: Space
+    output: Path
+    metric: str
+    mode: Literal["min", "max"]
+    _lock: Lock = field(default_factory=Lock)
+
+    def check(self) -> None:
+        """Load the configuration with the ends of each range and with each choice. Raises ConfigError for mistakes."""
+        first = {key: values.ends[0] for key, values in self.space.items()}
+        for key, values in self.space.items():
+            for value in values.ends:
+                config = load_config(self.project, [*self.options, *_given(first | {key: value})])
+        if config.run.eval_interval is None and self.metric.startswith("val_"):
+            raise UserError(f"--metric: {self.metric} needs validations; set run.eval_interval")
+
+    @cached_property
+    def _optuna(self) -> Any:
+        optuna = require("optuna", "crosstrain sweep")
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        return optuna
+
+    @cached_property
+    def study(self) -> Any:
+        """The settings and results so far, in the file `sweep.journal`. Raises UserError if it is another sweep's."""
+        journal = require("optuna.storages.journal", "crosstrain sweep")
+        self.output.mkdir(parents=True, exist_ok=True)
+        storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(f"{self.output}/sweep.journal"))
+        direction = "minimize" if self.mode == "min" else "maximize"
+        study = self._optuna.create_study(storage=storage, study_name="sweep", direction=direction, load_if_exists=True)
+        asked = {
+            "project": self.project, "options": self.options, "metric": self.metric, "mode": self.mode,
+            "search": {key: repr(values) for key, values in self.space.items()},
+        }  # fmt: skip
+        before = study.user_attrs.get("asked", asked)
+        if changed := [key for key in asked if asked[key] != before[key]]:
+            raise UserError(f"--output: {self.output} is a sweep with a different {changed[0]}; use a new folder")
+        study.set_user_attr("asked", asked)
+        return study
+
+    def run(self, trials: int, at_a_time: int, sampler: str, seed: int) -> None:
+        """Train until there are `trials` runs. Unfinished runs of an earlier call go on where they were."""
+        unfinished = [trial.number for trial in self.study.trials if not trial.state.is_finished()]
+        new = trials - len(self.study.trials)
+
+        def next_trial(number: int | None) -> None:
+            self._train(self._ask(sampler, seed) if number is None else number)
+
+        with ThreadPoolExecutor(at_a_time) as pool:
+            for _ in pool.map(next_trial, [*unfinished, *[None] * max(new, 0)]):
+                pass
+
+    def _ask(self, sampler: str, seed: int) -> int:
+        """Choose the settings of a new run, and return its number."""
+        with self._lock:
+            # A seed for each run, so that a continued sweep draws what it would have drawn.
+            seed = 10_000 * seed + len(self.study.trials)
+            kinds = self._optuna.samplers
+            self.study.sampler = kinds.TPESampler(seed=seed) if sampler == "tpe" else kinds.RandomSampler(seed=seed)
+            trial = self.study.ask()
+            trial.set_user_attr("options", _given({k: values.draw(trial, k) for k, values in self.space.items()}))
+            return int(trial.number)
+
+    def _train(self, number: int) -> None:
+        given, name = self.study.trials[number].user_attrs.get("options"), self.folder(number)
+        value = self._value(given, name) if given else None
+        with self._lock:
+            if value is None:
+                self.study.tell(number, state=self._optuna.trial.TrialState.FAIL)
+            else:
+                self.study.tell(number, value)
+            print(
+                f"{name}: {self.metric} {'-' if value is None else f'{value:.5g}'}  {' '.join(given or ())}", flush=True
+            )
+
+    def _value(self, given: list[str], name: str) -> float | None:
+        """Train one run, and return its best value; None if it fails or has no finite value."""
+        command = [sys.executable, "-m", "crosstrain", "train", "--cfg-path", self.project]
+        command += ["--nproc-per-node", str(self.workers)] if self.workers else []
+        command += ["--options", *self.options, *given, f"run.output_dir={self.output / name}"]
+        with (self.output / f"{name}.log").open("ab") as log:
+            bond = partial(on_parents_death, signal.SIGTERM, os.getpid())  # a killed sweep's runs save and end
+            if subprocess.run(command, stdout=log, stderr=log, check=False, preexec_fn=bond).returncode:
+                return None
+        values = [row[self.metric] for row in Run(self.output / name).metrics if self.metric in row]
+        finite = [value for value in values if math.isfinite(value)]
+        return (min if self.mode == "min" else max)(finite, default=None)
+
+    @staticmethod
+    def folder(number: int) -> str:
+        return f"run_{number:03d}"
+
+    @property
+    def ranked(self) -> list[Any]:
+        """The runs with a result, the best first. Raises UserError if there are none."""
+        done = [trial for trial in self.study.trials if trial.value is not None]
+        if not done:
+            raise UserError(f"no run has a value of {self.metric}; see {self.output / self.folder(0)}.log")
+        return sorted(done, key=lambda trial: trial.value, reverse=self.mode == "max")
+
+    @property
+    def best(self) -> Any:
+        return self.ranked[0]
+
+    def table(self) -> str:
+        """Return the ranking as text; runs that failed are named below it."""
+        rows = [["run", self.metric, *self.space]]
+        for trial in self.ranked:
+            settings = [f"{trial.params[key]:.4g}" if isinstance(trial.params[key], float) else str(trial.params[key])
+                        for key in self.space]  # fmt: skip
+            rows.append([self.folder(trial.number), f"{trial.value:.5g}", *settings])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        failed = [self.folder(t.number) for t in self.study.trials if t.state.is_finished() and t.value is None]
+        return "\n".join(lines + [f"failed: {', '.join(failed)}; see their .log files"] * bool(failed))
+
+    def draw(self, path: Path) -> None:
+        """Draw the metric against each option."""
+        figure = require("matplotlib.figure", "crosstrain sweep").Figure(
+            (4 * len(self.space), 3.5), layout="constrained"
+        )
+        axes = figure.subplots(1, len(self.space), sharey=True, squeeze=False)[0]
+        for axis, (key, values) in zip(axes, self.space.items(), strict=True):
+            axis.scatter([trial.params[key] for trial in self.ranked], [trial.value for trial in self.ranked])
+            axis.scatter([self.best.params[key]], [self.best.value], color="tab:red", label="best")
+            axis.set_xlabel(key)
+            if isinstance(values, Range) and values.log:
+                axis.set_xscale("log")
+        axes[0].set_ylabel(self.metric)
+        axes[0].legend()
+        figure.savefig(path)
+
+
+def _given(settings: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
