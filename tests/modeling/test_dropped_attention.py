@@ -79,3 +79,15 @@ def test_models_use_it_on_a_cpu_where_they_drop(monkeypatch: pytest.MonkeyPatch)
     for dropout, mask in ((0.1, None), (0.0, None), (0.1, torch.ones(16, 16, dtype=torch.bool).tril())):
         attention._sdpa(module, *given, mask, dropout=dropout)
     assert calls == [(8**-0.5, 0.1)]
+
+
+def test_queries_and_keys_in_fp32_are_rounded_to_the_values_precision() -> None:
+    """As torch's function under autocast; GPT-NeoX's rotary positions leave such queries and keys."""
+    query, key, value, grad = tensors(130, torch.bfloat16)
+    wide = [query.detach().float().requires_grad_(), key.detach().float().requires_grad_()]
+    results = []
+    for inputs in ([query, key, value], [*wide, value]):
+        torch.manual_seed(1)
+        results.append(with_gradients(lambda *x: dropped_attention(*x, 0.5, RATE), *inputs, grad))
+    for narrow, mixed in zip(*results, strict=True):
+        assert torch.equal(narrow, mixed.to(narrow.dtype))

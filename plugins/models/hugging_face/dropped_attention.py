@@ -28,6 +28,8 @@ def dropped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, d
     and half of each head's [length, length] matrix.
     """
     shape = query.shape
+    # Rotary positions may leave queries and keys in fp32 beside values in half precision.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     query, key, value = (x.reshape(-1, *shape[2:]) for x in (query * scale, key, value))
     return _DroppedAttention.apply(query, key, value, round(dropout * 2**16)).view(shape)
 
