@@ -87,7 +87,6 @@ def test_every_end_of_a_search_is_checked_before_the_first_run(workspace: Worksp
 def test_a_killed_sweep_continues_its_runs(workspace: Workspace) -> None:
     flags = ("--trials", "4", "--workers", "2", *SEARCH)
     process, folder = sweep(workspace, *flags), workspace.path / "sweep"
-    children: list[psutil.Process] = []
     deadline = time.monotonic() + 200
     while not (folder / "run_000" / "checkpoints").exists():
         assert time.monotonic() < deadline

@@ -73,5 +73,5 @@ def _choices(text: str, values: str) -> Choices:
     except yaml.YAMLError:
         parsed = None
     if not isinstance(parsed, yaml.SequenceNode) or len(parsed.value) < 2:
-        raise UserError(f"--search: {text!r} has one value; give KEY=LOW..HIGH[:log], or KEY=VALUE,VALUE")
+        raise UserError(f"--search: {text!r} is neither KEY=LOW..HIGH[:log] nor KEY=VALUE,VALUE")
     return Choices(tuple(f"[{values}]"[n.start_mark.index : n.end_mark.index].strip() for n in parsed.value))

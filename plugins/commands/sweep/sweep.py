@@ -17,6 +17,8 @@ from crosstrain.utils.processes import on_parents_death
 
 from .space import Range, Space
 
+_SELF = "crosstrain sweep"
+
 
 @dataclass
 class Sweep:
@@ -32,7 +34,12 @@ class Sweep:
     _lock: Lock = field(default_factory=Lock)
 
     def check(self) -> None:
-        """Load the configuration with the ends of each range and with each choice. Raises ConfigError for mistakes."""
+        """Load the configuration with the ends of each range and with each choice, before any run.
+
+        Raises ConfigError for mistakes, and UserError for missing packages.
+        """
+        for module in ("optuna", "matplotlib"):
+            require(module, _SELF)
         first = {key: values.ends[0] for key, values in self.space.items()}
         for key, values in self.space.items():
             for value in values.ends:
@@ -42,14 +49,14 @@ class Sweep:
 
     @cached_property
     def _optuna(self) -> Any:
-        optuna = require("optuna", "crosstrain sweep")
+        optuna = require("optuna", _SELF)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         return optuna
 
     @cached_property
     def study(self) -> Any:
         """The settings and results so far, in the file `sweep.journal`. Raises UserError if it is another sweep's."""
-        journal = require("optuna.storages.journal", "crosstrain sweep")
+        journal = require("optuna.storages.journal", _SELF)
         self.output.mkdir(parents=True, exist_ok=True)
         storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(f"{self.output}/sweep.journal"))
         direction = "minimize" if self.mode == "min" else "maximize"
@@ -95,9 +102,8 @@ class Sweep:
                 self.study.tell(number, state=self._optuna.trial.TrialState.FAIL)
             else:
                 self.study.tell(number, value)
-            print(
-                f"{name}: {self.metric} {'-' if value is None else f'{value:.5g}'}  {' '.join(given or ())}", flush=True
-            )
+        result = "failed" if value is None else f"{self.metric} {value:.5g}"
+        print(f"{name}: {result}  {' '.join(given or ())}", flush=True)
 
     def _value(self, given: list[str], name: str) -> float | None:
         """Train one run, and return its best value; None if it fails or has no finite value."""
@@ -132,8 +138,7 @@ class Sweep:
         """Return the ranking as text; runs that failed are named below it."""
         rows = [["run", self.metric, *self.space]]
         for trial in self.ranked:
-            settings = [f"{trial.params[key]:.4g}" if isinstance(trial.params[key], float) else str(trial.params[key])
-                        for key in self.space]  # fmt: skip
+            settings = [option.partition("=")[2] for option in trial.user_attrs["options"]]
             rows.append([self.folder(trial.number), f"{trial.value:.5g}", *settings])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -142,9 +147,7 @@ class Sweep:
 
     def draw(self, path: Path) -> None:
         """Draw the metric against each option."""
-        figure = require("matplotlib.figure", "crosstrain sweep").Figure(
-            (4 * len(self.space), 3.5), layout="constrained"
-        )
+        figure = require("matplotlib.figure", _SELF).Figure((4 * len(self.space), 3.5), layout="constrained")
         axes = figure.subplots(1, len(self.space), sharey=True, squeeze=False)[0]
         for axis, (key, values) in zip(axes, self.space.items(), strict=True):
             axis.scatter([trial.params[key] for trial in self.ranked], [trial.value for trial in self.ranked])
