@@ -206,6 +206,8 @@ class Fuzzer:
             model["dropout"] = rate
         elif "config" in model:
             model["config"] = model["config"] | {"attention_dropout": rate}
+        elif "qformer" in model:
+            model["qformer"] = model["qformer"] | {"dropout": rate}
         if what.adapter:
             model["adapter"] = LORA | {"dropout": rate}
         run = {
@@ -242,9 +244,13 @@ def _simpler(what: What, how: How) -> Iterator[tuple[What, How]]:
     if how.ranks > 1:
         yield what, replace(how, ranks=how.ranks - 1)
     for field in fields(What):
+        if (what.model, field.name) == ("images", "model"):
+            continue
         simple = getattr(SIMPLEST, field.name)
         if getattr(what, field.name) != simple:
-            yield replace(what, **{field.name: simple}), how
+            simpler = replace(what, **{field.name: simple})
+            # Images belong to their model, so the data change with it.
+            yield replace(simpler, model=SIMPLEST.model) if field.name == "data" else simpler, how
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:

@@ -95,6 +95,15 @@ def test_gradient_checkpointing_under_sharding(reference: Any, other: str, mode:
     assert_equal_training(one, many, TOLERANCE)
 
 
+@pytest.mark.slow
+def test_selective_checkpointing_in_bf16_on_one_rank(reference: Any) -> None:
+    """FSDP's hooks inside a block record other profiler marks in the backward than in the forward."""
+    workspace, options, _ = reference
+    options = (*options, "run.amp=bf16", "run.gradient_checkpointing=selective", "run.max_iters=2")
+    one = follow(workspace, "ddp@1", *options, label="selective_bf16")
+    assert_equal_training(one, follow(workspace, "fsdp@1", *options, label="selective_bf16"), TOLERANCE)
+
+
 @pytest.mark.parametrize("accumulation", mostly_slow([1, 4], []))
 def test_a_module_that_is_used_twice_has_the_sum_of_its_gradients(workspace: Workspace, accumulation: int) -> None:
     """https://github.com/deepspeedai/DeepSpeed/issues/8224: ZeRO 1 and 2 lost the gradient of one of the uses."""
