@@ -43,7 +43,7 @@ class DDPRunner(Runner):
         find_unused_parameters: bool = False  # True: allow steps that do not use every parameter
 
     capabilities: ClassVar = Capabilities(
-        bitwise="crosstrain_plugins.builtin.runners.bitwise.ddp:BitwiseDDP", forms_teams=True
+        bitwise="crosstrain_plugins.builtin.runners.bitwise.ddp:BitwiseDDP", forms_teams=True, rejoins=True
     )
     _bucket_ready: float | None = None
     _used: UsedParameters | None = None  # None: unused parameters are not detected

@@ -200,6 +200,9 @@ class RunOptions:
     plugins: list[FilePath] = field(default_factory=list)  # additional folders and .py files with plugins
     # maximum number of restarts; if a worker dies, all workers restart from the newest checkpoint
     max_restarts: NonNegativeInt = 0
+    # if a worker dies; restart: all workers restart, at most max_restarts times; continue: the other workers go on with
+    # the state in their memory, and at most max_restarts new workers join them
+    on_lost_rank: Literal["restart", "continue"] = "restart"
     # train to the same bits under every runner and on every number of ranks
     bitwise: BitwiseOptions = field(default_factory=BitwiseOptions)
     # compute threads of each rank; None: OMP_NUM_THREADS, or the machine's cores divided by its ranks

@@ -8,6 +8,7 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
+from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.float8 import check_float8
 from crosstrain.engine.runner import Runner, context_size, runner_class
 from crosstrain.modeling.base import Model
@@ -37,6 +38,25 @@ def _is_refused(size_of: Callable[[int], int], world_size: int) -> bool:
         return not size_of(world_size)
     except ConfigError:
         return True
+
+
+def check_continues(config: Config, how: Launch) -> None:
+    """Raise ConfigError if the run cannot go on in the same processes when a worker is lost."""
+    if how.nodes is not None or how.joined:
+        raise ConfigError(
+            "run.on_lost_rank: continue needs workers of one machine that this program starts itself (not --nnodes, "
+            "torchrun, srun or mpirun); use restart"
+        )
+    if not runner_class(config.run).capabilities.rejoins:
+        raise ConfigError(
+            f"run.on_lost_rank: {config.run.runner.name} cannot leave its process groups and form new ones "
+            f"(`Capabilities.rejoins`); use restart"
+        )
+
+
+def possible_sizes(config: Config, largest: int) -> list[int]:
+    """Numbers of workers up to `largest` that suit the runner and the batch sizes."""
+    return [size for size in range(1, largest + 1) if not _is_refused(lambda n: batch_plan(config, n).dp_size, size)]
 
 
 def batch_plan(config: Config, world_size: int) -> BatchPlan:

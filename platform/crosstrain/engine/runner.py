@@ -1,5 +1,6 @@
 """The interface of runner plugins. The base class is a complete runner in plain torch."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -60,6 +61,7 @@ class Capabilities:
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
     takes_quantized: bool = True  # False: models with quantized parameters (`Model.weights.quantized`) are rejected
     takes_float8: bool = True  # False: `run.amp.linear: float8`, which replaces modules in blocks, is rejected
+    rejoins: bool = False  # True: a process may leave its groups, join others, and create another runner
     saves_memory: tuple[str, ...] = ()  # memory-saving settings, option=value, that `crosstrain plan` also tries
     cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes the part
     bitwise: str | None = None  # "module:class" of the subclass for `run.bitwise`; None: `run.bitwise` is rejected
@@ -155,7 +157,7 @@ class Runner:
                 device_id=self.device if cuda else None,
                 timeout=timedelta(seconds=timeout),
             )
-            watchdog.install(self.run.collective_timeout)
+            watchdog.install(self.run.collective_timeout, tells_lost=self.run.on_lost_rank == "restart")
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
         self.team, self.team_number = self.world, 0
         self.precision = Precision(self.run.amp, self.device.type)
@@ -301,6 +303,15 @@ class Runner:
         """The model's output for a batch, valid on every rank. Validation and generation call this in `evaluating`."""
         with self.precision.autocast():
             return self.model(**self.objective.inputs(to_device(batch, self.device), mode))
+
+
+def leave_groups() -> None:
+    """Leave all process groups without waiting for other ranks, of which some are lost."""
+    watchdog.remove()
+    gc.collect()  # gloo closes a group's connections, which other ranks may wait at, when nothing refers to the group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def runner_class(run: RunOptions) -> type[Runner]:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from crosstrain.data.tokenizer import TOKENIZER
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.cluster_env import restart_reason
+from crosstrain.distributed.members import membership
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 from crosstrain.utils.program import command
@@ -57,7 +58,9 @@ def log_setup(trainer: Trainer) -> None:
 
 
 def log_restart(world: Group, step: int) -> None:
-    """Log the reason for the restart, if these workers were restarted. Collective."""
+    """Log the reason for the restart or the change of ranks, if there was one. Collective."""
+    if membership.current is not None and membership.current.epoch.reason:
+        log.info("%s; %d ranks go on from step %d", membership.current.epoch.reason, world.size, step)
     if reasons := [reason for reason in world.all_gather(restart_reason()) if reason]:
         _, number, most, why = max(reasons)
         log.info("%s; all ranks restarted (restart %d of %d) and continue from step %d", why, number, most, step)

@@ -57,6 +57,7 @@ class Trainer:
     hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # platform hooks called after the run's callbacks
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early; all ranks have the same value
+    updating: bool = field(default=False, init=False)  # the state is between those of two steps
     ranks: Group = field(default_factory=Group, init=False)  # the ranks that take the current step together
     row: Row = field(default_factory=dict, init=False)  # metrics of the current step for trackers; filled by hooks
     pointers: set[str] = field(default_factory=set, init=False)  # pointer files that will point to the next checkpoint
@@ -77,6 +78,8 @@ class Trainer:
                 try:
                     if self.train_step(batches) is None:  # a rank got a request to stop
                         self.stopped = not self.agree_to_end()
+                        if self.stopped:
+                            self.stop.confirm(self.runner.world)
                         break
                 except RollBack as bad:
                     batches = self._go_back(bad)
@@ -110,6 +113,7 @@ class Trainer:
         scale = runner.precision.scaler.scale
         loss = runner.forward_backward(batch, max(targets, 1))
         problems = self.hooks.call("after_backward", batch, loss)
+        self.updating = True
         with timers("optimizer"):
             result = runner.optimizer_step(apply=not any(problems))
             for routers in runner.model.structure.routers():
@@ -122,6 +126,7 @@ class Trainer:
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
         self.throughput.measure(metrics, counted, self.dataset.sequence_length)
         self.hooks.call("after_step", metrics)
+        self.updating = False
         return metrics
 
     def _metrics(self, loss: float, rate: float, scale: float, result: StepResult) -> StepMetrics:

@@ -18,10 +18,13 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
+from crosstrain.distributed.members import membership
+from crosstrain.distributed.members.membership import Regroup, ends_only_the_epoch
 from crosstrain.engine.build import build_model, make_runner, make_schedule
 from crosstrain.engine.checks import check_tokenizer
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, leave_groups
 from crosstrain.training.callback import HookKinds
+from crosstrain.training.carried import Carried, Handover
 from crosstrain.training.reference import add_reference
 from crosstrain.training.run_lines import log_end, log_restart, log_setup
 from crosstrain.training.state import changes, continues, restore, starting_point
@@ -37,10 +40,41 @@ _LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of logged changes th
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     """Train on this rank, and return the signal that stopped training, or 0."""
     config = Config.from_plain(plain)
-    runner = make_runner(config)
-    runner.setup()
-    stop = StopRequest(under_launcher)  # created after setup, because before setup there is nothing to save
-    trainer = build_trainer(config, runner, stop)
+    if membership.current is None:
+        return _train(config, under_launcher, [])
+    kept: list[Carried] = []
+    while True:
+        membership.current.enter()
+        with suppress(Regroup):
+            return _train(config, under_launcher, kept)
+        leave_groups()
+
+
+def _train(config: Config, under_launcher: bool, kept: list[Carried]) -> int:
+    """Train until the end of the run, or of this epoch of changing workers.
+
+    kept: the state that this rank carries from the last epoch, or an empty list; updated when the epoch ends. Raises
+    Regroup at the end of an epoch.
+    """
+    runner, trainer = make_runner(config), None
+    try:
+        runner.setup()
+        stop = StopRequest(under_launcher)  # created after setup, because before setup there is nothing to save
+        trainer = build_trainer(config, runner, stop, carried=kept[0] if kept else None)
+        return _fit(trainer)
+    except Exception as error:
+        if not isinstance(error, Regroup) and not ends_only_the_epoch(error):
+            raise
+        if trainer is not None:
+            with suppress(Exception):  # a save that needs a lost rank has failed
+                trainer.checkpointer.wait()
+            trainer.folder.release()
+            kept[:] = filter(None, [Carried.of(trainer)])
+        raise Regroup from None
+
+
+def _fit(trainer: Trainer) -> int:
+    runner = trainer.runner
     try:
         log_restart(runner.world, trainer.state.step)
         trainer.fit()
@@ -54,19 +88,26 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     finally:
         trainer.folder.close()
     runner.close()
-    return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # not every rank receives the signal
+    return int(trainer.stop.received or signal.SIGTERM) if trainer.stopped else 0  # not every rank receives the signal
 
 
 def build_trainer(
-    config: Config, runner: Runner, stop: StopRequest, quiet: bool = False, **hooks: HookKinds
+    config: Config,
+    runner: Runner,
+    stop: StopRequest,
+    quiet: bool = False,
+    carried: Carried | None = None,
+    **hooks: HookKinds,
 ) -> Trainer:
     """Build the parts of a run in this order: folder, data, schedule, model and optimizer, state. Collective.
 
+    carried: this rank's part of the state to go on from; if no rank has one, the newest checkpoint is loaded.
     hooks: `hooks_before` and `hooks_after` of `Trainer`.
     """
     folder = _open_folder(config, runner.world, quiet)
     try:
-        trainer = _build_in(folder, config, runner, stop, hooks)
+        handover = Handover.of(carried, runner.world) if membership.current is not None else None
+        trainer = _build_in(folder, config, runner, stop, handover, hooks)
     except Exception:
         folder.release()
         raise
@@ -77,7 +118,12 @@ def build_trainer(
 
 
 def _build_in(
-    folder: RunFolder, config: Config, runner: Runner, stop: StopRequest, hooks: dict[str, HookKinds]
+    folder: RunFolder,
+    config: Config,
+    runner: Runner,
+    stop: StopRequest,
+    handover: Handover | None,
+    hooks: dict[str, HookKinds],
 ) -> Trainer:
     run = config.run
     dataset = open_split(config, "train")
@@ -87,20 +133,22 @@ def _build_in(
     if run.curriculum is not None:
         run.curriculum.check(dataset.sequence_length)
     schedule = make_schedule(config, max_iters)
-    start = starting_point(folder.checkpoints, run.resume_from, runner.world, folder.run_id)
+    start = None
+    if handover is None:
+        start = starting_point(folder.checkpoints, run.resume_from, runner.world, folder.run_id)
     if start is not None:
         check_tokenizer(start, dataset)
     own = start is not None and start.parent == folder.checkpoints
     changed = _changes(start if own else None, config)
     frozen = _build_model(config, runner, start, own, changed)
-    state = restore(start, runner)
+    state = restore(start, runner) if handover is None else handover.restore(runner)
     if state.step < max_iters and run.lr_decay_iters is None and any(c.startswith(_LENGTHS) for c in changed):
         rate, step = schedule(state.applied_steps + 1), state.step + 1
         log.info("the learning-rate schedule now spans %d steps: %.3E at step %d", max_iters, rate, step)
     if runner.objective.needs_reference is not None:
         for split in filter(None, (dataset, val_dataset)):
             add_reference(split, runner, plan.micro_batch, run.num_workers, folder.path, start)
-    saved_step = state.step if own else None
+    saved_step = handover.saved_step if handover is not None else state.step if own else None
     if start is not None and not own and state.step >= max_iters:
         raise ConfigError(
             f"run.resume_from: {start} is at step {state.step}, but this run ends after step {max_iters}: train longer "
@@ -108,7 +156,7 @@ def _build_in(
         )
     if not own or state.ended_with != to_plain(run.callbacks):  # the run or its callbacks have changed
         state.ended_with = []
-    return Trainer(
+    trainer = Trainer(
         config=config,
         runner=runner,
         stop=stop,
@@ -125,6 +173,9 @@ def _build_in(
         checkpointer=_make_checkpointer(config, runner, folder, dataset, saved_step),
         **hooks,
     )
+    if handover is not None:
+        handover.restore_hooks(trainer)
+    return trainer
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:

@@ -75,7 +75,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
-        with _environment(how), TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs:
+        with environment(how), TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs:
             while True:
                 if nodes:
                     with _announced(nodes):
@@ -228,7 +228,7 @@ def _announced(nodes: Nodes) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(how: Launch) -> Iterator[None]:
+def environment(how: Launch) -> Iterator[None]:
     """Set missing environment variables for the agent and its workers in the block."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),

@@ -3,6 +3,8 @@
 Until there is something to save, such a signal kills the process. From then on, the trainer saves and exits.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import socket
@@ -11,6 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+from crosstrain.distributed.members import membership
+from crosstrain.distributed.members.membership import Regroup
+
+if TYPE_CHECKING:  # the command line imports this file before torch
+    from crosstrain.distributed.group import Group
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -63,7 +72,7 @@ class StopRequest:
 
     def __init__(self, under_launcher: bool) -> None:
         self.received: signal.Signals | None = None
-        self.under_launcher = under_launcher
+        self.under_launcher, self.members = under_launcher, membership.current
         for number in stop_signals():
             if number != signal.SIGTERM or not under_launcher:
                 signal.signal(number, self._note)
@@ -75,4 +84,9 @@ class StopRequest:
         self.received = signal.Signals(number)
 
     def __bool__(self) -> bool:
-        return self.received is not None
+        return self.received is not None or (self.members is not None and self.members.ends_epoch)
+
+    def confirm(self, ranks: Group) -> None:
+        """Raise Regroup if no rank got a signal, but ranks are asked to take up a new worker. Collective."""
+        if self.members is not None and not any(ranks.all_gather(self.received)):
+            raise Regroup

@@ -49,7 +49,7 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
             os._exit(1)
         return result
     except Exception as error:
-        if _is_lost_peer(str(error)):
+        if is_lost_peer(str(error)):
             time.sleep(5)  # the lost rank has the real error; the launcher ends this process in the meantime
         report_error(error)
         os._exit(1)  # `os._exit` does not wait for other threads
@@ -65,7 +65,7 @@ def report_error(error: Exception) -> None:
             "message": str(error) or type(error).__name__,
             "extraInfo": {
                 "user_error": isinstance(error, UserError),
-                "rank_lost": isinstance(error, RankLost) if isinstance(error, UserError) else _is_lost_peer(str(error)),
+                "rank_lost": isinstance(error, RankLost) if isinstance(error, UserError) else is_lost_peer(str(error)),
                 "may_pass": isinstance(error, OutOfMemory),
                 "short": sentence(f"{type(error).__name__}: {error}")[:300],
                 "py_callstack": "".join(traceback.format_exception(error)),
@@ -97,7 +97,7 @@ def _lost_connection(error: Exception) -> RankLost | None:
     )
 
 
-def _is_lost_peer(text: str) -> bool:
+def is_lost_peer(text: str) -> bool:
     return re.search(f"{_BROKEN}|NCCL", text) is not None
 
 

@@ -35,16 +35,17 @@ _EXIT_DELAY = 5.0  # seconds until other ranks exit; the rank with the error exi
 _watchdog: "Watchdog | None" = None
 
 
-def install(limit: float | None) -> None:
+def install(limit: float | None, tells_lost: bool = True) -> None:
     """Start watching the collectives of this process, if there are other ranks. Collective.
 
     limit: the run ends if a rank enters a collective this many seconds later than the others. None: no watchdog.
+    tells_lost: False: lost ranks are somebody else's concern, so a failed collective is not explained.
     """
     global _watchdog
     remove()
     if limit is not None and dist.get_world_size() > 1:
         try:
-            _watchdog = Watchdog(limit)
+            _watchdog = Watchdog(limit, tells_lost)
         except RuntimeError as error:
             log.warning("collectives are not watched, because the ranks' store cannot be reached (%s)", error)
 
@@ -60,8 +61,8 @@ def remove() -> None:
 class Watchdog:
     """Records this rank's collectives, reports them to other ranks, and looks for a mismatch if training is idle."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, tells_lost: bool) -> None:
+        self._limit, self._tells_lost = limit, tells_lost
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident or 0
         self._question = 0  # sequence number of the latest report request that this rank received
@@ -93,6 +94,8 @@ class Watchdog:
 
     def _explain(self, desynced: str | None = None) -> None:
         """End the run if the ranks' calls explain a failed collective. desynced: a group with mismatched calls."""
+        if not self._tells_lost and desynced is None:
+            return
         with suppress(RuntimeError):  # the process that hosts the store has ended
             self._diagnose(MAX_CALLS, failed=True, desynced=desynced)
 
@@ -120,7 +123,7 @@ class Watchdog:
             problem = problem or find_absent(mine, answered, silent=[])
         if problem:
             self._end_run(TrainingError(problem))
-        late = mine.idle_seconds >= self._limit and not failed
+        late = mine.idle_seconds >= self._limit and not failed and (self._tells_lost or not silent)
         mute = describe_mute(mine, sorted(self._mute)) if self._mute else None
         if late and (problem := find_absent(mine, answered, silent) or mute):
             # A process that does not answer is probably lost, and not in a different collective.

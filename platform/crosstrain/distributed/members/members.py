@@ -1,0 +1,210 @@
+"""The launcher of a run that goes on in the same processes when a worker is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from crosstrain.distributed.launch.elastic_agent import environment
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.signals import stop_signals
+from crosstrain.distributed.launch.worker_errors import Failure, first_failure, run_worker
+from crosstrain.distributed.members import membership
+from crosstrain.distributed.members.membership import Epoch, Membership
+from crosstrain.utils.errors import RankLost
+
+_POLL = 0.05  # seconds between looks at the workers
+_END = 10.0  # seconds for the processes to end after training
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    errors: Path  # file in which the worker describes its error
+    heard: float = float("inf")  # time of the last sign of life; infinite until the first one
+    waits: bool = False  # for the next epoch
+    done: bool = False
+    result: int = 0  # signal that stopped the worker
+
+
+class Members:
+    """Starts workers, and begins a new epoch whenever a worker is lost or added.
+
+    sizes: possible numbers of ranks. limit: a worker is killed after this many seconds without a sign of life, or if it
+    has not left an epoch this many seconds after the epoch's end; None: never.
+    """
+
+    def __init__(
+        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, sizes: list[int], limit: float | None
+    ) -> None:
+        self._worker, self._args, self._how, self._sizes = worker, args, how, sizes
+        self._limit = float("inf") if limit is None else limit
+        self._workers: dict[int, _Worker] = {}  # slot -> worker; the slot is also the worker's local rank
+        self._members: list[int] = []  # slots of the current epoch's workers that are not lost, in rank order
+        self._ranks: dict[int, int] = {}  # slot -> rank in the current epoch
+        self._number, self._ended = 0, 0.0  # number of the current epoch, and the time of its end; 0: it goes on
+        self._store: dist.TCPStore | None = None  # of the current epoch
+        self._reason = ""  # for the next epoch
+        self._restarts_left, self._charged = how.max_restarts, -1  # number of the last epoch that has cost a restart
+        self._failure: Failure | None = None
+        self._stop: list[int] = []
+
+    def run(self) -> int:
+        """Run until all workers have finished, and return the exit code. Raises the error that ends the run."""
+        with environment(self._how), TemporaryDirectory(prefix="crosstrain-") as self._folder, self._forwarding():
+            try:
+                for slot in range(self._how.world_size):
+                    self._start(slot)
+                while not self._is_over():
+                    self._listen()
+                    self._look_for_lost()
+                    self._regroup()
+                for slot in self._members:
+                    self._workers[slot].process.join(_END)
+            finally:
+                for worker in self._workers.values():
+                    worker.process.kill()
+        signals = [worker.result for worker in self._workers.values() if worker.result]
+        stopped = signals or not self._members
+        return 128 + (self._stop or signals)[0] if stopped else 0
+
+    def _is_over(self) -> bool:
+        """Return True if all ranks have finished, or if a signal ended all workers before the first epoch."""
+        if not self._workers:
+            return True
+        return bool(self._members) and all(self._workers[s].done for s in self._members)
+
+    def _start(self, slot: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        errors = Path(self._folder) / f"{slot}-{time.monotonic_ns()}.json"
+        arguments = (self._worker, self._args, there, slot, str(errors))
+        process = context.Process(target=_member, args=arguments)
+        process.start()
+        there.close()
+        self._workers[slot] = _Worker(process, here, errors)
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """Forward signals to stop to the workers, as the other launcher does."""
+
+        def forward(number: int, _frame: Any) -> None:
+            self._stop.append(number)
+            at_once = self._stop.count(signal.SIGINT) > 1  # a second Ctrl-C
+            for worker in self._workers.values():
+                with suppress(ProcessLookupError, TypeError):
+                    os.kill(worker.process.pid, signal.SIGTERM if at_once else signal.SIGUSR1)  # type: ignore[arg-type]
+
+        handlers = {number: signal.signal(number, forward) for number in stop_signals()}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _listen(self) -> None:
+        """Take the workers' messages."""
+        by_connection = {worker.connection: worker for worker in self._workers.values() if not worker.done}
+        sentinels = [worker.process.sentinel for worker in self._workers.values()]
+        for ready in wait([*by_connection, *sentinels], timeout=_POLL):
+            worker = by_connection.get(ready)  # type: ignore[arg-type]
+            while worker is not None and not worker.done and worker.connection.poll():
+                try:
+                    message, value = worker.connection.recv()
+                except (EOFError, OSError):  # the worker has ended
+                    break
+                worker.heard = time.monotonic()
+                worker.waits = worker.waits or message == "waiting"
+                if message == "done":
+                    worker.done, worker.result = True, value
+
+    def _look_for_lost(self) -> None:
+        """Take note of workers that have ended, and kill those that hang."""
+        now = time.monotonic()
+        for slot, worker in list(self._workers.items()):
+            late = self._ended and slot in self._members and not worker.waits and now - self._ended > self._limit
+            if worker.process.is_alive() and not worker.done and (late or now - worker.heard > self._limit):
+                self._reason = f"rank {self._ranks.get(slot, slot)} gave no sign of life for {self._limit:.0f} s"
+                worker.process.kill()
+                worker.process.join()
+            if not worker.process.is_alive() and not worker.done:
+                self._lose(slot, worker)
+
+    def _lose(self, slot: int, worker: _Worker) -> None:
+        """End the epoch without this worker. Raises its error if the run cannot go on."""
+        worker.process.join()
+        del self._workers[slot]
+        was_member = slot in self._members
+        self._members = [s for s in self._members if s != slot]
+        code = worker.process.exitcode or 0
+        failed = ProcessFailure(slot, worker.process.pid or 0, code, str(worker.errors))
+        failure = first_failure({self._ranks.get(slot, slot): failed})
+        if self._stop and code in (-signal.SIGUSR1, -signal.SIGTERM):
+            return
+        if not (failure.lost_another and self._failure):
+            self._failure = failure
+        if failure.is_final or (self._stop and not self._workers):
+            raise failure.error
+        if not failure.lost_another:
+            self._reason = self._reason or failure.summary
+            print(f"note: {self._reason}", file=sys.stderr, flush=True)
+        if self._charged != self._number and self._restarts_left and not self._stop:
+            self._restarts_left, self._charged = self._restarts_left - 1, self._number
+        if self._charged == self._number:  # all losses in an epoch cost one restart
+            self._start(slot)
+        if not any(size <= len(self._workers) for size in self._sizes):
+            raise self._failure.error
+        if was_member:
+            self._ended = self._ended or time.monotonic()
+            self._store = None  # so that ranks that still build their groups do not wait for this worker
+
+    def _regroup(self) -> None:
+        """Begin a new epoch if the current one has ended; ask for its end if more ranks could take part."""
+        if self._stop or any(worker.done for worker in self._workers.values()):  # the others end soon, too
+            return
+        members = [self._workers[slot] for slot in self._members]
+        waiting = [slot for slot in self._order() if self._workers[slot].waits]
+        size = max((size for size in self._sizes if size <= len(waiting)), default=0)
+        if all(worker.waits for worker in members) and (members or len(waiting) == len(self._workers)) and size:
+            self._begin(waiting[:size])
+        elif not self._ended and any(len(members) < size <= len(members) + len(waiting) for size in self._sizes):
+            self._reason, self._ended = "a worker was added", time.monotonic()
+            for worker in members:
+                worker.connection.send(None)
+
+    def _order(self) -> list[int]:
+        """Slots of the last epoch in their order, then new ones: the oldest worker is rank 0."""
+        return self._members + [s for s in self._workers if s not in self._members]
+
+    def _begin(self, slots: list[int]) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._members, self._ranks, self._ended = slots, {slot: rank for rank, slot in enumerate(slots)}, 0.0
+        self._number += 1
+        for rank, slot in enumerate(slots):
+            self._workers[slot].waits = False
+            self._workers[slot].connection.send(Epoch(self._number, rank, len(slots), self._store.port, self._reason))
+        self._reason = ""
+
+
+def _member(
+    worker: Callable[..., int], args: tuple[Any, ...], connection: Connection, slot: int, errors: str
+) -> None:
+    """Run a worker in its process."""
+    os.environ |= {"LOCAL_RANK": str(slot), "TORCHELASTIC_ERROR_FILE": errors}
+    membership.current = Membership(connection)
+    membership.current.say("done", run_worker(worker, args))

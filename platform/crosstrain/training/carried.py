@@ -1,0 +1,100 @@
+"""The state of a run in the memory of its ranks, from which it goes on when ranks were lost or added."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from crosstrain.checkpoint.boxes import CALLBACK, Piece, Shard, check_cover
+from crosstrain.checkpoint.checkpointer import Holding, assign, holdings
+from crosstrain.checkpoint.manifest import STORED_DTYPES
+from crosstrain.distributed.group import Group
+from crosstrain.engine.runner import Runner
+from crosstrain.training.state import State
+from crosstrain.utils.errors import RankLost
+
+if TYPE_CHECKING:
+    from crosstrain.training.trainer import Trainer
+
+
+@dataclass
+class Carried:
+    """What one rank keeps of a trainer that has ended between two steps."""
+
+    state: dict[str, Any]  # fields of `State`
+    saved_step: int | None
+    tensors: dict[Holding, torch.Tensor]
+
+    @staticmethod
+    def of(trainer: Trainer) -> Carried | None:
+        """Return this rank's state; None if the rank was interrupted within an update."""
+        if trainer.updating:
+            return None
+        state, runner = trainer.state, trainer.runner
+        state.scaler = runner.precision.scaler.state()
+        state.callbacks = trainer.hooks.saved_states()
+        state.runner = {trainer.run.runner.name: runner.state}
+        tensors = holdings(runner.held.shards() + trainer.hooks.shards())
+        return Carried(asdict(state), trainer.saved_step, tensors)
+
+
+class Handover:
+    """The newest state that ranks carry, and the rank that sends each box of its tensors to the others."""
+
+    def __init__(self, carried: Carried | None, group: Group) -> None:
+        """Agree on the state. Collective. Raises RankLost if the carried boxes do not cover all tensors."""
+        self._carried, self._group = carried, group
+        offers = group.all_gather((carried.state, carried.saved_step, list(carried.tensors)) if carried else None)
+        newest = max(offer[0]["step"] for offer in offers if offer)
+        givers = [offer if offer and offer[0]["step"] == newest else None for offer in offers]
+        self.state, self.saved_step, _ = next(offer for offer in givers if offer)
+        self._givers = assign([offer[2] if offer else [] for offer in givers])
+        boxes = defaultdict(list)
+        for holding in self._givers:
+            boxes[holding.kind, holding.name, holding.shape].append(holding.box)
+        for (kind, name, shape), parts in boxes.items():
+            if problem := check_cover(parts, shape):
+                raise RankLost(f"the remaining ranks do not have all of {kind} {name} ({problem.partition(' are ')[0]})")
+
+    @staticmethod
+    def of(carried: Carried | None, group: Group) -> Handover | None:
+        """Return the handover, or None if no rank carries a state. Collective."""
+        return Handover(carried, group) if any(group.all_gather(carried is not None)) else None
+
+    def restore(self, runner: Runner) -> State:
+        """Load the weights, the optimizer state and the runner's own state, and return the run's. Collective."""
+        self._fill(runner.held.shards(), runner.device, of_callbacks=False)
+        runner.loaded()
+        state = State(**self.state)
+        runner.precision.scaler.load_state(state.scaler)
+        runner.state |= state.runner[runner.run.runner.name]
+        return state
+
+    def restore_hooks(self, trainer: Trainer) -> None:
+        """Load the states of callbacks. Collective."""
+        for name, callback in trainer.hooks.callbacks.items():
+            callback.state |= trainer.state.callbacks[name]
+        self._fill(trainer.hooks.shards(), trainer.runner.device, of_callbacks=True)
+
+    def _fill(self, shards: list[Shard], device: torch.device, of_callbacks: bool) -> None:
+        """Copy the state into this rank's shards; every box is broadcast to all ranks."""
+        wanted: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+        for shard in shards:
+            wanted[shard.kind, shard.name] += shard.pieces
+        for holding, giver in self._givers.items():
+            if holding.kind.startswith(CALLBACK) is not of_callbacks:
+                continue
+            if giver == self._group.rank and self._carried is not None:
+                data = self._carried.tensors[holding].to(device).contiguous()
+            else:
+                data = torch.empty(holding.box.shape, dtype=STORED_DTYPES[holding.dtype], device=device)
+            if self._group.process_group is not None:
+                dist.broadcast(data, group=self._group.process_group, group_src=giver)
+            received = Piece(holding.box, data)
+            for piece in wanted[holding.kind, holding.name]:
+                if (common := piece.box.intersect(holding.box)) is not None:
+                    piece.part(common).copy_(received.part(common))
