@@ -67,7 +67,6 @@ class FSDPRunner(Runner):
         bitwise="crosstrain_plugins.builtin.runners.bitwise.fsdp:BitwiseFSDP",
         needs_process_group=True,
         forms_teams=True,
-        rejoins=True,
         saves_memory=("sync_each_micro_batch=true",),
     )
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class

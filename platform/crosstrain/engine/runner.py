@@ -308,10 +308,9 @@ class Runner:
 def leave_groups() -> None:
     """Leave all process groups without waiting for other ranks, of which some are lost."""
     watchdog.remove()
-    gc.collect()  # gloo closes a group's connections, which other ranks may wait at, when nothing refers to the group
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
+    gc.collect()  # gloo closes a group's connections, at which other ranks may wait, when nothing refers to the group
 
 
 def runner_class(run: RunOptions) -> type[Runner]:
@@ -343,7 +342,8 @@ def _combined(chosen: Component) -> type[Runner]:
         raise ConfigError(
             f"run.runner.{option}: {extended.name} cannot train with a part of the ranks; use ddp or fsdp"
         )
-    capabilities = replace(inner.capabilities, exact=outer.capabilities.exact, extends=option, bitwise=None)
+    own = outer.capabilities
+    capabilities = replace(inner.capabilities, exact=own.exact, rejoins=own.rejoins, extends=option, bitwise=None)
     return type(outer.__name__, (outer, inner), {"capabilities": capabilities})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from crosstrain.checkpoint.manifest import STORED_DTYPES
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.training.state import State
-from crosstrain.utils.errors import RankLost
+from crosstrain.utils.logging import log
 
 if TYPE_CHECKING:
     from crosstrain.training.trainer import Trainer
@@ -42,28 +42,41 @@ class Carried:
         return Carried(asdict(state), trainer.saved_step, tensors)
 
 
+class _Offer(NamedTuple):
+    """A rank's `Carried` without its tensors."""
+
+    state: dict[str, Any]
+    saved_step: int | None
+    boxes: list[Holding]
+
+
 class Handover:
     """The newest state that ranks carry, and the rank that sends each box of its tensors to the others."""
 
-    def __init__(self, carried: Carried | None, group: Group) -> None:
-        """Agree on the state. Collective. Raises RankLost if the carried boxes do not cover all tensors."""
+    def __init__(self, carried: Carried | None, offers: list[_Offer | None], group: Group) -> None:
         self._carried, self._group = carried, group
-        offers = group.all_gather((carried.state, carried.saved_step, list(carried.tensors)) if carried else None)
-        newest = max(offer[0]["step"] for offer in offers if offer)
-        givers = [offer if offer and offer[0]["step"] == newest else None for offer in offers]
-        self.state, self.saved_step, _ = next(offer for offer in givers if offer)
-        self._givers = assign([offer[2] if offer else [] for offer in givers])
-        boxes = defaultdict(list)
-        for holding in self._givers:
-            boxes[holding.kind, holding.name, holding.shape].append(holding.box)
-        for (kind, name, shape), parts in boxes.items():
-            if problem := check_cover(parts, shape):
-                raise RankLost(f"the remaining ranks do not have all of {kind} {name} ({problem.partition(' are ')[0]})")
+        newest = max(offer.state["step"] for offer in offers if offer)
+        givers = [offer if offer and offer.state["step"] == newest else None for offer in offers]
+        first = next(offer for offer in givers if offer)
+        self.state, self.saved_step = first.state, first.saved_step
+        self._givers = assign([offer.boxes if offer else [] for offer in givers])
 
     @staticmethod
     def of(carried: Carried | None, group: Group) -> Handover | None:
-        """Return the handover, or None if no rank carries a state. Collective."""
-        return Handover(carried, group) if any(group.all_gather(carried is not None)) else None
+        """Return the handover; None if the ranks' memory does not hold a whole state. Collective."""
+        offer = _Offer(carried.state, carried.saved_step, list(carried.tensors)) if carried else None
+        offers = group.all_gather(offer)
+        if not any(offers):
+            return None
+        handover = Handover(carried, offers, group)
+        boxes = defaultdict(list)
+        for holding in handover._givers:
+            boxes[holding.kind, holding.name, holding.shape].append(holding.box)
+        for (kind, name, shape), parts in boxes.items():
+            if check_cover(parts, shape):
+                log.info("a part of %s %s was lost, so the newest checkpoint is loaded", kind, name)
+                return None
+        return handover
 
     def restore(self, runner: Runner) -> State:
         """Load the weights, the optimizer state and the runner's own state, and return the run's. Collective."""

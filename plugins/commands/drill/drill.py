@@ -20,7 +20,12 @@ from crosstrain.checkpoint.files import Reader
 from .faults import FAULTS
 
 _SLOW = re.compile(r"(rank \d+ is a straggler)")
-_RESTARTED = re.compile(r"(.*); all ranks restarted \(restart \d+ of \d+\) and continue from step (\d+)")
+_RESTARTED = re.compile(
+    r"^(?!a worker was added)(.*); (?:all ranks restarted \(restart \d+ of \d+\) and continue|\d+ ranks go on) from "
+    r"step (\d+)",
+    re.MULTILINE,
+)
+_RANKS = re.compile(r"; (\d+) ranks go on from step")
 _PATIENCE = 600.0  # seconds until a run that takes no step is given up
 _TIMEOUT = 10  # run.collective_timeout, in seconds: a frozen worker is given up after this time
 
@@ -95,7 +100,13 @@ class Drill:
                 raise UserError(f"the run with faults did not reach step {step}; see {self.folder / 'disturbed.log'}")
             time.sleep(0.02)
 
+    def _wait_for_workers(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait until all workers take part again; a run with `on_lost_rank: continue` goes on without a lost one."""
+        while process.poll() is None and (ranks := _RANKS.findall(self._log())) and int(ranks[-1]) < self.workers:
+            time.sleep(0.02)
+
     def _disturb(self, process: subprocess.Popen[bytes], fault: str, rng: random.Random) -> Result:
+        self._wait_for_workers(process)
         known, length = len(_RESTARTED.findall(self._log())), len(self._log())
         workers = _workers(process.pid)
         step, begun = self._step(), time.monotonic()

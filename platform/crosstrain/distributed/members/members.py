@@ -25,7 +25,6 @@ from crosstrain.distributed.launch.signals import stop_signals
 from crosstrain.distributed.launch.worker_errors import Failure, first_failure, run_worker
 from crosstrain.distributed.members import membership
 from crosstrain.distributed.members.membership import Epoch, Membership
-from crosstrain.utils.errors import RankLost
 
 _POLL = 0.05  # seconds between looks at the workers
 _END = 10.0  # seconds for the processes to end after training
@@ -119,19 +118,17 @@ class Members:
 
     def _listen(self) -> None:
         """Take the workers' messages."""
-        by_connection = {worker.connection: worker for worker in self._workers.values() if not worker.done}
-        sentinels = [worker.process.sentinel for worker in self._workers.values()]
-        for ready in wait([*by_connection, *sentinels], timeout=_POLL):
-            worker = by_connection.get(ready)  # type: ignore[arg-type]
-            while worker is not None and not worker.done and worker.connection.poll():
-                try:
+        running = [worker for worker in self._workers.values() if not worker.done]
+        wait([w.connection for w in running] + [w.process.sentinel for w in running], timeout=_POLL)
+        for worker in running:
+            with suppress(EOFError, OSError):  # the worker has ended
+                while worker.connection.poll():
                     message, value = worker.connection.recv()
-                except (EOFError, OSError):  # the worker has ended
-                    break
-                worker.heard = time.monotonic()
-                worker.waits = worker.waits or message == "waiting"
-                if message == "done":
-                    worker.done, worker.result = True, value
+                    worker.heard = time.monotonic()
+                    if message == "waiting":
+                        worker.waits = True
+                    elif message == "done":
+                        worker.done, worker.result = True, value
 
     def _look_for_lost(self) -> None:
         """Take note of workers that have ended, and kill those that hang."""
@@ -167,7 +164,7 @@ class Members:
             self._restarts_left, self._charged = self._restarts_left - 1, self._number
         if self._charged == self._number:  # all losses in an epoch cost one restart
             self._start(slot)
-        if not any(size <= len(self._workers) for size in self._sizes):
+        if not self._largest(len(self._workers)):
             raise self._failure.error
         if was_member:
             self._ended = self._ended or time.monotonic()
@@ -177,19 +174,22 @@ class Members:
         """Begin a new epoch if the current one has ended; ask for its end if more ranks could take part."""
         if self._stop or any(worker.done for worker in self._workers.values()):  # the others end soon, too
             return
-        members = [self._workers[slot] for slot in self._members]
-        waiting = [slot for slot in self._order() if self._workers[slot].waits]
-        size = max((size for size in self._sizes if size <= len(waiting)), default=0)
-        if all(worker.waits for worker in members) and (members or len(waiting) == len(self._workers)) and size:
-            self._begin(waiting[:size])
-        elif not self._ended and any(len(members) < size <= len(members) + len(waiting) for size in self._sizes):
-            self._reason, self._ended = "a worker was added", time.monotonic()
-            for worker in members:
-                worker.connection.send(None)
+        new = [slot for slot in self._workers if slot not in self._members]
+        if all(self._workers[slot].waits for slot in self._members or new):
+            # Members come first, so that rank 0 is a worker that has the state.
+            slots = self._members + [slot for slot in new if self._workers[slot].waits]
+            if size := self._largest(len(slots)):
+                self._begin(slots[:size])
+        elif self._members and not self._ended:
+            most = self._largest(len(self._members) + sum(self._workers[slot].waits for slot in new))
+            if most > len(self._members):
+                self._reason, self._ended = "a worker was added", time.monotonic()
+                for slot in self._members:
+                    self._workers[slot].connection.send(None)
 
-    def _order(self) -> list[int]:
-        """Slots of the last epoch in their order, then new ones: the oldest worker is rank 0."""
-        return self._members + [s for s in self._workers if s not in self._members]
+    def _largest(self, workers: int) -> int:
+        """The largest possible number of ranks with this many workers; 0: none."""
+        return max((size for size in self._sizes if size <= workers), default=0)
 
     def _begin(self, slots: list[int]) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -201,9 +201,7 @@ class Members:
         self._reason = ""
 
 
-def _member(
-    worker: Callable[..., int], args: tuple[Any, ...], connection: Connection, slot: int, errors: str
-) -> None:
+def _member(worker: Callable[..., int], args: tuple[Any, ...], connection: Connection, slot: int, errors: str) -> None:
     """Run a worker in its process."""
     os.environ |= {"LOCAL_RANK": str(slot), "TORCHELASTIC_ERROR_FILE": errors}
     membership.current = Membership(connection)
