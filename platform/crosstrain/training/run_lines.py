@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 from crosstrain.data.tokenizer import TOKENIZER
 from crosstrain.distributed.group import Group
+from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.cluster_env import restart_reason
-from crosstrain.distributed.members import membership
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 from crosstrain.utils.program import command

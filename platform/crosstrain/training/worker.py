@@ -17,9 +17,9 @@ from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
+from crosstrain.distributed.launch import membership
+from crosstrain.distributed.launch.membership import Regroup, ends_only_the_epoch
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.distributed.members import membership
-from crosstrain.distributed.members.membership import Regroup, ends_only_the_epoch
 from crosstrain.engine.build import build_model, make_runner, make_schedule
 from crosstrain.engine.checks import check_tokenizer
 from crosstrain.engine.runner import Runner, leave_groups
@@ -108,6 +108,8 @@ def build_trainer(
     try:
         handover = Handover.of(carried, runner.world) if membership.current is not None else None
         trainer = _build_in(folder, config, runner, stop, handover, hooks)
+        if handover is not None:
+            handover.restore_hooks(trainer)
     except Exception:
         folder.release()
         raise
@@ -118,13 +120,9 @@ def build_trainer(
 
 
 def _build_in(
-    folder: RunFolder,
-    config: Config,
-    runner: Runner,
-    stop: StopRequest,
-    handover: Handover | None,
+    folder: RunFolder, config: Config, runner: Runner, stop: StopRequest, handover: Handover | None,
     hooks: dict[str, HookKinds],
-) -> Trainer:
+) -> Trainer:  # fmt: skip
     run = config.run
     dataset = open_split(config, "train")
     val_dataset = open_split(config, "val") if run.eval_interval else None
@@ -133,11 +131,8 @@ def _build_in(
     if run.curriculum is not None:
         run.curriculum.check(dataset.sequence_length)
     schedule = make_schedule(config, max_iters)
-    start = None
-    if handover is None:
-        start = starting_point(folder.checkpoints, run.resume_from, runner.world, folder.run_id)
-    if start is not None:
-        check_tokenizer(start, dataset)
+    start = None if handover else starting_point(folder.checkpoints, run.resume_from, runner.world, folder.run_id)
+    check_tokenizer(start, dataset)
     own = start is not None and start.parent == folder.checkpoints
     changed = _changes(start if own else None, config)
     frozen = _build_model(config, runner, start, own, changed)
@@ -156,7 +151,7 @@ def _build_in(
         )
     if not own or state.ended_with != to_plain(run.callbacks):  # the run or its callbacks have changed
         state.ended_with = []
-    trainer = Trainer(
+    return Trainer(
         config=config,
         runner=runner,
         stop=stop,
@@ -173,9 +168,6 @@ def _build_in(
         checkpointer=_make_checkpointer(config, runner, folder, dataset, saved_step),
         **hooks,
     )
-    if handover is not None:
-        handover.restore_hooks(trainer)
-    return trainer
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from crosstrain.distributed.members import membership
-from crosstrain.distributed.members.membership import Regroup
+from crosstrain.distributed.launch import membership
+from crosstrain.distributed.launch.membership import Regroup
 
 if TYPE_CHECKING:  # the command line imports this file before torch
     from crosstrain.distributed.group import Group

@@ -19,12 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.elastic_agent import environment
 from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.membership import Epoch, Membership
 from crosstrain.distributed.launch.signals import stop_signals
 from crosstrain.distributed.launch.worker_errors import Failure, first_failure, run_worker
-from crosstrain.distributed.members import membership
-from crosstrain.distributed.members.membership import Epoch, Membership
 
 _POLL = 0.05  # seconds between looks at the workers
 _END = 10.0  # seconds for the processes to end after training

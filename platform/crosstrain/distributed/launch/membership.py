@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from crosstrain.distributed.launch.worker_errors import is_lost_peer
 from crosstrain.utils.errors import RankLost
 
 BEAT = 1.0  # seconds between signs of life
@@ -79,7 +80,4 @@ class Membership:
 
 def ends_only_the_epoch(error: Exception) -> bool:
     """Return True if this worker can go on after `error`: another worker was lost."""
-    # Circular at module level: the launcher's package imports this module.
-    from crosstrain.distributed.launch.worker_errors import is_lost_peer
-
     return current is not None and (isinstance(error, RankLost) or is_lost_peer(str(error)))

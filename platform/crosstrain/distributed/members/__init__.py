@@ -1,1 +1,0 @@
-"""Runs that go on in the same processes when a worker is lost, and take up new workers."""
