@@ -52,10 +52,8 @@ def measure(project: str, tokens: int) -> tuple[float, list[Any]]:
     runner = make_runner(config)
     runner.setup()
     build_model(config, runner, None, for_training=False)
-    opened: Any = SimpleNamespace(
-        runner=runner, tokenizer=SimpleNamespace(eos_token_id=0), encoders=None, is_main=False
-    )
-    model, asked = harness.HarnessModel(opened), requests()
+    subject = harness.Subject(runner, SimpleNamespace(eos_token_id=0), encode=lambda _: [])
+    model, asked = harness.HarnessModel(subject, quiet=True), requests()
     with runner.evaluating():
         model._loglikelihood_tokens(asked[:20])
         begun = time.perf_counter()

@@ -391,3 +391,19 @@ def test_a_model_without_parts_has_none_to_export(workspace: Workspace, capsys: 
     for part, said in ("adapter", "has no adapter"), ("language_model", "gpt2 has no part 'language_model' to export"):
         assert said in complaint(capsys, "--checkpoint", run.folder, "--part", part, "--output", output)
     assert not list(workspace.path.glob("*exported*"))
+
+
+def test_the_mean_of_the_last_checkpoints(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(workspace.project, "averaged", "run.save_interval=5", "run.keep_last=null", "run.max_iters=20")
+    out = workspace.path / "mean"
+    capsys.readouterr()
+    assert main(["export", "--checkpoint", str(run.checkpoint(15)), "--average", "3", "--output", str(out)]) == 0
+    stored = [load_file(run.checkpoint(step) / "model.safetensors") for step in (5, 10, 15)]
+    mean = load_file(out / "model.safetensors")
+    assert mean.keys() == stored[0].keys()
+    for name, value in mean.items():
+        expected = sum(weights[name].double() for weights in stored) / 3
+        assert torch.equal(value, expected.to(value.dtype)), name
+    assert not torch.equal(mean["transformer.wte.weight"], stored[1]["transformer.wte.weight"])
+    said = complaint(capsys, "--checkpoint", run.checkpoint(15), "--average", "4", "--output", workspace.path / "more")
+    assert "has 3 checkpoints up to step_000015, not 4" in said

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,11 +32,10 @@ TASKS = ["flow", "next", "goes_on"]
 harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval")
 
 
-def opened(runner: Any, tokenizer: Any) -> Any:
-    """What the tasks use of an `OpenModel`."""
-    encoders = SimpleNamespace(encode=lambda kind, text: tokenizer(text, add_special_tokens=False)["input_ids"])
-    main = runner.world.rank == 0
-    return SimpleNamespace(runner=runner, tokenizer=tokenizer, encoders=encoders, is_main=main)
+def subject(runner: Any, tokenizer: Any) -> Any:
+    from crosstrain_plugins.builtin.evaluations.tasks.lm_eval_harness import Subject
+
+    return Subject(runner, tokenizer, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +162,7 @@ def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:
     made.setup()
     build_model(config, made, Path(checkpoint), for_training=False)
     tokenizer = open_tokenizer(Path(checkpoint))
-    results = run_tasks(opened(made, tokenizer), TASKS, f"{folder}/tasks", None)
+    results = run_tasks(subject(made, tokenizer), TASKS, f"{folder}/tasks", None)
     made.close()
     return results
 
@@ -219,7 +217,7 @@ def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
     ):
         tokenizer = open_tokenizer(checkpoint)
         with pytest.raises(UserError, match=complaint):
-            run_tasks(opened(runner, tokenizer), [task], str(place / folder), None)
+            run_tasks(subject(runner, tokenizer), [task], str(place / folder), None)
 
 
 @pytest.mark.slow

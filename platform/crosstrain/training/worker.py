@@ -44,7 +44,9 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         return _train(config, under_launcher, [])
     kept: list[Carried] = []
     while True:
-        membership.current.enter()
+        before = membership.current.epoch.number
+        if membership.current.enter().number > before + 1:
+            kept.clear()  # this worker was left out of an epoch, so its state is old
         with suppress(Regroup):
             return _train(config, under_launcher, kept)
         leave_groups()

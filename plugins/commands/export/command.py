@@ -3,7 +3,7 @@
 import argparse
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_checkpoint, add_options, add_weights
+from crosstrain.cli.flags import add_checkpoint, add_options, add_weights, positive
 
 from ..units import read_bytes
 
@@ -28,6 +28,13 @@ class ExportCommand(Command):
         )
         parser.add_argument(
             "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file of weights (default: 5GB)"
+        )
+        parser.add_argument(
+            "--average",
+            type=positive,
+            default=1,
+            metavar="N",
+            help="write the mean of the run's last N checkpoints up to this one (default: 1)",
         )
         parser.add_argument(
             "--cfg-path", metavar="FILE", help="project file to use in place of the checkpoint's configuration"
@@ -58,6 +65,8 @@ class ExportCommand(Command):
             config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
             model = outline(config, checkpoint)
             if arguments.part == "adapter":
+                if arguments.average > 1:
+                    raise UserError("--average: an adapter is not averaged; export the whole model, which merges it")
                 export_adapter(checkpoint, output, dtype, model, print, arguments.weights)
                 print(f"{output}: the adapter; open it with peft's PeftModel.from_pretrained(model, {str(output)!r})")
                 return 0
@@ -78,6 +87,7 @@ class ExportCommand(Command):
             None if model is None else model.export.merges(),
             part,
             arguments.weights,
+            arguments.average,
         )
         warn_if_rebuilt(output)
         use = ""

@@ -37,6 +37,7 @@ from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FI
 from crosstrain.utils.storage import is_url
 
 from ..prepare.prepare import new_folder
+from .averaged import averaged
 
 _INDEX = "model.safetensors.index.json"
 # Keys that make transformers load code, other weights or other files.
@@ -67,16 +68,17 @@ def export(
     merges: dict[str, Merge] | None = None,
     part: Part = (("",), None),
     weights: str | None = None,
+    average: int = 1,
 ) -> Exported:
     """Write the model in a verified `checkpoint` to the folder `output`, which appears only when complete.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` is called with a line for each file.
     `pretrained` provides the frozen parameters, which the checkpoint does not contain. `merges` lists the parameters to
     merge into others. With a `part` from `Export.parts`, only the tensors of this part are written. `weights` is passed
-    to `Reader.open`. Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a
-    malformed checkpoint.
+    to `Reader.open`. `average` is the number of checkpoints whose mean is written. Raises UserError if `output` is not
+    empty or cannot be written, and CheckpointError for a malformed checkpoint.
     """
-    reader = Reader.open(checkpoint, weights)
+    reader = Reader.open(checkpoint, weights) if average == 1 else averaged(checkpoint, average, weights)
     with _folder(output) as folder:
         owned, model = part
         source = _Parameters(reader, pretrained, merges or {}, owned, owned[0] if model is not None else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from crosstrain import Evaluation, UserError, registry, require
@@ -34,6 +35,7 @@ class Tasks(Evaluation):
         return bool(given["tasks"])
 
     def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
-        from .lm_eval_harness import run_tasks
+        from .lm_eval_harness import Subject, run_tasks
 
-        return run_tasks(model, given["tasks"], given["task_path"], given["max_samples"])
+        subject = Subject(model.runner, model.tokenizer, partial(model.encoders.encode, "text"))
+        return run_tasks(subject, given["tasks"], given["task_path"], given["max_samples"])

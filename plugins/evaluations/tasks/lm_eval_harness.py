@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from crosstrain import (
     IGNORE_INDEX,
     ForwardMode,
-    OpenModel,
+    Runner,
     Sample,
     Sampling,
     UserError,
@@ -34,6 +35,7 @@ from crosstrain import (
 )
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sequence, decode
+from crosstrain.utils import paths
 
 _LENGTH = 2048  # maximum length in tokens if the model has no limit
 _NEW = 256  # maximum number of new tokens if the task does not set a maximum
@@ -44,16 +46,26 @@ T, R = TypeVar("T"), TypeVar("R")
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
+@dataclass(frozen=True)
+class Subject:
+    """The model under test."""
+
+    runner: Runner
+    tokenizer: Any  # for decoding
+    encode: Callable[[str], list[int]]
+
+
 class HarnessModel(TemplateLM):
     """Adapter to lm-evaluation-harness; a log-likelihood is the negative of the training loss.
 
     Use this class inside `runner.evaluating()`.
     """
 
-    def __init__(self, model: OpenModel) -> None:
+    def __init__(self, subject: Subject, quiet: bool = False) -> None:
         super().__init__()
-        self._runner, self.tokenizer, self._encoders = model.runner, model.tokenizer, model.encoders
-        self._length, self._quiet = model.runner.model.max_length or _LENGTH, not model.is_main
+        self._runner, self.tokenizer, self._encode = subject.runner, subject.tokenizer, subject.encode
+        self._length = self._runner.model.max_length or _LENGTH
+        self._quiet = quiet or self._runner.world.rank > 0
 
     @property
     def eot_token_id(self) -> int:
@@ -65,7 +77,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text without a beginning-of-text token, as in training."""
-        return self._encoders.encode("text", string)
+        return self._encode(string)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -175,26 +187,35 @@ class HarnessModel(TemplateLM):
         return [row.text.text for row in rows]
 
 
-def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int | None) -> dict[str, Any]:
-    """Return task -> metrics; the values are the same on every rank. Collective.
-
-    `folder`: additional task files for the harness. `limit`: number of documents per task; None: all. Raises
-    UserError for unknown tasks and missing data.
-    """
+@cache
+def known_tasks(folder: str | None) -> TaskManager:
+    """Return the tasks of the harness, of configs/tasks and of `folder`. Raises UserError if `folder` is missing."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"--task-path: {folder} is not a folder")
-    manager = TaskManager(include_path=folder)
+    return TaskManager(include_path=[str(paths.home() / "configs" / "tasks"), *([folder] if folder else [])])
+
+
+def run_tasks(
+    subject: Subject, tasks: list[str], folder: str | None, limit: int | None, quiet: bool = False
+) -> dict[str, Any]:
+    """Return task -> metrics; the values are the same on every rank. Collective.
+
+    `folder`: additional task files for the harness. `limit`: number of documents per task; None: all. `quiet`: without
+    progress bars and lines in the log. Raises UserError for unknown tasks and missing data.
+    """
+    manager = known_tasks(folder)
     known = manager.all_tasks
     for name in tasks:
         if name not in known:
             hint = did_you_mean(name, known, "--task-path adds a folder of task files")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
-    if model.runner.context.size > 1:
+    runner = subject.runner
+    if runner.context.size > 1:
         raise UserError("--tasks: every rank needs whole sequences; set run.runner.context_parallel=1")
-    with model.runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or broken
+    with runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or broken
         found = simple_evaluate(
-            HarnessModel(model),
+            HarnessModel(subject, quiet),
             tasks=tasks,
             task_manager=manager,
             limit=limit,
@@ -205,5 +226,6 @@ def run_tasks(model: OpenModel, tasks: list[str], folder: str | None, limit: int
     for name, metrics in (found or {"results": {}})["results"].items():  # only rank 0 gets results from the harness
         results[name] = {key: finite(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         known = ((key, value) for key, value in results[name].items() if value is not None and "," in key)
-        log.info("%s | %s", name, " | ".join(f"{key.removesuffix(',none')} {value:.6g}" for key, value in known))
-    return model.runner.world.broadcast(results)
+        if not quiet:
+            log.info("%s | %s", name, " | ".join(f"{key.removesuffix(',none')} {value:.6g}" for key, value in known))
+    return runner.world.broadcast(results)

@@ -25,9 +25,11 @@ from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.membership import Epoch, Membership
 from crosstrain.distributed.launch.signals import stop_signals
 from crosstrain.distributed.launch.worker_errors import Failure, first_failure, run_worker
+from crosstrain.utils.errors import RankLost
 
 _POLL = 0.05  # seconds between looks at the workers
 _END = 10.0  # seconds for the processes to end after training
+_UNEXPLAINED = 3  # epochs in a row that may end without the loss of a worker
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Members:
         self._store: dist.TCPStore | None = None  # of the current epoch
         self._reason = ""  # for the next epoch
         self._restarts_left, self._charged = how.max_restarts, -1  # number of the last epoch that has cost a restart
+        self._unexplained = 0  # epochs that have ended without the loss of a worker, in a row
         self._failure: Failure | None = None
         self._stop: list[int] = []
 
@@ -135,19 +138,22 @@ class Members:
         now = time.monotonic()
         for slot, worker in list(self._workers.items()):
             late = self._ended and slot in self._members and not worker.waits and now - self._ended > self._limit
+            reason = ""
             if worker.process.is_alive() and not worker.done and (late or now - worker.heard > self._limit):
-                self._reason = f"rank {self._ranks.get(slot, slot)} gave no sign of life for {self._limit:.0f} s"
+                reason = f"rank {self._ranks.get(slot, slot)} gave no sign of life for {self._limit:.0f} s"
                 worker.process.kill()
                 worker.process.join()
             if not worker.process.is_alive() and not worker.done:
-                self._lose(slot, worker)
+                self._lose(slot, worker, reason)
 
-    def _lose(self, slot: int, worker: _Worker) -> None:
+    def _lose(self, slot: int, worker: _Worker, reason: str) -> None:
         """End the epoch without this worker. Raises its error if the run cannot go on."""
         worker.process.join()
         del self._workers[slot]
-        was_member = slot in self._members
-        self._members = [s for s in self._members if s != slot]
+        if slot in self._members:
+            self._members.remove(slot)
+            self._ended = self._ended or time.monotonic()
+            self._store = None  # so that ranks that still build their groups do not wait for this worker
         code = worker.process.exitcode or 0
         failed = ProcessFailure(slot, worker.process.pid or 0, code, str(worker.errors))
         failure = first_failure({self._ranks.get(slot, slot): failed})
@@ -158,7 +164,7 @@ class Members:
         if failure.is_final or (self._stop and not self._workers):
             raise failure.error
         if not failure.lost_another:
-            self._reason = self._reason or failure.summary
+            self._reason = reason or failure.summary
             print(f"note: {self._reason}", file=sys.stderr, flush=True)
         if self._charged != self._number and self._restarts_left and not self._stop:
             self._restarts_left, self._charged = self._restarts_left - 1, self._number
@@ -166,13 +172,10 @@ class Members:
             self._start(slot)
         if not self._largest(len(self._workers)):
             raise self._failure.error
-        if was_member:
-            self._ended = self._ended or time.monotonic()
-            self._store = None  # so that ranks that still build their groups do not wait for this worker
 
     def _regroup(self) -> None:
         """Begin a new epoch if the current one has ended; ask for its end if more ranks could take part."""
-        if self._stop or any(worker.done for worker in self._workers.values()):  # the others end soon, too
+        if any(worker.done for worker in self._workers.values()):  # the others end soon, too
             return
         new = [slot for slot in self._workers if slot not in self._members]
         if all(self._workers[slot].waits for slot in self._members or new):
@@ -180,7 +183,7 @@ class Members:
             slots = self._members + [slot for slot in new if self._workers[slot].waits]
             if size := self._largest(len(slots)):
                 self._begin(slots[:size])
-        elif self._members and not self._ended:
+        elif self._members and not self._ended and not self._stop:
             most = self._largest(len(self._members) + sum(self._workers[slot].waits for slot in new))
             if most > len(self._members):
                 self._reason, self._ended = "a worker was added", time.monotonic()
@@ -192,6 +195,12 @@ class Members:
         return max((size for size in self._sizes if size <= workers), default=0)
 
     def _begin(self, slots: list[int]) -> None:
+        self._unexplained = 0 if self._ended else self._unexplained + 1
+        if self._unexplained > _UNEXPLAINED:
+            raise RankLost(
+                f"the workers lost their connections {_UNEXPLAINED} times, although none of them ended; see their "
+                f"output, and check the network interface (GLOO_SOCKET_IFNAME)"
+            )
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._members, self._ranks, self._ended = slots, {slot: rank for rank, slot in enumerate(slots)}, 0.0
         self._number += 1
