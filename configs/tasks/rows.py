@@ -20,12 +20,15 @@ def _choice(rng: random.Random, text: str, right: str, wrong: list[str]) -> Row:
     return {"text": text, "choices": choices, "answer": choices.index(right)}
 
 
-def _rows(make: Any, seed: int) -> dict[str, list[Row]]:
+def _split(make: Any, seed: int) -> dict[str, Any]:
+    """Return the split that the harness reads."""
+    from datasets import Dataset  # a package that the harness needs
+
     rng = random.Random(seed)
-    return {"test": [make(rng) for _ in range(ROWS)]}
+    return {"test": Dataset.from_list([make(rng) for _ in range(ROWS)])}
 
 
-def arithmetic(**_: Any) -> dict[str, list[Row]]:
+def arithmetic(**_: Any) -> dict[str, Any]:
     """Sums of two numbers below 100; the wrong sums are near the right one."""
 
     def make(rng: random.Random) -> Row:
@@ -35,10 +38,10 @@ def arithmetic(**_: Any) -> dict[str, list[Row]]:
         examples = "".join(f"{c} + {d} = {c + d}\n" for c, d in shown)
         return _choice(rng, f"{examples}{a} + {b} =", str(a + b), [str(n) for n in rng.sample(near, 3)])
 
-    return _rows(make, 1)
+    return _split(make, 1)
 
 
-def copying(**_: Any) -> dict[str, list[Row]]:
+def copying(**_: Any) -> dict[str, Any]:
     """Six letters that were shown before, against the same letters in other orders."""
 
     def make(rng: random.Random) -> Row:
@@ -54,10 +57,10 @@ def copying(**_: Any) -> dict[str, list[Row]]:
         examples = "".join(f"in: {text}\nout: {text}\n" for text in shown)
         return _choice(rng, f"{examples}in: {' '.join(word)}\nout:", " ".join(word), sorted(wrong))
 
-    return _rows(make, 2)
+    return _split(make, 2)
 
 
-def brackets(**_: Any) -> dict[str, list[Row]]:
+def brackets(**_: Any) -> dict[str, Any]:
     """The bracket that closes the innermost open one."""
 
     def make(rng: random.Random) -> Row:
@@ -72,10 +75,10 @@ def brackets(**_: Any) -> dict[str, list[Row]]:
         right = _PAIRS[stack[-1]]
         return _choice(rng, " ".join(text), right, [close for close in ")]}" if close != right])
 
-    return _rows(make, 3)
+    return _split(make, 3)
 
 
-def recall(facts: int = 4, **_: Any) -> dict[str, list[Row]]:
+def recall(facts: int = 4, **_: Any) -> dict[str, Any]:
     """The number of a name that was told `facts` facts ago; the wrong numbers belong to other names."""
 
     def make(rng: random.Random) -> Row:
@@ -85,10 +88,10 @@ def recall(facts: int = 4, **_: Any) -> dict[str, list[Row]]:
         wrong = rng.sample(codes[1:], 3)
         return _choice(rng, f"{told}The code of {names[0]} is", codes[0], wrong)
 
-    return _rows(make, 4 + facts)
+    return _split(make, 4 + facts)
 
 
-def cloze(**_: Any) -> dict[str, list[Row]]:
+def cloze(**_: Any) -> dict[str, Any]:
     """The line of Python's standard library that follows eight others, against lines of other files."""
     lines = [list(_long_lines(path)) for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     files = [found for found in lines if len(found) > 40]
@@ -100,7 +103,7 @@ def cloze(**_: Any) -> dict[str, list[Row]]:
         right = file[at].strip()
         return _choice(rng, "\n".join(file[at - 8 : at]) + "\n", right, [w if w != right else f"# {w}" for w in wrong])
 
-    return _rows(make, 30)
+    return _split(make, 30)
 
 
 def _long_lines(path: Path) -> Iterator[str]:
