@@ -32,7 +32,7 @@ def undisturbed(shared_workspace: Workspace) -> Callable[..., dict[str, str]]:
 
     @cache
     def run(steps: int, *options: str) -> dict[str, str]:
-        name = f"one{steps}{len(options)}"
+        name = f"one{steps}_{len(list(shared_workspace.path.glob('one*')))}"
         return end_of(train(shared_workspace.project, name, *OPTIONS, f"run.max_iters={steps}", *options).folder)
 
     return run
