@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from crosstrain import Shard, UserError
+from crosstrain import Piece, Shard, UserError
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.boxes import Piece
 from crosstrain.checkpoint.files import Reader
 
 

@@ -26,7 +26,7 @@ class EvalTasks(Callback):
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        from ..evaluations.tasks.lm_eval_harness import Subject
+        from .lm_eval_harness import Subject
 
         folder = trainer.dataset.tokenizer_path
         if folder is None:
@@ -37,7 +37,7 @@ class EvalTasks(Callback):
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         """Run the tasks. Collective."""
-        from ..evaluations.tasks.lm_eval_harness import run_tasks
+        from .lm_eval_harness import run_tasks
 
         chosen = self.options
         with self.trainer.throughput.paused():
