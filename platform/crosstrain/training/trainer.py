@@ -112,8 +112,8 @@ class Trainer:
         self.hooks.call("before_step", batch)
         scale = runner.precision.scaler.scale
         loss = runner.forward_backward(batch, max(targets, 1))
-        problems = self.hooks.call("after_backward", batch, loss)
         self.updating = True
+        problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):
             result = runner.optimizer_step(apply=not any(problems))
             for routers in runner.model.structure.routers():

@@ -2,6 +2,7 @@
 
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +38,40 @@ _MOST_CHANGES = 10  # maximum number of changed settings in a log line
 _LENGTHS = ("run.max_iters ", "run.max_epoch ")  # prefixes of logged changes that affect the length of the run
 
 
+@dataclass
+class _Kept:
+    """What a worker keeps when an epoch of changing workers ends."""
+
+    carried: Carried | None = None
+    stop: StopRequest | None = None
+
+
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     """Train on this rank, and return the signal that stopped training, or 0."""
     config = Config.from_plain(plain)
     if membership.current is None:
-        return _train(config, under_launcher, [])
-    kept: list[Carried] = []
+        return _train(config, under_launcher, _Kept())
+    kept = _Kept()
     while True:
         before = membership.current.epoch.number
         if membership.current.enter().number > before + 1:
-            kept.clear()  # this worker was left out of an epoch, so its state is old
+            kept.carried = None  # this worker was left out of an epoch, so its state is old
         with suppress(Regroup):
             return _train(config, under_launcher, kept)
         leave_groups()
 
 
-def _train(config: Config, under_launcher: bool, kept: list[Carried]) -> int:
+def _train(config: Config, under_launcher: bool, kept: _Kept) -> int:
     """Train until the end of the run, or of this epoch of changing workers.
 
-    kept: the state that this rank carries from the last epoch, or an empty list; updated when the epoch ends. Raises
-    Regroup at the end of an epoch.
+    kept: from the last epoch; updated when this epoch ends. Raises Regroup at the end of an epoch.
     """
     runner, trainer = make_runner(config), None
     try:
         runner.setup()
-        stop = StopRequest(under_launcher)  # created after setup, because before setup there is nothing to save
-        trainer = build_trainer(config, runner, stop, carried=kept[0] if kept else None)
+        if kept.stop is None:
+            kept.stop = StopRequest(under_launcher)  # not before setup, because before it there is nothing to save
+        trainer = build_trainer(config, runner, kept.stop, carried=kept.carried)
         return _fit(trainer)
     except Exception as error:
         if not isinstance(error, Regroup) and not ends_only_the_epoch(error):
@@ -71,7 +80,7 @@ def _train(config: Config, under_launcher: bool, kept: list[Carried]) -> int:
             with suppress(Exception):  # a save that needs a lost rank has failed
                 trainer.checkpointer.wait()
             trainer.folder.release()
-            kept[:] = filter(None, [Carried.of(trainer)])
+            kept.carried = Carried.of(trainer)
         raise Regroup from None
 
 

@@ -76,8 +76,8 @@ class Members:
                     self._listen()
                     self._look_for_lost()
                     self._regroup()
-                for slot in self._members:
-                    self._workers[slot].process.join(_END)
+                for worker in filter(lambda worker: worker.done, self._workers.values()):
+                    worker.process.join(_END)
             finally:
                 for worker in self._workers.values():
                     worker.process.kill()
@@ -86,10 +86,13 @@ class Members:
         return 128 + (self._stop or signals)[0] if stopped else 0
 
     def _is_over(self) -> bool:
-        """Return True if all ranks have finished, or if a signal ended all workers before the first epoch."""
-        if not self._workers:
-            return True
-        return bool(self._members) and all(self._workers[s].done for s in self._members)
+        """Return True if all ranks have finished, or if a signal ended all workers before the first epoch.
+
+        When one rank has finished, all have: a rank that lost another after its last step only waits.
+        """
+        members = [self._workers[slot] for slot in self._members]
+        finished = any(worker.done for worker in members) and all(worker.done or worker.waits for worker in members)
+        return finished or not self._workers
 
     def _start(self, slot: int) -> None:
         context = multiprocessing.get_context("spawn")
