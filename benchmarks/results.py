@@ -99,7 +99,6 @@ def run(name: str, folder: Path) -> None:
     held_out = {key: line[key] for line in rows for key in SCORES if key in line}
     scores = [f"{key} {value:.4g}" for key, value in held_out.items()]
     result = {
-        "losses": [line["loss"] for line in rows if "loss" in line],
         "steps": rows[-1]["step"],
         "seconds": seconds,
         "scores": scores,
@@ -130,29 +129,34 @@ def curve(losses: list[float]) -> str:
     return "".join(BARS[round((mean - low) / ((high - low) or 1) * (len(BARS) - 1))] for mean in means)
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
+def curve_of(output: Path) -> list[float]:
+    """The logged rewards of a run that learns from rewards, whose loss says little; the logged losses of other runs."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row["reward"] for row in rows if "reward" in row] or [row["loss"] for row in rows if "loss" in row]
+
+
+def page(results: dict[str, tuple[dict[str, Any], list[float]]]) -> str:
     lines, places = [], {}
-    for name, found in results.items():
+    for name, (found, values) in results.items():
         place = f"{found['processor']}; " + ", ".join(f"{key} {value}" for key, value in found["packages"].items())
         places.setdefault(place, len(places) + 1)
-        first, last = found["losses"][0], found["losses"][-1]
         minutes = f"{found['seconds'] / 60:.1f}"
         lines.append([
-            name, found["steps"], minutes, curve(found["losses"]), f"{first:.3f}", f"{last:.3f}",
+            name, found["steps"], minutes, curve(values), f"{values[0]:.3f}", f"{values[-1]:.3f}",
             ", ".join(found["scores"]) or "-", f"`{found['weights'][:12]}`", f"`{found['commit']}`", places[place],
         ])  # fmt: skip
     titles = [
-        "run", "steps", "minutes", "loss", "first", "last", "held out", "SHA-256 of the weights", "commit", "machine"
+        "run", "steps", "minutes", "curve", "first", "last", "held out", "SHA-256 of the weights", "commit", "machine"
     ]  # fmt: skip
     machines = "\n".join(f"{number}. {place}" for place, number in places.items())
-    commands = "\n".join(found["command"] for found in results.values())
+    commands = "\n".join(found["command"] for found, _ in results.values())
     return f"""# Results
 
 `python benchmarks/results.py` trains these projects on two CPU cores and writes this page from the runs' folders. The
-runs are short: they show that a release learns as the last one did, not how good the models can become. A loss is the
-mean of the steps since the last logged one; the bars are scaled between the lowest and the highest. With the same
-commit, the same kind of processor and the same packages, a run ends with the same hash. The quickstart has one hash
-under all runners.
+runs are short: they show that a release learns as the last one did, not how good the models can become. The curve is
+the loss of logged steps, or the reward of `grpo_arithmetic`, from the lowest to the highest bar. With the same commit,
+the same kind of processor and the same packages, a run ends with the same hash. The quickstart has one hash under all
+runners.
 
 {table(titles, lines)}
 
@@ -176,8 +180,12 @@ def main() -> None:
     for name in arguments.rows or ROWS:
         if arguments.rows or not (arguments.folder / slug(name) / "result.json").exists():
             run(name, arguments.folder.absolute())
-    finished = {name: arguments.folder / slug(name) / "result.json" for name in ROWS}
-    PAGE.write_text(page({name: json.loads(path.read_text()) for name, path in finished.items() if path.exists()}))
+    results = {}
+    for name in ROWS:
+        output = arguments.folder / slug(name)
+        if (output / "result.json").exists():
+            results[name] = json.loads((output / "result.json").read_text()), curve_of(output)
+    PAGE.write_text(page(results))
 
 
 if __name__ == "__main__":
