@@ -55,10 +55,12 @@ ROWS: dict[str, Row] = {
     "gpt2_chat_dpo": Row("gpt2_chat_dpo", (*CHAT, "run.max_iters=30"), after="gpt2_chat_sft"),
     "qwen3_moe_tiny": Row("qwen3_moe_tiny", ("run.max_iters=40", "run.micro_batch_size=4", "run.eval_interval=40")),
     "image_text_shapes": Row(
-        "image_text_shapes", ("run.warmup_steps=10", "run.max_iters=100", "run.micro_batch_size=12", "run.eval_interval=100")
+        "image_text_shapes",
+        ("run.warmup_steps=10", "run.max_iters=100", "run.micro_batch_size=12", "run.eval_interval=100"),
     ),
     "blip2_qwen_shapes": Row(
-        "blip2_qwen_shapes", ("run.warmup_steps=10", "run.max_iters=60", "run.micro_batch_size=8", "run.eval_interval=60")
+        "blip2_qwen_shapes",
+        ("run.warmup_steps=10", "run.max_iters=60", "run.micro_batch_size=8", "run.eval_interval=60"),
     ),
     "arithmetic_guesses": Row("arithmetic_guesses", ("run.micro_batch_size=16",)),
     "grpo_arithmetic": Row(
