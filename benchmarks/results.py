@@ -40,7 +40,7 @@ class Row:
     project: str
     options: tuple[str, ...]
     ranks: int = 1
-    after: str | None = None  # row whose result is the pretrained model
+    after: str | None = None  # row whose result is the pretrained model; its folder replaces {after} in the options
 
 
 QUICK = ("run.max_iters=80", "run.eval_interval=80", "run.micro_batch_size=4")
@@ -52,7 +52,11 @@ ROWS: dict[str, Row] = {
     "quickstart, pipeline of 2": Row("quickstart", (*QUICK, "run.runner=megatron_pp2"), 2),
     "gpt2_chat_sft": Row("gpt2_chat_sft", (*CHAT, "run.max_epoch=null", "run.max_iters=60"), after="quickstart"),
     "gpt2_chat_lora": Row("gpt2_chat_lora", (*CHAT, "run.max_epoch=null", "run.max_iters=60"), after="quickstart"),
-    "gpt2_chat_dpo": Row("gpt2_chat_dpo", (*CHAT, "run.max_iters=30"), after="gpt2_chat_sft"),
+    "gpt2_chat_dpo": Row(
+        "gpt2_chat_dpo",
+        (*CHAT, "run.max_iters=30", "datasets.docstrings.tokenizer={after}"),
+        after="gpt2_chat_sft",
+    ),
     "qwen3_moe_tiny": Row("qwen3_moe_tiny", ("run.max_iters=40", "run.micro_batch_size=4", "run.eval_interval=40")),
     "image_text_shapes": Row(
         "image_text_shapes",
@@ -80,7 +84,7 @@ def command(row: Row, output: str, pretrained: str) -> list[str]:
     """The command of a row, as a user types it in the project's folder."""
     options = [f"run.output_dir={output}", "run.bitwise=true", "run.threads=1", "run.device=cpu", *row.options]
     if row.after is not None:
-        options.append(f"model.pretrained={pretrained}")
+        options = [option.replace("{after}", pretrained) for option in options] + [f"model.pretrained={pretrained}"]
     return [
         "train.py", "--cfg-path", f"projects/{row.project}.yaml", "--nproc-per-node", str(row.ranks), "--fresh",
         "--options", *options,
