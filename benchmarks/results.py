@@ -25,6 +25,8 @@ from typing import Any
 
 from common import ROOT, table
 
+from crosstrain.api.run import Run
+
 BARS = "▁▂▃▄▅▆▇█"
 SCORES = ("val_loss", "val_reward", "val_accuracy")
 POINTS = 12  # bars of a curve
@@ -99,7 +101,7 @@ def run(name: str, folder: Path) -> None:
     begun = time.monotonic()
     subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - begun
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = Run(output).metrics
     (checkpoint,) = (output / "checkpoints").glob(f"step_{rows[-1]['step']:06d}")
     state = json.loads((checkpoint / "state.json").read_text())
     held_out = {key: line[key] for line in rows for key in SCORES if key in line}
@@ -137,7 +139,7 @@ def curve(losses: list[float]) -> str:
 
 def curve_of(output: Path) -> list[float]:
     """The logged rewards of a run that learns from rewards, whose loss says little; the logged losses of other runs."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = Run(output).metrics
     return [row["reward"] for row in rows if "reward" in row] or [row["loss"] for row in rows if "loss" in row]
 
 

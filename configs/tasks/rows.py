@@ -64,7 +64,7 @@ def brackets(**_: Any) -> dict[str, Any]:
     """The bracket that closes the innermost open one."""
 
     def make(rng: random.Random) -> Row:
-        stack, text = [rng.choice("([{")], ""
+        stack = [rng.choice("([{")]
         text = stack[0]
         while len(text) < 24 or not stack:
             if stack and rng.random() < 0.45:

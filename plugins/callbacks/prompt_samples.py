@@ -9,7 +9,6 @@ import torch
 
 from crosstrain import (
     Callback,
-    LimitedProcess,
     RunOptions,
     Sample,
     Sampling,
@@ -19,7 +18,7 @@ from crosstrain import (
     log,
     registry,
 )
-from crosstrain.inference.encoding import open_tokenizer
+from crosstrain.inference.encoding import open_tokenizer, text_encoder
 
 
 @registry.register_callback("prompt_samples")
@@ -37,7 +36,7 @@ class PromptSamples(Callback):
         tokenizer = trainer.dataset.tokenizer_path
         if tokenizer is not None and run.sample_prompts:
             self._tokenizer = made = open_tokenizer(tokenizer)
-            encode = LimitedProcess(lambda text: made(text, add_special_tokens=False)["input_ids"], "the tokenizer")
+            encode = text_encoder(made)
             self._prompts = [(text, as_prompt(encode(text), made.eos_token_id)) for text in run.sample_prompts]
         self._drawn: list[dict[str, str]] | None = None  # completions of the current step; None: not generated
 

@@ -11,7 +11,6 @@ from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.cluster_env import was_restarted
 from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.distributed.launch.members import Members
 from crosstrain.engine.checks import batch_plan, check_continues, check_layout, possible_sizes
 from crosstrain.training.preflight import preflight
 from crosstrain.training.preflight_check import Start, preflight_checks
@@ -78,12 +77,9 @@ def start_training(
     config = check_start(project, options, config, how, fresh, given)
     if fresh and how.is_first and not was_restarted() and (aside := RunFolder(config.run.output_dir).set_aside()):
         print(f"starting over; the earlier run is kept in {aside}")
-    arguments = config.plain, how.starts_workers
+    sizes = possible_sizes(config, how.world_size) if config.run.on_lost_rank == "continue" else []
     try:
-        if config.run.on_lost_rank == "continue" and how.starts_workers:
-            sizes = possible_sizes(config, how.world_size)
-            return Members(train_worker, arguments, how, sizes, config.run.collective_timeout).run()
-        return launch(train_worker, arguments, how)
+        return launch(train_worker, (config.plain, how.starts_workers), how, sizes, config.run.collective_timeout)
     except Exception as error:
         if how.is_first:
             RunFolder(config.run.output_dir).note_end(error, 5.0 if how.starts_workers else 0.0)

@@ -37,6 +37,11 @@ def open_tokenizer(checkpoint: Path) -> Any:
     return tokenizer
 
 
+def text_encoder(tokenizer: Any) -> LimitedProcess:
+    """Return a process that encodes texts without special tokens, as in training."""
+    return LimitedProcess(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "the tokenizer")
+
+
 def check_stored(checkpoint: Path) -> None:
     """Raise ConfigError unless a tokenizer is stored with the checkpoint."""
     if not (checkpoint / CONFIG).is_file():

@@ -34,12 +34,8 @@ class Carried:
         """Return this rank's state; None if the rank was interrupted within an update."""
         if trainer.updating:
             return None
-        state, runner = trainer.state, trainer.runner
-        state.scaler = runner.precision.scaler.state()
-        state.callbacks = trainer.hooks.saved_states()
-        state.runner = {trainer.run.runner.name: runner.state}
-        tensors = holdings(runner.held.shards() + trainer.hooks.shards())
-        return Carried(asdict(state), trainer.saved_step, tensors)
+        tensors = holdings(trainer.runner.held.shards() + trainer.hooks.shards())
+        return Carried(asdict(trainer.complete_state()), trainer.saved_step, tensors)
 
 
 class _Offer(NamedTuple):
@@ -83,8 +79,7 @@ class Handover:
         self._fill(runner.held.shards(), runner.device, of_callbacks=False)
         runner.loaded()
         state = State(**self.state)
-        runner.precision.scaler.load_state(state.scaler)
-        runner.state |= state.runner[runner.run.runner.name]
+        state.give_to(runner)
         return state
 
     def restore_hooks(self, trainer: Trainer) -> None:

@@ -1,6 +1,5 @@
 """The hook that saves checkpoints."""
 
-import json
 import signal
 from contextlib import suppress
 from dataclasses import asdict
@@ -67,11 +66,8 @@ class Saving(Callback):
 
     def _document(self) -> dict[str, Any]:
         """Return the content of state.json. Collective."""
-        trainer, state = self.trainer, self.trainer.state
-        state.scaler = trainer.runner.precision.scaler.state()
+        trainer, config = self.trainer, self.trainer.config.plain
         trainer.agree_to_end()  # so that the last checkpoint records that a callback ended the run
-        state.callbacks = trainer.hooks.saved_states()
-        state.runner = {trainer.run.runner.name: json.loads(json.dumps(trainer.runner.state))}
-        config = trainer.config.plain
+        state = trainer.complete_state()
         signed = {"signature": signature(config)} if trainer.is_main else {}
         return asdict(state) | {"world_size": trainer.runner.world.size, "config": config} | signed

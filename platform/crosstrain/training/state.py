@@ -56,6 +56,11 @@ class State:
         if any(len(row) != 3 for row in self.skipped):
             raise ValueError(f"skipped is {reprlib.repr(self.skipped)}, not rows of a step and two samples")
 
+    def give_to(self, runner: Runner) -> None:
+        """Restore the runner's loss scale and its own state."""
+        runner.precision.scaler.load_state(self.scaler)
+        runner.state |= self.runner.get(runner.run.runner.name, {})
+
     @staticmethod
     def load(checkpoint: Path) -> "State":
         """Read a checkpoint's state. Raises CheckpointError if the state is malformed."""
@@ -133,8 +138,7 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
     if checkpoint is None:
         return State()
     state = State.load(checkpoint)
-    runner.precision.scaler.load_state(state.scaler)
-    runner.state |= state.runner.get(runner.run.runner.name, {})
+    state.give_to(runner)
     log.info("resuming %s at step %d (sample %d)", storage.origin(checkpoint) or checkpoint, state.step, state.samples)
     return state
 

@@ -1,6 +1,7 @@
 """The training loop, shared by all runners, models and datasets without special cases for any of them."""
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -157,6 +158,13 @@ class Trainer:
             self.state.ended_with = to_plain(self.run.callbacks)
             log.info("training ends after step %d: %s", self.state.step, reasons[0])
         return bool(reasons)
+
+    def complete_state(self) -> State:
+        """Return the state after it has taken over those of the loss scaler, the callbacks and the runner."""
+        self.state.scaler = self.runner.precision.scaler.state()
+        self.state.callbacks = self.hooks.saved_states()
+        self.state.runner = {self.run.runner.name: json.loads(json.dumps(self.runner.state))}
+        return self.state
 
     def save_as(self, pointer: str = "latest") -> None:
         """Save after this step, and set `checkpoints/<pointer>` to the checkpoint. Call this on every rank."""

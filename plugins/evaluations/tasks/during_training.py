@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain import Callback, ConfigError, FilePath, LimitedProcess, PositiveInt, RunOptions, log, registry, require
-from crosstrain.inference.encoding import open_tokenizer
+from crosstrain import Callback, ConfigError, FilePath, PositiveInt, RunOptions, log, registry, require
+from crosstrain.inference.encoding import open_tokenizer, text_encoder
 
 
 @registry.register_callback("eval_tasks")
@@ -31,9 +31,8 @@ class EvalTasks(Callback):
         folder = trainer.dataset.tokenizer_path
         if folder is None:
             raise ConfigError("run.callbacks: eval_tasks needs a dataset with a tokenizer")
-        made = open_tokenizer(folder)
-        encode = LimitedProcess(lambda text: made(text, add_special_tokens=False)["input_ids"], "the tokenizer")
-        self._subject = Subject(trainer.runner, made, encode)
+        tokenizer = open_tokenizer(folder)
+        self._subject = Subject(trainer.runner, tokenizer, text_encoder(tokenizer))
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         """Run the tasks. Collective."""

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous, registry
 
 from crosstrain.distributed.launch.cluster_env import set_restart_reason
-from crosstrain.distributed.launch.signals import stop_signals
+from crosstrain.distributed.launch.signals import forwarded
 from crosstrain.distributed.launch.worker_errors import Failure, WorkerFailure, first_failure, run_worker
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.processes import Bond
@@ -62,20 +62,17 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     stop: list[int] = []
     agent: _Agent | None = None
 
-    def forward(number: int, _frame: Any) -> None:
-        stop.append(number)
-        children = multiprocessing.active_children()
-        at_once = stop.count(signal.SIGINT) > 1  # a second Ctrl-C
-        for child in children:
-            if child.pid is not None:
-                os.kill(child.pid, signal.SIGTERM if at_once else signal.SIGUSR1)
-        if not children and (agent is None or not agent.succeeded):
+    def check_children(any_left: bool) -> None:
+        if not any_left and (agent is None or not agent.succeeded):
             raise _Stopped
 
-    handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
-        with environment(how), TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs:
+        with (
+            forwarded(stop, check_children),
+            environment(how),
+            TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs,
+        ):
             while True:
                 if nodes:
                     with _announced(nodes):
@@ -106,9 +103,6 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
             f"--nnodes: fewer than {nodes.min_nodes} nodes joined at {nodes.host}:{nodes.port} within "
             f"{nodes.rdzv_conf['join_timeout']} s; start the same command on each node, with its own --node-rank"
         ) from None
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 class _Agent(LocalElasticAgent):

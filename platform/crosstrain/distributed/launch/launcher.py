@@ -6,7 +6,7 @@ process, unless restarts are allowed.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,18 @@ class Launch:
         return [self.nproc_per_node * nodes for nodes in range(least, most + 1)]
 
 
-def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
+def launch(
+    worker: Callable[..., int],
+    args: tuple[Any, ...],
+    how: Launch,
+    sizes: Sequence[int] = (),
+    limit: float | None = None,
+) -> int:
     """Run `worker(*args)` on every rank and return the exit code.
 
     `worker` returns the signal that stopped it, or 0. If a worker fails, the others end within seconds. Then all
     workers restart, at most `how.max_restarts` times, unless the user has to fix the error. The last error is raised or
-    printed.
+    printed. With `sizes`, the other workers go on instead; `sizes` and `limit` are those of `Members`.
     """
     if not how.starts_workers:
         stopped = worker(*args)
@@ -76,7 +82,10 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
 
     with sigint_kills():
         from crosstrain.distributed.launch.elastic_agent import run_agent
+        from crosstrain.distributed.launch.members import Members
 
+    if sizes:
+        return Members(worker, args, how, sizes, limit).run()
     return run_agent(worker, args, how)
 
 

@@ -7,25 +7,27 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.elastic_agent import environment
-from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.membership import Epoch, Membership
-from crosstrain.distributed.launch.signals import stop_signals
+from crosstrain.distributed.launch.signals import forwarded
 from crosstrain.distributed.launch.worker_errors import Failure, first_failure, run_worker
 from crosstrain.utils.errors import RankLost
+
+if TYPE_CHECKING:  # a real import would be circular: the launcher imports this file
+    from crosstrain.distributed.launch.launcher import Launch
 
 _POLL = 0.05  # seconds between looks at the workers
 _END = 10.0  # seconds for the processes to end after training
@@ -51,7 +53,7 @@ class Members:
     """
 
     def __init__(
-        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, sizes: list[int], limit: float | None
+        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, sizes: Sequence[int], limit: float | None
     ) -> None:
         self._worker, self._args, self._how, self._sizes = worker, args, how, sizes
         self._limit = float("inf") if limit is None else limit
@@ -68,7 +70,7 @@ class Members:
 
     def run(self) -> int:
         """Run until all workers have finished, and return the exit code. Raises the error that ends the run."""
-        with environment(self._how), TemporaryDirectory(prefix="crosstrain-") as self._folder, self._forwarding():
+        with environment(self._how), TemporaryDirectory(prefix="crosstrain-") as self._folder, forwarded(self._stop):
             try:
                 for slot in range(self._how.world_size):
                     self._start(slot)
@@ -103,24 +105,6 @@ class Members:
         process.start()
         there.close()
         self._workers[slot] = _Worker(process, here, errors)
-
-    @contextmanager
-    def _forwarding(self) -> Iterator[None]:
-        """Forward signals to stop to the workers, as the other launcher does."""
-
-        def forward(number: int, _frame: Any) -> None:
-            self._stop.append(number)
-            at_once = self._stop.count(signal.SIGINT) > 1  # a second Ctrl-C
-            for worker in self._workers.values():
-                with suppress(ProcessLookupError, TypeError):
-                    os.kill(worker.process.pid, signal.SIGTERM if at_once else signal.SIGUSR1)  # type: ignore[arg-type]
-
-        handlers = {number: signal.signal(number, forward) for number in stop_signals()}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _listen(self) -> None:
         """Take the workers' messages."""

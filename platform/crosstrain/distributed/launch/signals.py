@@ -5,12 +5,13 @@ Until there is something to save, such a signal kills the process. From then on,
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -41,6 +42,30 @@ def sigint_kills() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def forwarded(stop: list[int], then: Callable[[bool], None] = lambda _: None) -> Iterator[None]:
+    """Append signals to stop to `stop`, and forward them to the child processes; a second SIGINT ends them at once.
+
+    Afterwards, `then` is called with True if there are child processes.
+    """
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        stop.append(number)
+        children = multiprocessing.active_children()
+        at_once = stop.count(signal.SIGINT) > 1  # a second Ctrl-C
+        for child in children:
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGTERM if at_once else signal.SIGUSR1)
+        then(bool(children))
+
+    handlers = {number: signal.signal(number, forward) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def exit_after_signal(seconds: float) -> None:
