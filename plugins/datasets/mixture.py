@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +19,9 @@ from crosstrain import (
     EmptySplit,
     Example,
     Message,
+    NonNegativeFloat,
     OptionError,
-    PositiveFloat,
+    PositiveInt,
     PromptBuilder,
     Sample,
     Split,
@@ -33,7 +34,7 @@ from crosstrain.data.chat import EncodeText
 from crosstrain.data.splits import open_dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 
-from .mixture_order import MixtureOrder, quantise
+from .mixture_order import StagedOrder
 
 
 @dataclass
@@ -41,8 +42,17 @@ class MixturePart:
     """A dataset and its share of the samples."""
 
     dataset: Annotated[Component, "dataset"]  # any registered dataset
-    ratio: PositiveFloat | None = None  # share relative to other parts; None (in all parts): in proportion to size
+    # share relative to other parts; 0: only in later stages; None (in all parts): in proportion to size
+    ratio: NonNegativeFloat | None = None
     label: str | None = None  # name in samples, scores and errors; None: the part's index and dataset name
+
+
+@dataclass
+class MixtureStage:
+    """Shares of the parts from one training sample on."""
+
+    after: PositiveInt  # number of earlier training samples: steps x global_batch_size
+    ratios: list[NonNegativeFloat]  # share of each part, in the order of the parts; 0 leaves a part out
 
 
 @registry.register_dataset("mixture")
@@ -50,8 +60,9 @@ class Mixture(VqaDataset):
     """A mixture of datasets: after any number of samples, each part's count is within one sample of its share.
 
     Each part is shuffled and repeated independently. An epoch contains every sample of every part; parts that are too
-    small for their share are repeated. The parts must have the same tokenizer. The val and test splits use each sample
-    once, in the given proportions until the smaller parts run out; parts without samples are skipped.
+    small for their share are repeated. With `stages`, the shares change during training, and an epoch has as many
+    samples as all parts together. The parts must have the same tokenizer. The val and test splits use each sample once,
+    in the proportions at the beginning until the smaller parts run out; parts without samples are skipped.
     """
 
     @dataclass
@@ -59,11 +70,21 @@ class Mixture(VqaDataset):
         """Datasets to mix, with their shares."""
 
         parts: Annotated[list[MixturePart], MinLen(1)]  # datasets and their shares
+        stages: list[MixtureStage] = field(default_factory=list)  # shares from given samples on, in their order
 
         def __post_init__(self) -> None:
             given = [part.ratio for part in self.parts]
             if None in given and any(ratio is not None for ratio in given):
                 raise OptionError("parts", "give a ratio to all parts or to none")
+            starts = [0, *(stage.after for stage in self.stages)]
+            if sorted(set(starts)) != starts:
+                raise OptionError("stages", f"begin after {starts[1:]} samples, but must be in order")
+            shares = [given, *(stage.ratios for stage in self.stages)]
+            if any(len(ratios) != len(given) or not any(r != 0 for r in ratios) for ratios in shares):
+                raise OptionError("stages", "each stage needs one ratio for each part, and one that is not 0")
+            for k in range(len(given)):
+                if all(ratios[k] == 0 for ratios in shares):
+                    raise OptionError("parts", f"no stage uses part {k}: its ratio is 0")
 
     options: Options
 
@@ -124,10 +145,12 @@ class Mixture(VqaDataset):
         lengths = [len(part) for part in self.parts]
         ratios = [part.ratio for part in given]
         weights = lengths if ratios[0] is None else ratios
-        self.order = MixtureOrder(quantise(weights))
-        self.starts = [0, *accumulate(epoch_counts(lengths, ratios) if split == "train" else lengths)]
+        stages = {stage.after: stage.ratios for stage in options.stages} if split == "train" else {}
+        self.order = StagedOrder({0: weights} | stages)
+        counts = epoch_counts(lengths, ratios) if split == "train" and not stages else lengths
+        self.starts = [0, *accumulate(counts)]
         # Evaluation uses each sample once, in the given proportions until the smaller parts run out.
-        due = [np.arange(1, n + 1) / weight for n, weight in zip(lengths, weights, strict=True)]
+        due = [np.arange(1, n + 1) / (weight or 1e-9) for n, weight in zip(lengths, weights, strict=True)]
         self.places = None if split == "train" else np.argsort(np.concatenate(due), kind="stable")
 
     @property

@@ -1,5 +1,7 @@
 """Interleave the samples of several sources so that every prefix is in proportion to the sources' shares.
 
+Shares may change at given samples.
+
 The shares are quantized to integers; their sum is the period. A table lists the source of each sample in a period. The
 table is built by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), so that in
 every prefix the count of each source differs from its share by less than one sample. The table gives the source of any
@@ -7,8 +9,10 @@ sample in constant time.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
@@ -49,6 +53,34 @@ class MixtureOrder:
         periods, position = divmod(n, self.period)
         k = int(self._turn[position])
         return k, periods * self.counts[k] + int(self._before[position])
+
+    def counts_before(self, n: int) -> np.ndarray:
+        """Return the number of samples that each source has among the first n."""
+        periods, position = divmod(n, self.period)
+        return periods * np.array(self.counts) + np.bincount(self._turn[:position], minlength=len(self.counts))
+
+
+class StagedOrder:
+    """An order whose shares change. Each source goes on where it was, so its own order is that of one stage.
+
+    stages: first sample of each stage -> weights of the sources; 0 leaves a source out.
+    """
+
+    def __init__(self, stages: dict[int, Sequence[float]]) -> None:
+        self._starts, self._stages = sorted(stages), list[tuple[list[int], MixtureOrder, np.ndarray]]()
+        had = np.zeros(len(stages[0]), np.int64)
+        for start, stop in pairwise([*self._starts, self._starts[-1]]):
+            used = [k for k, weight in enumerate(stages[start]) if weight]
+            order = MixtureOrder(quantise([stages[start][k] for k in used]))
+            self._stages.append((used, order, had.copy()))
+            had[used] += order.counts_before(stop - start)
+
+    def place(self, n: int) -> tuple[int, int]:
+        """Return (source of sample n, number of earlier samples from that source)."""
+        stage = bisect_right(self._starts, n) - 1
+        used, order, had = self._stages[stage]
+        k, earlier = order.place(n - self._starts[stage])
+        return used[k], int(had[used[k]]) + earlier
 
 
 def _turns(counts: list[int]) -> np.ndarray:

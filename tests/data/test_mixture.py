@@ -64,6 +64,24 @@ def test_the_place_of_a_sample_far_away_is_looked_up() -> None:
     assert (k, before) == (order.place(3)[0], order.place(3)[1] + 10**14 * order.counts[k])
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 40), st.tuples(*[st.sampled_from([0, 1, 2, 5])] * 3)), max_size=3))
+def test_shares_change_at_their_samples_and_every_source_goes_on(later: list[tuple[int, tuple[int, ...]]]) -> None:
+    stages, start = {0: (3, 0, 1)}, 0
+    for length, weights in later:
+        start += length
+        stages[start] = weights if any(weights) else (1, 1, 1)
+    order, end = mixing.StagedOrder(stages), start + 50
+    turns = [order.place(n) for n in range(end)]
+    for k in range(3):
+        mine = [n for j, n in turns if j == k]
+        assert mine == list(range(len(mine)))
+    for begin, stop in zip(sorted(stages), [*sorted(stages)[1:], end], strict=True):
+        shares = np.array(stages[begin]) / sum(stages[begin])
+        had = np.cumsum(np.eye(3)[[k for k, _ in turns[begin:stop]]], axis=0)
+        assert np.abs(had - np.arange(1, stop - begin + 1)[:, None] * shares).max() < 1
+
+
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> list[str]:
     """The prepared dataset of the tests, and a smaller one with the same tokenizer."""
@@ -78,9 +96,9 @@ def tree(parts: list[str], *ratios: float | None) -> dict[str, Any]:
     return {"parts": [{"dataset": text | {"path": p}, "ratio": r} for p, r in zip(parts, ratios, strict=True)]}
 
 
-def mixture(parts: list[str], *ratios: float | None, split: str = "train") -> Any:
+def mixture(parts: list[str], *ratios: float | None, split: str = "train", **more: Any) -> Any:
     cls = registry.get("dataset", "mixture")
-    options = Checker(lambda key: ".".join(key)).dataclass(cls.Options, tree(parts, *ratios), ())
+    options = Checker(lambda key: ".".join(key)).dataclass(cls.Options, tree(parts, *ratios) | more, ())
     return cls(options, split)
 
 
@@ -101,6 +119,35 @@ def test_a_part_goes_round_at_its_own_pace_each_time_in_another_order(parts: lis
     rounds = [drawn[k * size : (k + 1) * size] for k in range(4)]
     assert all(sorted(one) == list(range(size)) for one in rounds)
     assert len({tuple(one) for one in rounds}) == 4
+
+
+def test_a_part_of_a_later_stage_begins_with_its_first_samples(parts: list[str]) -> None:
+    plain, staged = mixture(parts, 1.0, 1.0), mixture(parts, 1.0, 0.0, stages=[{"after": 7, "ratios": [1, 3]}])
+    seen = origins(staged, range(15))
+    assert [k for k, _ in seen[:7]] == [0] * 7
+    assert sorted(k for k, _ in seen[7:]) == [0, 0, 1, 1, 1, 1, 1, 1]
+    for part in (0, 1):
+        mine = [index for k, index in seen if k == part]
+        assert mine == [index for k, index in origins(plain, range(30)) if k == part][: len(mine)]
+    every = mixture(parts, 1.0, 0.0, split="val", stages=[{"after": 7, "ratios": [1, 3]}])
+    places = [every.evaluation_index(n) for n in range(len(every))]
+    assert sorted(places) == list(range(len(every)))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "stages", "words"),
+    [
+        ((1.0, 1.0), [{"after": 9, "ratios": [1, 2]}, {"after": 5, "ratios": [1, 2]}], r"\[9, 5\] samples"),
+        ((1.0, 1.0), [{"after": 9, "ratios": [1]}], "one ratio for each part"),
+        ((1.0, 1.0), [{"after": 9, "ratios": [0, 0]}], "one that is not 0"),
+        ((1.0, 0.0), [], "no stage uses part 1"),
+    ],
+)
+def test_stages_that_say_nothing_are_refused(
+    parts: list[str], ratios: tuple[float, ...], stages: list[Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        mixture(parts, *ratios, stages=stages)
 
 
 def test_samples_are_what_their_number_says_and_evaluation_is_mixed_too(parts: list[str]) -> None:
