@@ -81,6 +81,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
         Text,
     )
     from crosstrain.config.load import Config, ProjectLike, load_config
+    from crosstrain.config.pretrained_folder import pretrained_folder
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError, to_plain
@@ -108,7 +109,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.objective import Completion, Objective, Policy, log_probabilities
-    from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
+    from crosstrain.modeling.pretrained import Excerpt, Source
     from crosstrain.modeling.structure import Ends, Structure
     from crosstrain.modeling.weights import Export, Merge, Quantized, ReadParameter, Weights
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts

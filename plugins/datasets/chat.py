@@ -38,7 +38,7 @@ class ConversationOptions(SplitOptions):
 
     # files of JSON lines, JSON lists or Parquet, folders of such files, or a folder written by `datasets.save_to_disk`
     path: FilePath | list[FilePath]
-    tokenizer: FilePath  # the model's tokenizer: a Hugging Face name or a folder
+    tokenizer: FilePath  # the model's tokenizer: a Hugging Face name, a folder or a .gguf file
     seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # maximum number of tokens in a conversation
     # name of a template in configs/chat_templates, Jinja source, or a Jinja file; None: the tokenizer's own template
     chat_template: Text | None = None

@@ -50,7 +50,7 @@ class CausalLM(TransformersModel):
         elsewhere: ClassVar = {"from_dense": "none: give `pretrained` a folder of a model with experts"}
         former: ClassVar = {"from_dense": None}
 
-        pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
+        pretrained: Text | None = None  # Hugging Face name, folder or .gguf file; None: random initialization
         # transformers' configuration with its model_type; with `pretrained`, only the keys to change
         config: dict[str, Any] = field(default_factory=dict)
         make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved

@@ -36,7 +36,7 @@ class GPT2(TransformersModel):
 
         published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
-        pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
+        pretrained: Text | None = None  # Hugging Face name, folder or .gguf file; None: random initialization
         vocab_size: Size | None = None  # number of token IDs; None: as in `pretrained`, else 50257
         n_positions: Size | None = None  # longest sequence in tokens; None: as in `pretrained`, else 1024
         n_embd: Size | None = None  # hidden size; None: as in `pretrained`, else 768

@@ -38,7 +38,7 @@ class Qwen(TransformersModel):
 
         published: ClassVar = ("family", *_SIZES, "rope_theta")
 
-        pretrained: Text | None = None  # Hugging Face name or folder; it sets the family; None: random initialization
+        pretrained: Text | None = None  # Hugging Face name, folder or .gguf file; sets the family; None: random weights
         family: Literal["qwen2", "qwen3"] = "qwen2"  # qwen2 includes Qwen2.5; qwen3 normalizes queries and keys
         vocab_size: Size | None = None  # number of token IDs
         hidden_size: Size | None = None  # width of the residual stream

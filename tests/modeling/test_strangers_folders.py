@@ -13,8 +13,8 @@ import torch
 
 from conftest import Workspace
 from crosstrain.config.load import load_config
+from crosstrain.config.pretrained_folder import pretrained_folder
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.modeling.pretrained import pretrained_folder
 from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import CheckpointError, ConfigError, DataError
 

@@ -214,7 +214,8 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
     if not has_manifest(path) and (step := read_pointer(path.parent, path.name)) is not None:
         path = step_folder(path.parent, step)
     if path.is_file():
-        raise CheckpointError(f"{path}: {foreign_weights(path) or 'neither a checkpoint nor a pointer to one'}")
+        said = "neither a checkpoint nor a pointer to one; weights of other programs are for model.pretrained"
+        raise CheckpointError(f"{path}: {foreign_weights(path) or said}")
     if has_manifest(path):
         check(path)
         return _plain(path)

@@ -6,6 +6,7 @@ the pretrained folders, and their hashes are compared, to detect weights other t
 
 import os
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,17 @@ from torch import Tensor
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, whole_pieces
 from crosstrain.checkpoint.files import OTHER, Reader
 from crosstrain.checkpoint.manifest import MANIFEST, FrozenParameter
+from crosstrain.config.pretrained_folder import NOTE
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.pretrained import Place, Source, Stack, names_at
 from crosstrain.utils.errors import CheckpointError, ConfigError
+from crosstrain.utils.files import read_regular
 from crosstrain.utils.rng import generator
 
 _ELEMENTS = 1 << 20  # elements hashed at a time; hashing an element takes tens of bytes of memory
 _WORD = (1 << 64) - 1
+_NOTE_BYTES = 1 << 12
 
 
 @dataclass
@@ -61,7 +65,7 @@ class PretrainedWeights:
             count, unused = found.get(reader.folder, (0, there))
             found[reader.folder] = count + len(mine), unused - used
         lines = [
-            f"{count} parameters are initialized from the weights in {folder}"
+            f"{count} parameters are initialized from the weights in {folder}{_note(folder)}"
             + (f"; {len(unused)} of its parameters are not used, such as {min(unused)}" if unused else "")
             for folder, (count, unused) in found.items()
         ]
@@ -95,6 +99,13 @@ class PretrainedWeights:
                 exact = Shard(shard.kind, shard.name, shard.shape, pieces)
                 self.fill([exact])
                 yield exact
+
+
+def _note(folder: Path) -> str:
+    """Return what the program that converted a folder says about its weights; an empty string for other folders."""
+    with suppress(OSError):
+        return f", {read_regular(folder / NOTE, _NOTE_BYTES).decode('utf-8', 'replace').strip()}"
+    return ""
 
 
 def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, FrozenParameter]:

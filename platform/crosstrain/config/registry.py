@@ -87,6 +87,7 @@ class Registry:
     register_optimizer = partialmethod(register, "optimizer")
     register_lr_scheduler = partialmethod(register, "lr_scheduler")
     register_reader = partialmethod(register, "reader")
+    register_converter = partialmethod(register, "converter")
     register_tracker = partialmethod(register, "tracker")
     register_callback = partialmethod(register, "callback")
     register_metric = partialmethod(register, "metric")

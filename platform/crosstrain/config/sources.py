@@ -124,7 +124,7 @@ def _parse_option(option: str) -> tuple[str, Any]:
 
 def plain_layer(label: str, tree: dict[str, Any]) -> Layer:
     """Return a layer without line numbers."""
-    return Layer(label, tree, {key: None for key, _ in _walk(tree)})
+    return Layer(label, tree, {key: None for key, _ in walk(tree)})
 
 
 def without(tree: dict[str, Any], key: Key) -> dict[str, Any]:
@@ -202,14 +202,15 @@ def _resolve(given: tuple[dict[str, Any], Sequence[Layer], Key]) -> Any:
 
 def keys(tree: Any) -> set[Key]:
     """Return all keys of a tree, including sections."""
-    return {key for key, _ in _walk(tree)}
+    return {key for key, _ in walk(tree)}
 
 
-def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
+def walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield (key, value) for everything in a tree, including its sections."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in items:
         yield (*at, str(name)), value
-        yield from _walk(value, (*at, str(name)))
+        yield from walk(value, (*at, str(name)))
 
 
 def _unresolved(error: OmegaConfBaseException, layers: Sequence[Layer], tree: dict[str, Any], at: Key) -> ConfigError:
@@ -217,10 +218,10 @@ def _unresolved(error: OmegaConfBaseException, layers: Sequence[Layer], tree: di
     reason = first_line(error)
     if "Missing mandatory value" in reason:
         reason = "required, but still ???; give it a value, or null if that is its default"
-        left = [each for each, value in _walk(tree) if value == _MISSING and each[: len(at)] == at]
+        left = [each for each, value in walk(tree) if value == _MISSING and each[: len(at)] == at]
         return ConfigErrors(ConfigError(sentence(f"{where(layers, each)}: {reason}")) for each in left or [key])
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
-        near = nearest(target[1], [".".join(key) for key, _ in _walk(tree)])
+        near = nearest(target[1], [".".join(key) for key, _ in walk(tree)])
         reason = f"${{{target[1]}}} refers to an unknown key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
     else:
         reason = f"the interpolation cannot be resolved: {reason}"

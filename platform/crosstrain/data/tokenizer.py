@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from crosstrain.config.pretrained_folder import as_folder
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, explained, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
@@ -107,9 +108,10 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
     """Load a tokenizer from a folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), a file, or the Hub.
 
     In a folder of prepared data, load the tokenizer in the subfolder `tokenizer`; in a run's folder, load the tokenizer
-    of the last checkpoint. Raises DataError if there is no such tokenizer, or if it has no end-of-text token.
+    of the last checkpoint. A file of a model is converted, as for `model.pretrained`. Raises DataError if there is no
+    such tokenizer, or if it has no end-of-text token.
     """
-    path = Path(spec).expanduser()
+    path = as_folder(Path(spec).expanduser())
     if path.exists() and not path.is_dir():
         return _from_file(path, {})
     if not path.exists():
@@ -131,7 +133,7 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
 
 def warn_if_rebuilt(spec: str) -> None:
     """Warn if transformers' class for a tokenizer folder encodes differently from the folder's tokenizer.json."""
-    path = Path(spec).expanduser()
+    path = as_folder(Path(spec).expanduser())
     if not spec or not (path / CONFIG).is_file() or not (path / TOKENIZER).is_file():
         return
     config = _read_json(path / CONFIG)

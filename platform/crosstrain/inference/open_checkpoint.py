@@ -14,6 +14,7 @@ from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.folders import find_checkpoint, is_hugging_face
 from crosstrain.checkpoint.load_weights import PretrainedWeights, load_shards, open_weights
 from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain.config.pretrained_folder import as_folder, convert_files
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import DEFAULT_MODEL, DEFAULT_RUNNER, RunOptions
 from crosstrain.config.sources import Overrides, escape, pairs
@@ -33,11 +34,11 @@ _PADDING = 1 << 26  # extra elements allowed for vocabulary padding, on top of t
 
 
 def find_model(place: str | Path, weights: str | None) -> Path:
-    """Find a checkpoint as `find_checkpoint` does; a Hugging Face folder is returned unchanged.
+    """Find a checkpoint as `find_checkpoint` does, or a Hugging Face folder: `place`, or the conversion of this file.
 
     Also raises CheckpointError if the checkpoint has no weights called `weights`.
     """
-    folder = Path(place)
+    folder = as_folder(Path(place))
     found = folder if is_hugging_face(folder) else find_checkpoint(place)
     open_weights(found, weights)
     return found
@@ -180,6 +181,7 @@ def outline(config: Config, checkpoint: Path) -> Model:
     """
     reader = open_weights(checkpoint)
     with limited_to(config.trust):
+        convert_files(config.plain["model"])
         for name in reader.frozen:
             check_source(f"{checkpoint}: the source of the frozen parameter {name}")
     sizes = [math.prod(tensor.shape) for (kind, _), tensor in reader.tensors.items() if kind == "param"]

@@ -14,6 +14,7 @@ from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
+from crosstrain.config.pretrained_folder import as_folder, convert_files, downloaded
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import (
@@ -31,7 +32,6 @@ from crosstrain.engine.checks import batch_plan, check_fit, check_held, check_vo
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner, runner_class
 from crosstrain.modeling.base import Model
-from crosstrain.modeling.pretrained import downloaded
 from crosstrain.monitor.tracker import check_trackers
 from crosstrain.utils.errors import CheckpointError, UserError, explained
 from crosstrain.utils.foreign_weights import foreign_weights
@@ -94,6 +94,7 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
     config = as_begun(config, fresh)
     run, runner = config.run, runner_class(config.run)
     plan = batch_plan(config, world_size)
+    convert_files(config.plain)
     with sigint_kills():
         model, absent = _model_without_weights(config) if dry else (model_on_meta(config), [])
     dataset = None
@@ -134,6 +135,7 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
 
 def dry_run(config: Config, world_size: int) -> Preflight:
     """Build the parts that a plan needs; nothing is downloaded or prepared, so weights and data may be absent."""
+    convert_files(config.plain)
     model, absent = _model_without_weights(config)
     freeze(model, config.run.freeze)
     return Preflight(config, batch_plan(config, world_size), model, absent=absent)
@@ -158,6 +160,7 @@ def _without_weights(value: Any, sized: Any, absent: list[str]) -> Any:
     if isinstance(folder, str) and not (path := Path(folder).expanduser()).exists():
         if foreign := foreign_weights(path):
             raise CheckpointError(f"{folder}: {foreign}")
+        as_folder(path)  # raises DataError if a file to convert is missing
         if held := downloaded(folder):
             value = replace(value, pretrained=str(held))
         else:

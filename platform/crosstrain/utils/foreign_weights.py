@@ -43,8 +43,6 @@ def foreign_weights(path: Path) -> str | None:
     """
     if path.suffix in _PICKLES and not path.is_dir():
         return _PICKLED
-    if path.suffix == ".gguf":
-        return "a GGUF file; write it as a folder with `crosstrain convert --input FILE --output FOLDER`"
     places = [path, path.parent] if path.is_dir() else []  # the identifying file may be next to a step's folder
     known = (said for place in places for name, said in _FOLDERS.items() if any(place.glob(name)))
     pickles = (f"contains {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import io
 import multiprocessing
 import os
 import resource
@@ -110,6 +111,7 @@ class LimitedProcess:
             signal.signal(number, signal.SIG_DFL)
         for output in (1, 2):  # hide the output of Rust panics; the error goes to the caller
             os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        sys.stdout = sys.stderr = io.StringIO()  # a notebook's streams use files that are closed below
         # Close the caller's connections; otherwise, they would stay open as long as this process runs.
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
