@@ -85,7 +85,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @cache
 def checkpoints() -> set[str]:
     """Folders that the projects here write."""
-    return {yaml.safe_load(path.read_text())["run"]["output_dir"] for path in ROOT.glob("projects/*.yaml")}
+    return {yaml.safe_load(path.read_text())["run"]["output_dir"] for path in ROOT.glob("projects/**/*.yaml")}
 
 
 def check_verb(words: list[str], plugins: Path) -> None:

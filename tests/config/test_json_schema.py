@@ -63,10 +63,10 @@ def test_every_option_has_a_meaning(made: dict[str, Any]) -> None:
     assert [at for at, said in others.items() if said["description"].startswith("\n")] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "projects").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "projects").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_shipped_project_names_its_schema_and_follows_it(path: Path) -> None:
     first, _, text = path.read_text().partition("\n")
-    assert path.parent / first.removeprefix("# yaml-language-server: $schema=") == FILE
+    assert (path.parent / first.removeprefix("# yaml-language-server: $schema=")).resolve() == FILE
     assert [error.message for error in SCHEMA.iter_errors(parse(text)[0])] == []
 
 

@@ -1,0 +1,173 @@
+"""Kill workers of a run that goes on without them, let new ones join, and count what was lost.
+
+    python benchmarks/storm.py [--ranks 8 16 32 64] [--changes 200] [--seed 0]
+
+The launcher, the rendezvous, the groups and the agreement on a new epoch are those of training with
+`run.on_lost_rank=continue`. A step is simulated: each rank takes its share of the step's sample numbers, and one
+all-reduce adds them. The total of every finished step is checked, so a lost or repeated sample is found. A storm kills
+random workers, and each is replaced, until there were `changes` losses and arrivals. Prints a table with the seconds
+from a kill to the end of the next step, for each number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from common import table
+
+from crosstrain.distributed.launch import membership
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.members import Members
+from crosstrain.distributed.launch.membership import ends_only_the_epoch
+
+BATCH = 4096  # samples in a step
+COMPUTE = 0.05  # seconds that a rank's part of a step takes
+CALM = 2  # finished steps with all ranks between two kills
+LIMIT = 120.0  # seconds until a worker counts as hanging
+STORM = "storm"  # file whose existence keeps the run going
+
+
+def work(folder: Path) -> int:
+    """Run on each rank: simulate steps until the storm is over. Rank 0 writes a line for each finished step."""
+    step, member = 0, membership.current
+    assert member is not None
+    while True:
+        epoch = member.enter()
+        try:
+            store = dist.TCPStore("127.0.0.1", epoch.port, timeout=timedelta(seconds=LIMIT))
+            dist.init_process_group("gloo", store=store, rank=epoch.rank, world_size=epoch.size)
+            step, over = _steps(folder, step)
+            if over:
+                return 0
+        except Exception as error:
+            if not ends_only_the_epoch(error):
+                raise
+            step = int(os.environ.get("STEP", step))
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _steps(folder: Path, step: int) -> tuple[int, bool]:
+    """Simulate steps; return (finished steps, the storm is over) when the epoch ends."""
+    member, rank, size = membership.current, dist.get_rank(), dist.get_world_size()
+    assert member is not None
+    first = torch.tensor(step)  # a survivor may have missed the end of the last step; a new worker knows nothing
+    dist.all_reduce(first, dist.ReduceOp.MAX)
+    step = int(first)
+    while True:
+        samples = range(step * BATCH + rank, (step + 1) * BATCH, size)
+        wishes = member.ends_epoch, rank == 0 and not (folder / STORM).exists()
+        time.sleep(COMPUTE)
+        sums = torch.tensor([sum(samples), len(samples), *map(int, wishes)])
+        dist.all_reduce(sums)
+        total, count, ends, over = sums.tolist()
+        assert (total, count) == (sum(range(step * BATCH, (step + 1) * BATCH)), BATCH)
+        step += 1
+        os.environ["STEP"] = str(step)
+        for name in [f"rank_{os.getpid()}", *["steps"] * (rank == 0)]:
+            with (folder / name).open("a") as file:
+                file.write(f"{step} {size} {time.monotonic()}\n")
+        if over or ends:
+            return step, bool(over)
+
+
+class Storm:
+    """Kills workers of a run in this process, and measures how long the others need."""
+
+    def __init__(self, members: Members, folder: Path, ranks: int, changes: int, seed: int) -> None:
+        self._members, self._folder, self._ranks, self._kills = members, folder, ranks, changes // 2
+        self._random = random.Random(seed)
+        self.seconds = list[float]()  # from a kill to the end of the next step of the others
+        self.arrivals = list[float]()  # from a kill to the end of the first step with all ranks again
+
+    def blow(self) -> None:
+        """Run in a thread beside the launcher."""
+        self._await_full(0)
+        for _ in range(self._kills):
+            worker = self._random.choice([w for w in self._members._workers.values() if w.heard != float("inf")])
+            assert worker.process.pid is not None
+            killed = time.monotonic()
+            os.kill(worker.process.pid, signal.SIGKILL)
+            self.seconds.append(self._await(killed, 1) - killed)
+            self.arrivals.append(self._await_full(killed) - killed)
+        (self._folder / STORM).unlink()
+
+    def _steps(self) -> list[tuple[int, int, float]]:
+        with suppress(FileNotFoundError):
+            rows = [line.split() for line in (self._folder / "steps").read_text().splitlines()[-50:]]
+            return [(int(row[0]), int(row[1]), float(row[2])) for row in rows if len(row) == 3]
+        return []
+
+    def _await(self, after: float, least: int) -> float:
+        """Wait for a step that ended after a time and had fewer ranks than all; return when it ended."""
+        while True:
+            ended = [when for _, size, when in self._steps() if when > after and least <= size < self._ranks]
+            if ended:
+                return ended[0]
+            time.sleep(0.02)
+
+    def _await_full(self, after: float) -> float:
+        """Wait until `CALM` steps of all ranks have ended after a time; return when the first of them ended."""
+        while True:
+            ended = [when for _, size, when in self._steps() if when > after and size == self._ranks]
+            if len(ended) >= CALM:
+                return ended[0]
+            time.sleep(0.02)
+
+
+def steps_in(path: Path) -> list[int]:
+    """Return the steps that a rank has finished; its last line may be half written."""
+    return [int(words[0]) for line in path.read_text().splitlines() if len(words := line.split()) == 3]
+
+
+def run(ranks: int, changes: int, seed: int) -> list[str]:
+    """Run one storm; return a row of the table."""
+    with TemporaryDirectory(prefix="storm-") as temporary:
+        folder = Path(temporary)
+        (folder / STORM).touch()
+        how = Launch(ranks, True, False, True, max_restarts=changes)
+        members = Members(work, (folder,), how, range(1, ranks + 1), LIMIT)
+        storm = Storm(members, folder, ranks, changes, seed)
+        thread = threading.Thread(target=storm.blow, daemon=True)
+        thread.start()
+        code = members.run()
+        thread.join(LIMIT)
+        of_ranks = [steps_in(path) for path in folder.glob("rank_*")]
+    finished = {step for steps in of_ranks for step in steps}
+    repeated = sum(len(steps) - len(set(steps)) for steps in of_ranks)
+    assert code == 0
+    times = statistics.median(storm.seconds), max(storm.seconds), statistics.median(storm.arrivals)
+    counts = ranks, 2 * len(storm.seconds), len(finished), repeated, max(finished) - len(finished)
+    return [*map(str, counts), *(f"{seconds:.2f}" for seconds in times)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--changes", type=int, default=200, help="losses and arrivals of the largest; others have 20")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    titles = [
+        "ranks", "losses and arrivals", "steps", "repeated", "missing", "s to go on, median", "worst",
+        "s until all ranks, median",
+    ]  # fmt: skip
+    rows = []
+    for ranks in given.ranks:
+        rows.append(run(ranks, given.changes if ranks == max(given.ranks) else 20, given.seed))
+        print(table(titles, rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
