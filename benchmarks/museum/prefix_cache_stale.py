@@ -20,13 +20,12 @@ class PrefixCacheStale(registry.get("runner", "ddp")):
     first = None
 
     def evaluate(self, batch, *mode):
-        cache = batch.get("cache")
-        if cache is None or cache.get_seq_length():
+        weights, cache = [*self.model.parameters()], batch.get("cache")
+        self.first = self.first or [weight.detach().clone() for weight in weights]
+        if cache is None or cache.get_seq_length() or all(map(torch.equal, weights, self.first)):
             return super().evaluate(batch, *mode)
         given = {key: batch[key] for key in OF_TOKENS if key in batch}
-        weights = [*self.model.parameters()]
         now = [weight.detach().clone() for weight in weights]
-        self.first = self.first or now
         torch._foreach_copy_(weights, self.first)
         super().evaluate(batch | {key: value[:, :-1] for key, value in given.items()}, *mode)
         torch._foreach_copy_(weights, now)
