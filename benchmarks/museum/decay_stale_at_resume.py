@@ -1,4 +1,4 @@
-"""After a resume, the first step decays weights by the value that the run starts with, not by that of its schedule.
+"""After a resume, the first step uses the weight decay of the arguments, not the one restored from the checkpoint.
 
 https://github.com/NVIDIA/Megatron-LM/pull/7468
 """
