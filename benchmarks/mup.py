@@ -31,6 +31,8 @@ COMMON = (
 
 
 def trainer(folder: Path, width: int, scaled: bool, rate: float, steps: int) -> Any:
+    from crosstrain.config.load import load_config
+    from crosstrain.data.splits import prepare_data
     from fixtures_ranks import make_trainer
 
     options = [
@@ -42,7 +44,9 @@ def trainer(folder: Path, width: int, scaled: bool, rate: float, steps: int) -> 
     options += [f"run.init_lr={rate}", f"run.min_lr={rate}", f"run.max_iters={steps}"]
     options += [f"model.mup_base_width={BASE}"] * scaled
     options += [f"datasets.stdlib.path={folder}/text", "datasets.stdlib.prepare.train_tokenizer=512"]
-    return make_trainer(str(ROOT / "projects/quickstart.yaml"), tuple(options), bare=True)
+    project = str(ROOT / "projects/quickstart.yaml")
+    prepare_data(load_config(project, options))  # once: the first trainer tokenizes the text
+    return make_trainer(project, tuple(options), bare=True)
 
 
 @torch.no_grad()
