@@ -67,8 +67,8 @@ class Ladder:
         """Return the mean accuracy of the small tasks, or a dash without lm-evaluation-harness."""
         if find_spec("lm_eval") is None:
             return "-"
-        found = self.evaluate(name, "--tasks", "small")["tasks"]
-        accuracies = [task["acc,none"] for task in found.values() if "acc,none" in task]
+        found = self.evaluate(name, "--tasks", "small")["tasks"].values()
+        accuracies = [task[key] for task in found for key in ("acc,none", "acc_norm,none") if key in task]
         return f"{sum(accuracies) / len(accuracies):.1%}"
 
 
