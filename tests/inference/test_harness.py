@@ -119,8 +119,7 @@ def run(place: Path) -> Run:
     return train(place / "project.yaml", "out")
 
 
-@pytest.fixture(scope="module")
-def found(place: Path, run: Run) -> dict[str, Any]:
+def evaluated(place: Path, run: Run) -> dict[str, Any]:
     """What `evaluate.py` writes of every task, and of the split that holds the same text."""
     program = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(run.folder), "--output", "found.json"]
     done = subprocess.run(
@@ -135,8 +134,18 @@ def found(place: Path, run: Run) -> dict[str, Any]:
     return json.loads((place / "found.json").read_text()) | {"said": done.stdout}
 
 
+@pytest.fixture(scope="module")
+def found(place: Path, run: Run) -> dict[str, Any]:
+    return evaluated(place, run)
+
+
 def offline(place: Path) -> dict[str, str]:
-    return {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "cache")}
+    return {
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(place / "cache"),
+        "XDG_CACHE_HOME": str(place / "cache"),
+    }
 
 
 @harness
@@ -150,6 +159,14 @@ def test_the_harness_finds_the_perplexity_that_evaluation_finds(place: Path, fou
     assert found["tasks"]["next"]["acc,none"] == 1.0, "words that are not of this language are unlikely"
     assert 0 <= found["tasks"]["goes_on"]["exact_match,none"] <= 1
     assert re.search(r"next \| acc 1", found["said"])
+
+
+@harness
+@pytest.mark.slow
+def test_a_second_evaluation_knows_the_log_likelihoods(place: Path, run: Run, found: dict[str, Any]) -> None:
+    again = evaluated(place, run)
+    assert re.search(r"(\d+) of \1 requests are known from an earlier evaluation", again["said"])
+    assert again["tasks"] == found["tasks"]
 
 
 def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:

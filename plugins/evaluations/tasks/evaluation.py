@@ -36,6 +36,8 @@ class Tasks(Evaluation):
 
     def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
         from .lm_eval_harness import Subject, run_tasks
+        from .remembered import key_of
 
-        subject = Subject(model.runner, model.tokenizer, partial(model.encoders.encode, "text"))
+        key = key_of(model, given["weights"])
+        subject = Subject(model.runner, model.tokenizer, partial(model.encoders.encode, "text"), key)
         return run_tasks(subject, given["tasks"], given["task_path"], given["max_samples"])

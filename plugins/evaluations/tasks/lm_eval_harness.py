@@ -37,11 +37,12 @@ from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sequence, decode
 from crosstrain.utils import paths
 
+from .remembered import Likelihood, Pair, Remembered
+
 _LENGTH = 2048  # maximum length in tokens if the model has no limit
 _NEW = 256  # maximum number of new tokens if the task does not set a maximum
 _TOKENS = 8192  # maximum number of tokens in a batch, with padding
 _BOOTSTRAPS = 1000  # bootstrap samples for standard errors without a formula
-Pair = tuple[list[int], list[int]]  # token IDs of a context and of its continuation
 T, R = TypeVar("T"), TypeVar("R")
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
@@ -53,6 +54,7 @@ class Subject:
     runner: Runner
     tokenizer: Any  # for decoding
     encode: Callable[[str], list[int]]
+    key: str | None = None  # of log-likelihoods that a later evaluation may use; None: it must not use them
 
 
 class HarnessModel(TemplateLM):
@@ -66,6 +68,7 @@ class HarnessModel(TemplateLM):
         self._runner, self.tokenizer, self._encode = subject.runner, subject.tokenizer, subject.encode
         self._length = self._runner.model.max_length or _LENGTH
         self._quiet = quiet or self._runner.world.rank > 0
+        self._remembered = Remembered(subject.key, self._runner.world)
 
     @property
     def eot_token_id(self) -> int:
@@ -141,11 +144,15 @@ class HarnessModel(TemplateLM):
         everything = {i: result for held in ranks.all_gather(found) for i, result in held.items()}
         return [everything[i] for i in range(len(requests))]
 
-    def _likelihoods(self, pairs: list[Pair], quiet: bool) -> list[tuple[float, bool]]:
+    def _likelihoods(self, pairs: list[Pair], quiet: bool) -> list[Likelihood]:
         """Return (log p(continuation | context), the continuation is the greedy one) of each pair."""
-        return self._dealt(pairs, lambda pair: min(len(pair[0]) + len(pair[1]), self._length), self._likelihood, quiet)
 
-    def _likelihood(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
+        def length(pair: Pair) -> int:
+            return min(len(pair[0]) + len(pair[1]), self._length)
+
+        return self._remembered.of(pairs, lambda new: self._dealt(new, length, self._likelihood, quiet))
+
+    def _likelihood(self, pairs: list[Pair]) -> list[Likelihood]:
         """Compute one batch. If a pair has too many tokens for the model, the first are dropped."""
         rows = [(context + continuation)[-(self._length + 1) :] for context, continuation in pairs]
         ids = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.long)
