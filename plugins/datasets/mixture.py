@@ -149,7 +149,8 @@ class Mixture(VqaDataset):
         self.order = StagedOrder({0: weights} | stages)
         counts = epoch_counts(lengths, ratios) if split == "train" and not stages else lengths
         self.starts = [0, *accumulate(counts)]
-        # Evaluation uses each sample once, in the given proportions until the smaller parts run out.
+        # Evaluation uses each sample once, in the given proportions until the smaller parts run out. A part that only
+        # later stages use comes last.
         due = [np.arange(1, n + 1) / (weight or 1e-9) for n, weight in zip(lengths, weights, strict=True)]
         self.places = None if split == "train" else np.argsort(np.concatenate(due), kind="stable")
 
