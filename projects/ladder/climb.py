@@ -59,7 +59,8 @@ class Ladder:
 
     def sums(self, name: str) -> str:
         """Return the share of right answers to held-out sums."""
-        options = ["run.runner=ddp", f"datasets.sums.tokenizer={self.output / 'chat'}"]
+        chat = self.output / "chat"
+        options = ["run.runner=ddp", f"model.pretrained={chat}", f"datasets.sums.tokenizer={chat}"]
         found = self.evaluate(name, "--cfg-path", HERE / "rewards.yaml", "--splits", "val", "--options", *options)
         return f"{found['splits']['val']['reward']:.1%}"
 
