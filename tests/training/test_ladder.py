@@ -68,6 +68,7 @@ def test_a_record_has_what_its_sentence_says_and_held_out_names_are_new(data: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_first_ladder_ends_with_the_same_bits_under_two_runners(tmp_path: Path) -> None:
     folder = copy_source(tmp_path / "project")
     ended = []
