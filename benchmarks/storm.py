@@ -30,7 +30,7 @@ from common import table
 from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.members import Members
-from crosstrain.distributed.launch.membership import ends_only_the_epoch
+from crosstrain.distributed.launch.membership import Membership, ends_only_the_epoch
 
 BATCH = 4096  # samples in a step
 COMPUTE = 0.05  # seconds that a rank's part of a step takes
@@ -40,47 +40,55 @@ STORM = "storm"  # file whose existence keeps the run going
 
 
 def work(folder: Path) -> int:
-    """Run on each rank: simulate steps until the storm is over. Rank 0 writes a line for each finished step."""
-    step, member = 0, membership.current
+    """Run on each rank: simulate steps until the storm is over."""
+    rank, member = Rank(folder), membership.current
     assert member is not None
     while True:
         epoch = member.enter()
         try:
             store = dist.TCPStore("127.0.0.1", epoch.port, timeout=timedelta(seconds=LIMIT))
             dist.init_process_group("gloo", store=store, rank=epoch.rank, world_size=epoch.size)
-            step, over = _steps(folder, step)
-            if over:
+            if rank.simulate(member):
                 return 0
         except Exception as error:
             if not ends_only_the_epoch(error):
                 raise
-            step = int(os.environ.get("STEP", step))
         with suppress(Exception):
             dist.destroy_process_group()
 
 
-def _steps(folder: Path, step: int) -> tuple[int, bool]:
-    """Simulate steps; return (finished steps, the storm is over) when the epoch ends."""
-    member, rank, size = membership.current, dist.get_rank(), dist.get_world_size()
-    assert member is not None
-    first = torch.tensor(step)  # a survivor may have missed the end of the last step; a new worker knows nothing
-    dist.all_reduce(first, dist.ReduceOp.MAX)
-    step = int(first)
-    while True:
-        samples = range(step * BATCH + rank, (step + 1) * BATCH, size)
-        wishes = member.ends_epoch, rank == 0 and not (folder / STORM).exists()
-        time.sleep(COMPUTE)
-        sums = torch.tensor([sum(samples), len(samples), *map(int, wishes)])
-        dist.all_reduce(sums)
-        total, count, ends, over = sums.tolist()
-        assert (total, count) == (sum(range(step * BATCH, (step + 1) * BATCH)), BATCH)
-        step += 1
-        os.environ["STEP"] = str(step)
-        for name in [f"rank_{os.getpid()}", *["steps"] * (rank == 0)]:
-            with (folder / name).open("a") as file:
-                file.write(f"{step} {size} {time.monotonic()}\n")
-        if over or ends:
-            return step, bool(over)
+class Rank:
+    """A rank that simulates steps. It writes a line for each finished step, and rank 0 writes it to `steps`, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.step = folder, 0  # number of finished steps
+
+    def simulate(self, member: Membership) -> bool:
+        """Simulate steps until the end of the epoch; return True if the storm is over."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        first = torch.tensor(self.step)  # a rank may have missed the end of the last step; a new one knows nothing
+        dist.all_reduce(first, dist.ReduceOp.MAX)
+        self.step = int(first)
+        while True:
+            samples = range(self.step * BATCH + rank, (self.step + 1) * BATCH, size)
+            wishes = member.ends_epoch, rank == 0 and not (self.folder / STORM).exists()
+            time.sleep(COMPUTE)
+            sums = torch.tensor([sum(samples), len(samples), *map(int, wishes)])
+            dist.all_reduce(sums)
+            total, count, ends, over = sums.tolist()
+            assert (total, count) == (sum(range(self.step * BATCH, (self.step + 1) * BATCH)), BATCH)
+            self.step += 1
+            for name in [f"rank_{os.getpid()}", *["steps"] * (rank == 0)]:
+                with (self.folder / name).open("a") as file:
+                    file.write(f"{self.step} {size} {time.monotonic()}\n")
+            if over or ends:
+                return bool(over)
+
+
+def finished_steps(file: Path) -> list[tuple[int, int, float]]:
+    """Return (step, ranks, time of its end) of each line; the last line may be half written."""
+    rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return [(int(row[0]), int(row[1]), float(row[2])) for row in rows if len(row) == 3]
 
 
 class Storm:
@@ -94,42 +102,24 @@ class Storm:
 
     def blow(self) -> None:
         """Run in a thread beside the launcher."""
-        self._await_full(0)
+        self._wait(0, full=True)
         for _ in range(self._kills):
             worker = self._random.choice([w for w in self._members._workers.values() if w.heard != float("inf")])
             assert worker.process.pid is not None
             killed = time.monotonic()
             os.kill(worker.process.pid, signal.SIGKILL)
-            self.seconds.append(self._await(killed, 1) - killed)
-            self.arrivals.append(self._await_full(killed) - killed)
+            self.seconds.append(self._wait(killed, full=False) - killed)
+            self.arrivals.append(self._wait(killed, full=True) - killed)
         (self._folder / STORM).unlink()
 
-    def _steps(self) -> list[tuple[int, int, float]]:
-        with suppress(FileNotFoundError):
-            rows = [line.split() for line in (self._folder / "steps").read_text().splitlines()[-50:]]
-            return [(int(row[0]), int(row[1]), float(row[2])) for row in rows if len(row) == 3]
-        return []
-
-    def _await(self, after: float, least: int) -> float:
-        """Wait for a step that ended after a time and had fewer ranks than all; return when it ended."""
+    def _wait(self, after: float, full: bool) -> float:
+        """Wait for a step of fewer ranks, or for `CALM` steps of all ranks; return when the first one ended."""
         while True:
-            ended = [when for _, size, when in self._steps() if when > after and least <= size < self._ranks]
-            if ended:
+            steps = finished_steps(self._folder / "steps")
+            ended = [when for _, size, when in steps if when > after and (size == self._ranks) == full]
+            if len(ended) >= (CALM if full else 1):
                 return ended[0]
             time.sleep(0.02)
-
-    def _await_full(self, after: float) -> float:
-        """Wait until `CALM` steps of all ranks have ended after a time; return when the first of them ended."""
-        while True:
-            ended = [when for _, size, when in self._steps() if when > after and size == self._ranks]
-            if len(ended) >= CALM:
-                return ended[0]
-            time.sleep(0.02)
-
-
-def steps_in(path: Path) -> list[int]:
-    """Return the steps that a rank has finished; its last line may be half written."""
-    return [int(words[0]) for line in path.read_text().splitlines() if len(words := line.split()) == 3]
 
 
 def run(ranks: int, changes: int, seed: int) -> list[str]:
@@ -144,7 +134,7 @@ def run(ranks: int, changes: int, seed: int) -> list[str]:
         thread.start()
         code = members.run()
         thread.join(LIMIT)
-        of_ranks = [steps_in(path) for path in folder.glob("rank_*")]
+        of_ranks = [[step for step, _, _ in finished_steps(path)] for path in folder.glob("rank_*")]
     finished = {step for steps in of_ranks for step in steps}
     repeated = sum(len(steps) - len(set(steps)) for steps in of_ranks)
     assert code == 0
