@@ -22,6 +22,12 @@ from typing import Any
 
 HERE, DATA = Path("projects/ladder"), Path("data/ladder")
 CHAPTERS = {"pretrain": "GPT-2 on Python's standard library", "chat": "conversations", "rewards": "GRPO on sums"}
+# The keys of a project that name the results of earlier ones.
+BEFORE: dict[str, dict[str, str]] = {
+    "pretrain": {},
+    "chat": {"model.pretrained": "pretrain"},
+    "rewards": {"model.pretrained": "chat", "datasets.sums.tokenizer": "chat"},
+}
 QUESTIONS = ("What is 3 + 4 + 5?", "Which day comes after Friday?", "Repeat: q x b", "Close the brackets: ( [ {")
 
 
@@ -43,26 +49,32 @@ class Ladder:
     ranks: int
     options: list[str]  # of all trainings
 
-    def train(self, name: str, *options: str) -> float:
+    @property
+    def workers(self) -> list[object]:
+        """The flag with the number of workers."""
+        return ["--nproc-per-node", self.ranks]
+
+    def earlier(self, name: str) -> list[str]:
+        """Return the options of a project that name earlier results."""
+        return [f"{key}={self.output / result}" for key, result in BEFORE[name].items()]
+
+    def train(self, name: str) -> float:
         """Train a project, and return the seconds."""
-        given = [f"run.output_dir={self.output / name}", f"run.runner={self.runner}", *options, *self.options]
-        workers = ["--nproc-per-node", self.ranks]
-        return say("train.py", "--cfg-path", HERE / f"{name}.yaml", *workers, "--options", *given)
+        given = [f"run.output_dir={self.output / name}", f"run.runner={self.runner}", *self.earlier(name)]
+        file = HERE / f"{name}.yaml"
+        return say("train.py", "--cfg-path", file, *self.workers, "--options", *given, *self.options)
 
     def evaluate(self, name: str, *flags: object) -> dict[str, Any]:
         """Evaluate a result on all workers, and return what evaluate.py writes."""
         scores = self.output / name / "scores.json"
-        workers = ["--nproc-per-node", self.ranks]
-        say("evaluate.py", "--checkpoint", self.output / name, *workers, "--output", scores, *flags)
+        say("evaluate.py", "--checkpoint", self.output / name, *self.workers, "--output", scores, *flags)
         found: dict[str, Any] = json.loads(scores.read_text())
         return found
 
     def sums(self, name: str) -> str:
         """Return the share of right answers to held-out sums."""
-        chat = self.output / "chat"
-        options = ["run.runner=ddp", f"model.pretrained={chat}", f"datasets.sums.tokenizer={chat}"]
-        found = self.evaluate(name, "--cfg-path", HERE / "rewards.yaml", "--splits", "val", "--options", *options)
-        return f"{found['splits']['val']['reward']:.1%}"
+        project = ["--cfg-path", HERE / "rewards.yaml", "--splits", "val", "--options", *self.earlier("rewards")]
+        return f"{self.evaluate(name, *project)['splits']['val']['reward']:.1%}"
 
     def tasks(self, name: str) -> str:
         """Return the mean accuracy of the small tasks, or a dash without lm-evaluation-harness."""
@@ -77,23 +89,21 @@ def climb(ladder: Ladder) -> str:
     """Run all steps, and return the table of results."""
     if not DATA.exists():
         say(str(HERE / "write_data.py"), "--output", DATA)
-    seconds, before = {}, ""
-    for name in CHAPTERS:
-        options = [f"model.pretrained={ladder.output / before}"] if before else []
-        options += [f"datasets.sums.tokenizer={ladder.output / before}"] if name == "rewards" else []
-        seconds[name], before = ladder.train(name, *options), name
+    seconds = {name: ladder.train(name) for name in CHAPTERS}
     rows = [
         "| step | minutes | val loss | held-out sums | small tasks | SHA-256 of the weights |",
         "|---|--:|--:|--:|--:|---|",
     ]
     for name, title in CHAPTERS.items():
         trained = ladder.evaluate(name, "--splits", "val")
-        loss = trained["splits"]["val"]["loss"]
-        rows.append(
-            f"| {title} | {seconds[name] / 60:.1f} | {'-' if name == 'rewards' else f'{loss:.4f}'} | "
-            f"{'-' if name == 'pretrain' else ladder.sums(name)} | {ladder.tasks(name)} | "
-            f"`{trained['bitwise']['weights'][:16]}` |"
-        )
+        val, weights = trained["splits"]["val"], trained["bitwise"]["weights"]
+        loss, sums = f"{val['loss']:.4f}", "-"
+        if name == "chat":
+            sums = ladder.sums(name)
+        elif name == "rewards":  # its val split has the sums
+            loss, sums = "-", f"{val['reward']:.1%}"
+        scores = f"{loss} | {sums} | {ladder.tasks(name)}"
+        rows.append(f"| {title} | {seconds[name] / 60:.1f} | {scores} | `{weights[:16]}` |")
     say(
         "evaluate.py", "--checkpoint", ladder.output / "rewards", "--chat", "--temperature", 0, "--generate", *QUESTIONS
     )

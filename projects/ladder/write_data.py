@@ -12,7 +12,6 @@ import random
 import string
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 Exchange = tuple[str, str]  # question and answer
 SHOWN, HELD_OUT = 400, 200  # sums whose answers are shown, and sums that no training step contains
@@ -73,8 +72,8 @@ def write_rows(path: Path, exchanges: Iterable[Exchange]) -> None:
     """Write conversations of one question and its answer."""
     with path.open("w", encoding="utf-8") as file:
         for question, answer in exchanges:
-            turns: list[dict[str, Any]] = [{"role": "user", "content": question}]
-            file.write(json.dumps({"messages": [*turns, {"role": "assistant", "content": answer}]}) + "\n")
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def write(folder: Path) -> None:
