@@ -22,6 +22,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,13 +49,15 @@ def work(folder: Path) -> int:
         try:
             store = dist.TCPStore("127.0.0.1", epoch.port, timeout=timedelta(seconds=LIMIT))
             dist.init_process_group("gloo", store=store, rank=epoch.rank, world_size=epoch.size)
-            if rank.simulate(member):
-                return 0
+            over = rank.simulate(member)
         except Exception as error:
             if not ends_only_the_epoch(error):
                 raise
+            over = False
         with suppress(Exception):
             dist.destroy_process_group()
+        if over:
+            return 0
 
 
 class Rank:
@@ -80,15 +83,25 @@ class Rank:
             self.step += 1
             for name in [f"rank_{os.getpid()}", *["steps"] * (rank == 0)]:
                 with (self.folder / name).open("a") as file:
-                    file.write(f"{self.step} {size} {time.monotonic()}\n")
+                    file.write(f"{self.step} {member.epoch.number} {size} {time.monotonic()}\n")
             if over or ends:
                 return bool(over)
 
 
-def finished_steps(file: Path) -> list[tuple[int, int, float]]:
-    """Return (step, ranks, time of its end) of each line; the last line may be half written."""
-    rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-    return [(int(row[0]), int(row[1]), float(row[2])) for row in rows if len(row) == 3]
+class Finished(NamedTuple):
+    """A line of a finished step."""
+
+    step: int
+    epoch: int
+    ranks: int
+    end: float  # on the monotonic clock
+
+
+def finished_steps(file: Path) -> list[Finished]:
+    """Return the finished steps; the last line may be half written, and is left out."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    rows = [line.split() for line in lines]
+    return [Finished(int(row[0]), int(row[1]), int(row[2]), float(row[3])) for row in rows]
 
 
 class Storm:
@@ -102,23 +115,27 @@ class Storm:
 
     def blow(self) -> None:
         """Run in a thread beside the launcher."""
-        self._wait(0, full=True)
+        calm = self._wait(0, all_ranks=True)
         for _ in range(self._kills):
             worker = self._random.choice([w for w in self._members._workers.values() if w.heard != float("inf")])
             assert worker.process.pid is not None
             killed = time.monotonic()
             os.kill(worker.process.pid, signal.SIGKILL)
-            self.seconds.append(self._wait(killed, full=False) - killed)
-            self.arrivals.append(self._wait(killed, full=True) - killed)
+            self.seconds.append(self._wait(calm.epoch, all_ranks=False).end - killed)
+            calm = self._wait(calm.epoch, all_ranks=True)
+            self.arrivals.append(calm.end - killed)
         (self._folder / STORM).unlink()
 
-    def _wait(self, after: float, full: bool) -> float:
-        """Wait for a step of fewer ranks, or for `CALM` steps of all ranks; return when the first one ended."""
+    def _wait(self, epoch: int, all_ranks: bool) -> Finished:
+        """Wait for a step after `epoch`, or for `CALM` steps of all ranks in a later epoch; return the first one.
+
+        Many ranks need longer to form groups than a new worker needs to start, so the first step may have all ranks.
+        """
         while True:
             steps = finished_steps(self._folder / "steps")
-            ended = [when for _, size, when in steps if when > after and (size == self._ranks) == full]
-            if len(ended) >= (CALM if full else 1):
-                return ended[0]
+            later = [step for step in steps if step.epoch > epoch and (step.ranks == self._ranks or not all_ranks)]
+            if len(later) >= (CALM if all_ranks else 1):
+                return later[0]
             time.sleep(0.02)
 
 
@@ -134,7 +151,7 @@ def run(ranks: int, changes: int, seed: int) -> list[str]:
         thread.start()
         code = members.run()
         thread.join(LIMIT)
-        of_ranks = [[step for step, _, _ in finished_steps(path)] for path in folder.glob("rank_*")]
+        of_ranks = [[line.step for line in finished_steps(path)] for path in folder.glob("rank_*")]
     finished = {step for steps in of_ranks for step in steps}
     repeated = sum(len(steps) - len(set(steps)) for steps in of_ranks)
     assert code == 0
