@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                  # on all GPUs of this machine
     python benchmarks/gpu.py --nanogpt ~/nanoGPT              # also nanoGPT's own model, compiled, from its checkout
+    python benchmarks/gpu.py --bitwise                        # are the bits the same under every runner?
     python benchmarks/gpu.py --device cpu --scale tiny        # the same in a minute without a GPU
 
 GPT-2 124M runs on one GPU, and Llama-3.1-8B on all GPUs under fsdp, as in torchtitan's table. Weights and tokens are
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -175,6 +177,43 @@ def measure(row: Row, ranks: int, device: str, peak: float | None) -> list[str]:
     ]
 
 
+def bitwise(row: Row, ranks: int, device: str) -> list[list[str]]:
+    """Train a row under runners and numbers of ranks; return the digests, and step times relative to the engine's own.
+
+    The batch has one micro batch for each of `ranks` ranks.
+    """
+    from crosstrain.checkpoint.digests import recorded
+    from crosstrain.checkpoint.folders import find_checkpoint
+
+    layouts = [("ddp", count) for count in sorted({1, max(1, ranks // 2), ranks})]
+    layouts += [(runner, ranks) for runner in ("fsdp", "zero2", "zero3") if ranks > 1]
+    out = []
+    with tempfile.TemporaryDirectory() as temporary:
+        project = project_of(Path(temporary), row, ranks, device)
+        for runner, count in layouts:
+            seconds = {}
+            for wanted in ("on", "off"):
+                folder = Path(temporary) / f"{runner}{count}_{wanted}"
+                options = (f"run.output_dir={folder}", f"run.bitwise={wanted}", f"run.runner={runner}")
+                batch = (
+                    f"run.global_batch_size={row.micro_batch * ranks}",
+                    "run.trackers=[jsonl]",
+                    "run.log_interval=1",
+                )
+                command = [sys.executable, str(ROOT / "train.py"), "--cfg-path", str(project), "--no-fit-check"]
+                subprocess.run(
+                    [*command, "--nproc-per-node", str(count), "--options", *row.options, *options, *batch],
+                    check=True,
+                    stdout=sys.stderr,
+                )
+                steps = [json.loads(line)["step_ms"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                seconds[wanted] = statistics.median(steps[WARM:])
+            found = recorded(find_checkpoint(Path(temporary) / f"{runner}{count}_on"))
+            ratio = seconds["on"] / seconds["off"]
+            out.append([row.name, f"{runner}@{count}", found["weights"][:16], found["moments"][:16], f"{ratio:.2f}"])
+    return out
+
+
 def nanogpt(checkout: Path, row: Row, device: str, compiled: bool) -> Result:
     """Train nanoGPT's own model with its optimizer, in the loop of its bench.py."""
     import torch
@@ -207,6 +246,7 @@ def main() -> None:
     parser.add_argument("--scale", default="full", choices=["full", "tiny"])
     parser.add_argument("--peak", type=float, help="a device's FLOP/s in bf16, where its name does not tell")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    parser.add_argument("--bitwise", action="store_true", help="compare the bits of runners and numbers of ranks")
     parser.add_argument("--rows", nargs="+", type=int, help="numbers of rows, from 0 (default: all)")
     parser.add_argument("--theirs", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -225,6 +265,11 @@ def main() -> None:
         peak = peak or next((flops for part, flops in PEAKS.items() if part in name), None)
         print(f"{devices} x {name}, torch {torch.__version__}", file=sys.stderr)
     out: list[list[Any]] = []
+    if arguments.bitwise:
+        for number in arguments.rows or [0]:
+            out += bitwise(chosen[number], devices, arguments.device)
+        print(table(["model", "layout", "weights", "moments", "step time / without run.bitwise"], out))
+        return
     for number in arguments.rows or range(len(chosen)):
         row = chosen[number]
         out.append(measure(row, row.ranks or devices, arguments.device, peak))

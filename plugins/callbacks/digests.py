@@ -12,7 +12,7 @@ class Digests(Callback):
         trainer = self.trainer
         if trainer.run.bitwise.enabled and trainer.start is not None and trainer.is_main:
             before = recorded(trainer.start).get("conditions", {})
-            for name, now in conditions().items():
+            for name, now in conditions(trainer.runner.device).items():
                 if (then := before.get(name, now)) != now:
                     log.warning(
                         "run.bitwise: %s was trained with %s: %s, but this machine uses %s, so later bits may differ",

@@ -67,6 +67,7 @@ class FSDPRunner(Runner):
         bitwise="crosstrain_plugins.builtin.runners.bitwise.fsdp:BitwiseFSDP",
         needs_process_group=True,
         forms_teams=True,
+        rejoins=True,
         saves_memory=("sync_each_micro_batch=true",),
     )
     module: FSDPModule  # type: ignore[assignment] # the model; fully_shard changes its class
@@ -149,7 +150,11 @@ class FSDPRunner(Runner):
     def gradient_sync(self, last: bool) -> Iterator[None]:
         self.module.set_requires_gradient_sync(last or self.options.sync_each_micro_batch)
         self.module.set_is_last_backward(last)
-        yield
+        try:
+            yield
+        except Exception:  # a lost rank ends the step; the shards are the state to go on from
+            self._reshard()
+            raise
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -157,6 +162,10 @@ class FSDPRunner(Runner):
             with super().evaluating():
                 yield
         finally:  # no backward follows that would reshard gathered parameters
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Free all gathered parameters, so that the model has its shards."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crosstrain_plugins.builtin.runners.bitwise.backend import BACKEND
+from crosstrain_plugins.builtin.runners.bitwise.backend import BACKENDS
 from crosstrain_plugins.builtin.runners.bitwise.norm import exact_norm
 from crosstrain_plugins.builtin.runners.bitwise.partial_sums import PartialSums, nodes_of
 
@@ -22,6 +23,7 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.load import load_config
 from crosstrain.distributed.group import Group
+from crosstrain.engine.build import make_runner
 from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.errors import ConfigError
 from fixtures_processes import train_as_user
@@ -174,7 +176,7 @@ class Counted:
 
 
 def _bytes_of_a_sum(count: int) -> tuple[int, int, float]:
-    dist.init_process_group(BACKEND)
+    dist.init_process_group(f"cpu:{BACKENDS['cpu']}")
     group, sent = dist.distributed_c10d._get_default_group(), list[int]()
     backend: Any = group._get_backend(torch.device("cpu"))
     backend.inner = Counted(backend.inner, sent)
@@ -191,6 +193,46 @@ def _bytes_of_a_sum(count: int) -> tuple[int, int, float]:
 def test_a_sum_sends_as_many_bytes_as_a_ring() -> None:
     """A ring's all-reduce sends 2 (n - 1) / n times the data, and its reduce-scatter (n - 1) / n times."""
     assert run_ranks(4, _bytes_of_a_sum, 4096) == [(2 * 3 * 4096, 3 * 4096, 10.0)] * 4
+
+
+def _sum_of_renamed_nccl() -> float:
+    """A sum in a group for GPUs in which gloo stands for NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupNCCL", dist.ProcessGroupGloo)
+        dist.init_process_group(f"cpu:{BACKENDS['cuda']}")
+    given = torch.tensor([(1e8, 1.0, -1e8, 1.0)[dist.get_rank()]])
+    dist.all_reduce(given)
+    dist.destroy_process_group()
+    return given.item()
+
+
+def test_groups_for_gpus_sum_in_the_same_tree() -> None:
+    assert dist.Backend.backend_capability[BACKENDS["cuda"]] == ["cuda"]
+    assert run_ranks(4, _sum_of_renamed_nccl) == [tree([1e8, 1.0, -1e8, 1.0])] * 4
+
+
+@pytest.mark.parametrize(("name", "expected"), [("ddp", "cpu:gloo,cuda:nccl"), ("fsdp", "cpu:tree,cuda:tree_nccl")])
+def test_a_run_on_gpus_chooses_groups_and_deterministic_kernels(
+    shared_workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str, expected: str
+) -> None:
+    """Only the calls are tested; the machine needs no GPU."""
+    config = load_config(shared_workspace.project, [f"run.runner={name}", "run.bitwise=true", "run.micro_batch_size=1"])
+    runner = make_runner(config)
+    chosen, deterministic = list[str](), list[bool]()
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr("crosstrain.engine.runner.choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("crosstrain.engine.runner.wait_for_ranks", lambda *_: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: chosen.append(backend))
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", deterministic.append)
+    monkeypatch.setattr("crosstrain.engine.runner.watchdog.install", lambda *_, **__: None)
+    runner.setup()
+    assert chosen == [expected]
+    assert deterministic == [True]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.undo()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def tree(leaves: list[float]) -> float:

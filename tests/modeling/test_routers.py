@@ -165,6 +165,6 @@ def test_a_choice_that_a_tie_flips_is_told_with_its_margin() -> None:
     found = [nearly_tied({7: (logits, torch.tensor([[0, last], [2, 1]]))}, 1e-3) for last in (1, 2)]
     theirs, mine = ({f"{layer} 16 {token}": near for (layer, token), near in each.items()} for each in found)
     assert list(theirs) == ["7 16 0"], "the other token's choice is clear"
-    said = flipped(mine, theirs)
+    said = flipped(mine, theirs, None)
     assert "at layer 7, token 0 of sample 16, by a margin of 1.0e-05:" in str(said)
-    assert flipped(theirs, theirs) is None
+    assert flipped(theirs, theirs, None) is None

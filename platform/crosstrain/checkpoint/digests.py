@@ -31,11 +31,13 @@ def digests(reader: Reader) -> dict[str, str]:
     return {name: digest.hexdigest() for name, digest in found.items()}
 
 
-def conditions() -> dict[str, str | int]:
-    """Return the conditions under which the same computation gives the same bits."""
+def conditions(device: torch.device) -> dict[str, str | int]:
+    """Return the conditions under which the same computation on this kind of device gives the same bits."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return {
         "torch": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "GPU": gpu,
         "threads per rank": torch.get_num_threads(),
     }
 

@@ -2,9 +2,9 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.registry import registry
@@ -65,7 +66,8 @@ class Capabilities:
     saves_memory: tuple[str, ...] = ()  # memory-saving settings, option=value, that `crosstrain plan` also tries
     cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes the part
     bitwise: str | None = None  # "module:class" of the subclass for `run.bitwise`; None: `run.bitwise` is rejected
-    backend: str | None = None  # backend of torch's process groups; None: gloo, and nccl for tensors on GPUs
+    # type of a device -> backend of torch's process groups for its tensors
+    backends: Mapping[str, str] = field(default_factory={"cpu": "gloo", "cuda": "nccl"}.copy)
     consecutive_micro_batches: bool = False  # True: a rank takes consecutive micro batches of a step, not every n-th
 
 
@@ -146,11 +148,12 @@ class Runner:
         self.device = choose_device(self.run.device, local_rank)
         if not dist.is_initialized() and (size > 1 or self.capabilities.needs_process_group):
             cuda = self.device.type == "cuda"
+            backends = [f"{kind}:{name}" for kind, name in self.capabilities.backends.items() if cuda or kind == "cpu"]
             # The timeout is one minute longer than the watchdog's limit, so that the watchdog reports first.
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
             store = wait_for_ranks(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
-                self.capabilities.backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"),
+                ",".join(backends),
                 store=store,
                 rank=rank,
                 world_size=size,
@@ -310,7 +313,11 @@ def leave_groups() -> None:
     watchdog.remove()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # gloo closes a group's connections, at which other ranks may wait, when nothing refers to the group
+    # gloo closes a group's connections, at which other ranks may wait, when nothing refers to the group. The caches of
+    # DTensor keep device meshes, so the meshes must drop their groups.
+    for mesh in [value for value in gc.get_objects() if type(value) is DeviceMesh]:
+        mesh._pg_registry.clear()
+    gc.collect()
 
 
 def runner_class(run: RunOptions) -> type[Runner]:

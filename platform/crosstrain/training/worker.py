@@ -54,7 +54,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     kept = _Kept()
     while True:
         before = membership.current.epoch.number
-        if membership.current.enter().number > before + 1:
+        if membership.current.enter(kept.carried.part if kept.carried else None).number > before + 1:
             kept.carried = None  # this worker was left out of an epoch, so its state is old
         with suppress(Regroup):
             return _train(config, under_launcher, kept)
@@ -228,7 +228,9 @@ def _make_checkpointer(
         if dataset.end_tokens:
             add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
         runner.model.export.save_parts(checkpoint, reader.names("param"), reader.whole)
-        return {"bitwise": digests(reader) | {"conditions": conditions()}} if config.run.bitwise.enabled else None
+        if not config.run.bitwise.enabled:
+            return None
+        return {"bitwise": digests(reader) | {"conditions": conditions(runner.device)}}
 
     checkpointer = Checkpointer(
         folder.checkpoints,

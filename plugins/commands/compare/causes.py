@@ -201,9 +201,13 @@ def rate_cause(rates: list[float], number: int, record: Record, reference: Recor
     return "the schedule must advance once for each applied step, and nothing else may change the rate"
 
 
-def update_cause(ratio: float, number: int, schedule: list[float]) -> str:
+def update_cause(ratio: float, number: int, reference: Record) -> str:
     """Explain an update of step `number` that is `ratio` times as large as expected."""
-    rates = dict(enumerate(schedule, 1))
+    if betas := reference["betas"]:
+        first, second = (1 - beta**number for beta in betas)  # Adam's bias corrections
+        if math.isclose(ratio, first / math.sqrt(second), rel_tol=0.01):
+            return "Adam's moments are used without their bias correction"
+    rates = dict(enumerate(reference["schedule"], 1))
     for other in {number - 1, number + 1} & rates.keys() if rates.get(number) else ():
         if abs(ratio - 1) > 1e-3 and math.isclose(ratio, rates[other] / rates[number], rel_tol=1e-4):
             return f"it uses the learning rate of step {other}"

@@ -226,7 +226,9 @@ class _Judge:
     def _routing(self, number: int, step: Record, expected: Record) -> str | None:
         """Explain a difference by near ties that were decided differently, or by a wrong mean in the router losses."""
         mine, theirs = step["routing"], expected["routing"]
-        if tie := flipped(mine["near"], theirs["near"]):
+        noise = self.tolerance.noise
+        usual = None if noise is None else steps_of(noise)[number]["routing"]["near"]
+        if tie := flipped(mine["near"], theirs["near"], usual):
             return tie
         alike = self._place(number, step, expected)[0].startswith("no module")
         if not alike or not self._differs(mine["loss"], theirs["loss"]):
@@ -414,7 +416,7 @@ class _Judge:
         elif moments:
             cause = causes.small_gradient(step, wrong[0]) or f"{moments.cause} (according to the optimizer's moments)"
         elif ratio is not None:
-            cause = causes.update_cause(ratio, number, self.reference["schedule"])
+            cause = causes.update_cause(ratio, number, self.reference)
         yield self._finding("update", said, cause, wrong, off)
 
     def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:

@@ -5,6 +5,7 @@ Rounding may change the choice of experts at a near tie. Such a difference does 
 
 from collections.abc import Iterable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -102,12 +103,25 @@ def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
     return found
 
 
-def flipped(mine: Near, theirs: Near) -> str | None:
-    """Describe the near tie in the first layer where two runs choose different experts; None if all choices agree."""
+def _moved(mine: Near, theirs: Near, layer: int) -> float:
+    """Return the median change of a layer's margins between two runs, over near ties that both decide alike."""
+    alike = [key for key, (_, chosen) in theirs.items() if key in mine and mine[key][1] == chosen]
+    changes = [abs(mine[key][0] - theirs[key][0]) for key in alike if key.startswith(f"{layer} ")]
+    return median(changes) if changes else 0.0
+
+
+def flipped(mine: Near, theirs: Near, noise: Near | None) -> str | None:
+    """Describe the near tie in the first layer where two runs choose different experts.
+
+    noise: of a run that differs from `theirs` only by rounding; None: not measured. Returns None if all choices agree,
+    or if rounding alone does not move the margins so far.
+    """
     keys = [key for key, (_, chosen) in theirs.items() if key in mine and mine[key][1] != chosen]
     if not keys:
         return None
     layer, sample, token = min(tuple(map(int, key.split())) for key in keys)
+    if noise is not None and _moved(mine, theirs, layer) > 16 * _moved(noise, theirs, layer):
+        return None
     margin = abs(theirs[f"{layer} {sample} {token}"][0])
     more = f" and for {len(keys) - 1} more tokens" if len(keys) > 1 else ""
     return (

@@ -112,6 +112,7 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
         "accumulation": trainer.plan.accumulation,
         "clip": trainer.run.grad_norm_clip,
         "exact": runner.capabilities.exact,
+        "betas": runner.optimizer.param_groups[0].get("betas") if runner.optimizer else None,
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }
 

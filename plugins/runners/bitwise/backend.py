@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import AllToAllOptions, Backend, ReduceOp, _crea
 
 from .partial_sums import PartialSums
 
-BACKEND = "tree"
+BACKENDS = {"cpu": "tree", "cuda": "tree_nccl"}
 _PASSED = (
     "broadcast", "allgather", "allgather_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "send",
     "recv", "recv_anysource", "barrier", "all_gather_single", "all_gather_single_coalesced", "monitored_barrier",
@@ -53,27 +54,29 @@ rounds = Rounds()
 
 
 def _done(result: list[Tensor]) -> dist.Work:
-    """Return the handle of a completed collective."""
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    """Return the handle of a collective that is completed, or is queued on the current stream of a GPU."""
+    devices = [result[0].device] if result[0].is_cuda else None
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
     future.set_result(result)
     return _create_work_from_future(future)
 
 
 class TreeBackend(Backend):
-    """gloo, except for sums of floating-point numbers: an all-to-all, a fixed tree over the ranks, and an all-gather.
+    """gloo or NCCL, except for sums of floating-point numbers.
 
-    It sends as many bytes as a ring does. torch's own process group wraps it, so DDP, FSDP2, DTensor and DeepSpeed run
-    on it unchanged.
+    A sum is an all-to-all, a fixed tree over the ranks, and an all-gather, which send as many bytes as a ring. torch's
+    own process group wraps it, so DDP, FSDP2, DTensor and DeepSpeed run on it unchanged.
     """
 
     supports_coalescing = False  # torch's property would call itself without end
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: Backend, name: str) -> None:
         super().__init__(inner.rank(), inner.size())
         self.inner: Any = inner
+        self._name = name
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return self._name
 
     # ---- sums
 
@@ -139,9 +142,12 @@ def _is_float_sum(tensor: Tensor, operation: Any) -> bool:
     return tensor.is_floating_point() and bool(operation == ReduceOp.SUM)
 
 
-if BACKEND not in dist.Backend.backend_list:
-    dist.Backend.register_backend(
-        BACKEND,
-        lambda store, rank, size, timeout: TreeBackend(dist.ProcessGroupGloo(store, rank, size, timeout)),
-        devices=["cpu"],
-    )
+def _made(engine: str, name: str, *arguments: Any) -> TreeBackend:
+    """Create a group. engine: class in `torch.distributed`; builds of torch without CUDA have no NCCL."""
+    return TreeBackend(getattr(dist, engine)(*arguments), name)
+
+
+for _device, _engine in {"cpu": "ProcessGroupGloo", "cuda": "ProcessGroupNCCL"}.items():
+    _name = BACKENDS[_device]
+    if _name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_name, partial(_made, _engine, _name), devices=[_device])

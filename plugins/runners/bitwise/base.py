@@ -1,5 +1,6 @@
 """The parts of a bitwise runner that do not depend on the engine."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from crosstrain import (
     PlanContext,
     Runner,
     RunOptions,
+    log,
 )
 from crosstrain.engine.runner import context_size
 
@@ -49,8 +51,6 @@ class Bitwise(Runner):
             raise ConfigError("run.bitwise: set run.micro_batch_size; without it, the number of ranks determines it")
         if run.amp.dtype == "fp16" or run.amp.linear is not None:
             raise ConfigError("run.bitwise: fp16 and float8 are not supported; use run.amp=bf16 or fp32")
-        if run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available()):
-            raise ConfigError("run.bitwise: GPUs are not supported yet; use run.device=cpu")
         if context_size(options) > 1:
             raise ConfigError("run.bitwise: context parallelism is not supported; use context_parallel=1")
 
@@ -91,9 +91,12 @@ class Bitwise(Runner):
         return model
 
     def setup(self) -> None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when a GPU is first used
         super().setup()
         if self.run.threads is None:
             torch.set_num_threads(1)  # the same for every number of ranks
+        if self.device.type == "cuda":
+            use_deterministic_kernels()
 
     @property
     def gradient_scale(self) -> float:
@@ -142,6 +145,16 @@ class Rounded(Bitwise):
         with rounds(self._round, self._last):
             super().backward(loss)
         self._reduced.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
+
+
+def use_deterministic_kernels() -> None:
+    """Make torch choose kernels whose results do not change between runs; an operation without one raises an error.
+
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # the fastest kernel could differ between ranks
+    log.warning("run.bitwise was not tried on GPUs yet; compare the digests of your layouts (crosstrain compare)")
 
 
 def _of_adapters(options: Any, model: Model) -> Any:

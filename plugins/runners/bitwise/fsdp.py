@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from crosstrain import ConfigError, Layout, MakeOptimizer, MicroBatch, Model, PlanContext, RunOptions
 
 from ..fsdp import FSDPRunner
-from .backend import BACKEND
+from .backend import BACKENDS
 from .base import Rounded
 from .gradients import WholeGradients
 
@@ -20,7 +20,7 @@ from .gradients import WholeGradients
 class BitwiseFSDP(Rounded, FSDPRunner):
     """FSDP2 on process groups whose sums are fixed trees."""
 
-    capabilities: ClassVar = replace(FSDPRunner.capabilities, backend=BACKEND)
+    capabilities: ClassVar = replace(FSDPRunner.capabilities, backends=BACKENDS)
     _alone: WholeGradients | None = None  # sums for a single rank, because FSDP2 then reduces nothing
 
     @classmethod

@@ -16,7 +16,7 @@ from ..megatron.expert_parallel import ExpertParallel
 from ..megatron.plan import Resolved, ShardSpec
 from ..megatron.runner import MegatronRunner
 from ..megatron.tensor_parallel import TensorParallel
-from .backend import BACKEND
+from .backend import BACKENDS
 from .base import Bitwise, unfused
 from .experts import ExpertSources
 from .gradients import WholeGradients
@@ -72,7 +72,7 @@ class _InUnits(TensorParallel):
 class BitwiseMegatron(Bitwise, MegatronRunner):
     """Tensor, pipeline and data parallelism. Stages compute as one process does, with the same random numbers."""
 
-    capabilities: ClassVar = replace(MegatronRunner.capabilities, consecutive_micro_batches=True, backend=BACKEND)
+    capabilities: ClassVar = replace(MegatronRunner.capabilities, consecutive_micro_batches=True, backends=BACKENDS)
     data_parallel: TreeStrategy
     strategies: list[TreeStrategy]  # type: ignore[assignment]
 

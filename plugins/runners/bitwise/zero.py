@@ -12,7 +12,7 @@ from crosstrain import ConfigError, Layout, MakeOptimizer, Model, PlanContext, R
 from crosstrain.engine.optimizer import unscale_and_clip_
 
 from ..deepspeed.runner import DeepSpeedRunner
-from .backend import BACKEND
+from .backend import BACKENDS
 from .base import Rounded
 
 _SCATTER = "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced"
@@ -21,7 +21,7 @@ _SCATTER = "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced"
 class BitwiseZeRO(Rounded, DeepSpeedRunner):
     """DeepSpeed's ZeRO on process groups whose sums are fixed trees. Stage 1 reduces gradients as stage 2 does."""
 
-    capabilities: ClassVar = replace(DeepSpeedRunner.capabilities, backend=BACKEND)
+    capabilities: ClassVar = replace(DeepSpeedRunner.capabilities, backends=BACKENDS)
     _norm = 0.0
 
     @classmethod

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class _Worker:
     errors: Path  # file in which the worker describes its error
     heard: float = float("inf")  # time of the last sign of life; infinite until the first one
     waits: bool = False  # for the next epoch
+    part: str | None = None  # of the state, if it waits; None: it holds no state
     done: bool = False
     result: int = 0  # signal that stopped the worker
 
@@ -116,7 +118,7 @@ class Members:
                     message, value = worker.connection.recv()
                     worker.heard = time.monotonic()
                     if message == "waiting":
-                        worker.waits = True
+                        worker.waits, worker.part = True, value
                     elif message == "done":
                         worker.done, worker.result = True, value
 
@@ -167,7 +169,7 @@ class Members:
         new = [slot for slot in self._workers if slot not in self._members]
         if all(self._workers[slot].waits for slot in self._members or new):
             # Members come first, so that rank 0 is a worker that has the state.
-            slots = self._members + [slot for slot in new if self._workers[slot].waits]
+            slots = self._whole_first() + [slot for slot in new if self._workers[slot].waits]
             if size := self._largest(len(slots)):
                 self._begin(slots[:size])
         elif self._members and not self._ended and not self._stop:
@@ -176,6 +178,16 @@ class Members:
                 self._reason, self._ended = "a worker was added", time.monotonic()
                 for slot in self._members:
                     self._workers[slot].connection.send(None)
+
+    def _whole_first(self) -> list[int]:
+        """Return the members in an order in which the first ones hold the whole state, if that is possible."""
+        copies = Counter[str | None]()
+        order = dict[int, tuple[bool, int]]()
+        for slot in self._members:
+            part = self._workers[slot].part
+            order[slot] = part is None, copies[part]
+            copies[part] += 1
+        return sorted(self._members, key=lambda slot: order[slot])
 
     def _largest(self, workers: int) -> int:
         """The largest possible number of ranks with this many workers; 0: none."""

@@ -59,9 +59,12 @@ class Membership:
         """True if the launcher wants a new epoch at the end of this step, because another worker waits."""
         return self._connection.poll()
 
-    def enter(self) -> Epoch:
-        """Wait for an epoch that includes this worker, and put its address into the environment."""
-        self.say("waiting")
+    def enter(self, part: str | None = None) -> Epoch:
+        """Wait for an epoch that includes this worker, and put its address into the environment.
+
+        part: identifies the part of the run's state that this worker holds; None: it holds no state.
+        """
+        self.say("waiting", part)
         epoch: Epoch | None = None
         while epoch is None:
             epoch = self._connection.recv()  # None is the wish for a new epoch, which this call already grants
