@@ -164,26 +164,29 @@ class _Judge:
 
     def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
         """Describe the first place in the forward that differs, and return the parameters there."""
+        module, said = self._first_module(number, step, expected)
+        return said, [name for name in self.record["names"] if name.rpartition(".")[0] == module]
+
+    def _first_module(self, number: int, step: Record, expected: Record) -> tuple[str, str]:
+        """Return the first module in the forward that differs, "" if none does, and a description of the place."""
         noise = {} if self.tolerance.noise is None else steps_of(self.tolerance.noise)[number]["activations"]
         before = "the batch"
         usual = usual_difference(noise, expected["activations"])
         for module, theirs in expected["activations"].items():
             mine, rounding = step["activations"].get(module, theirs), noise.get(module, theirs)
-            names = [n for n in self.record["names"] if n.rpartition(".")[0] == module]
             limits = [
                 max(self.tolerance.least, 1e-12, 16 * max(usual, difference(a, b)))
                 for a, b in zip(rounding, theirs, strict=True)
             ]
             if difference(mine[0], theirs[0]) > limits[0]:
-                return (
+                return module, (
                     f"the first difference is the input of {module}, after {before}, such as positions, a mask, "
-                    f"attention or dropout",
-                    names,
+                    f"attention or dropout"
                 )
             if difference(mine[1], theirs[1]) > limits[1]:
-                return f"the first difference is the output of {module}: its weights, or how it is sharded", names
+                return module, f"the first difference is the output of {module}: its weights, or how it is sharded"
             before = module
-        return "no module's output differs, only the loss: its targets, its sum or its mean", []
+        return "", "no module's output differs, only the loss: its targets, its sum or its mean"
 
     def _loss(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, number = row["loss"], row["step"]
@@ -228,10 +231,11 @@ class _Judge:
         mine, theirs = step["routing"], expected["routing"]
         noise = self.tolerance.noise
         usual = None if noise is None else steps_of(noise)[number]["routing"]["near"]
-        if tie := flipped(mine["near"], theirs["near"], usual):
-            return tie
-        alike = self._place(number, step, expected)[0].startswith("no module")
-        if not alike or not self._differs(mine["loss"], theirs["loss"]):
+        tie, module = flipped(mine["near"], theirs["near"], usual), self._first_module(number, step, expected)[0]
+        block = next((int(part) for part in module.split(".") if part.isdigit()), None)
+        if tie is not None and (block is None or block >= tie.layer):  # a difference in an earlier block is no tie
+            return str(tie)
+        if module or not self._differs(mine["loss"], theirs["loss"]):
             return None
         return (
             f"the routers' losses are {mine['loss']} instead of {theirs['loss']}, from equal logits: means over "
@@ -415,8 +419,10 @@ class _Judge:
             yield self._finding("forward", said, f"a forward that differs too little for the loss; {place}", wrong, off)
         elif moments:
             cause = causes.small_gradient(step, wrong[0]) or f"{moments.cause} (according to the optimizer's moments)"
+        elif causes.lacks_bias_correction([gaps[name] for name in wrong], number, self.reference["betas"]):
+            cause = "Adam's moments are used without their bias correction"
         elif ratio is not None:
-            cause = causes.update_cause(ratio, number, self.reference)
+            cause = causes.update_cause(ratio, number, self.reference["schedule"])
         yield self._finding("update", said, cause, wrong, off)
 
     def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:

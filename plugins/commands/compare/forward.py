@@ -6,7 +6,7 @@ Rounding may change the choice of experts at a near tie. Such a difference does 
 from collections.abc import Iterable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,8 +110,25 @@ def _moved(mine: Near, theirs: Near, layer: int) -> float:
     return median(changes) if changes else 0.0
 
 
-def flipped(mine: Near, theirs: Near, noise: Near | None) -> str | None:
-    """Describe the near tie in the first layer where two runs choose different experts.
+class Tie(NamedTuple):
+    """A near tie that two runs decide differently."""
+
+    layer: int
+    sample: int
+    token: int
+    margin: float
+    more: int  # number of further tokens with such ties
+
+    def __str__(self) -> str:
+        more = f" and for {self.more} more tokens" if self.more else ""
+        return (
+            f"routing differs at layer {self.layer}, token {self.token} of sample {self.sample}, by a margin of "
+            f"{self.margin:.1e}{more}: a tie that rounding decides, not a wrong gradient"
+        )
+
+
+def flipped(mine: Near, theirs: Near, noise: Near | None) -> Tie | None:
+    """Return the near tie in the first layer where two runs choose different experts.
 
     noise: of a run that differs from `theirs` only by rounding; None: not measured. Returns None if all choices agree,
     or if rounding alone does not move the margins so far.
@@ -122,9 +139,4 @@ def flipped(mine: Near, theirs: Near, noise: Near | None) -> str | None:
     layer, sample, token = min(tuple(map(int, key.split())) for key in keys)
     if noise is not None and _moved(mine, theirs, layer) > 16 * _moved(noise, theirs, layer):
         return None
-    margin = abs(theirs[f"{layer} {sample} {token}"][0])
-    more = f" and for {len(keys) - 1} more tokens" if len(keys) > 1 else ""
-    return (
-        f"routing differs at layer {layer}, token {token} of sample {sample}, by a margin of {margin:.1e}{more}: a tie "
-        f"that rounding decides, not a wrong gradient"
-    )
+    return Tie(layer, sample, token, abs(theirs[f"{layer} {sample} {token}"][0]), len(keys) - 1)
