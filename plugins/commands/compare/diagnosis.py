@@ -106,6 +106,11 @@ class _Judge:
                 "a process that did not train writes it differently: the model's configuration or adapter was changed",
             )
 
+    @property
+    def _first_limit(self) -> float:
+        """The largest difference between losses of the initial weights that counts as rounding error."""
+        return self.tolerance.least if self.tolerance.is_narrow else self.tolerance.losses
+
     def _differs(self, a: float | None, b: float | None) -> bool:
         return difference(a, b) > self.tolerance.losses
 
@@ -148,7 +153,7 @@ class _Judge:
 
     def _evaluation(self, row: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, wanted = self.record["plain_loss"], self.reference["plain_loss"]
-        if not self._differs(loss, wanted):
+        if difference(loss, wanted) <= self._first_limit:
             return
         said = f"before the first step, in evaluation mode, the loss is {loss:.7g} instead of {wanted:.7g}"
         if self._differs(row["loss"], self.rows[1]["loss"]) or self._wrong(1, step, expected):
@@ -190,7 +195,7 @@ class _Judge:
 
     def _loss(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, number = row["loss"], row["step"]
-        limit = self.tolerance.least if self.tolerance.is_narrow and number == 1 else self.tolerance.losses
+        limit = self._first_limit if number == 1 else self.tolerance.losses
         if difference(loss, theirs["loss"]) <= limit:
             return
         said = f"the loss of step {number} is {loss} instead of {theirs['loss']}"
