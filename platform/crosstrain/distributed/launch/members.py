@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a real import would be circular: the launcher imports this 
 
 _POLL = 0.05  # seconds between looks at the workers
 _END = 10.0  # seconds for the processes to end after training
-_UNEXPLAINED = 3  # epochs in a row that may end without the loss of a worker
+_UNEXPLAINED = 3  # epochs in a row that may end without a finished step or the loss of a worker
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Members:
         self._store: dist.TCPStore | None = None  # of the current epoch
         self._reason = ""  # for the next epoch
         self._restarts_left, self._charged = how.max_restarts, -1  # number of the last epoch that has cost a restart
-        self._unexplained = 0  # epochs that have ended without the loss of a worker, in a row
+        self._unexplained = 0  # epochs that have ended without a finished step or the loss of a worker, in a row
         self._failure: Failure | None = None
         self._stop: list[int] = []
 
@@ -118,6 +118,8 @@ class Members:
                     message, value = worker.connection.recv()
                     worker.heard = time.monotonic()
                     if message == "waiting":
+                        if value != worker.part:  # the worker has finished a step
+                            self._unexplained = 0
                         worker.waits, worker.part = True, value
                     elif message == "done":
                         worker.done, worker.result = True, value
@@ -125,6 +127,8 @@ class Members:
     def _look_for_lost(self) -> None:
         """Take note of workers that have ended, and kill those that hang."""
         now = time.monotonic()
+        if not self._ended and any(self._workers[slot].waits for slot in self._members):
+            self._ended, self._store = now, None  # a member has lost a connection; the others must notice, too
         for slot, worker in list(self._workers.items()):
             late = self._ended and slot in self._members and not worker.waits and now - self._ended > self._limit
             reason = ""
@@ -194,7 +198,9 @@ class Members:
         return max((size for size in self._sizes if size <= workers), default=0)
 
     def _begin(self, slots: list[int]) -> None:
-        self._unexplained = 0 if self._ended else self._unexplained + 1
+        self._unexplained = 0 if self._reason else self._unexplained + 1
+        if self._number and not self._reason:
+            self._reason = "the workers lost their connections"
         if self._unexplained > _UNEXPLAINED:
             raise RankLost(
                 f"the workers lost their connections {_UNEXPLAINED} times, although none of them ended; see their "
