@@ -46,14 +46,15 @@ def test_a_killed_worker_costs_a_few_steps(workspace: Workspace, runner: str) ->
 
 @pytest.mark.slow
 def test_every_fault_is_named(workspace: Workspace) -> None:
-    done = drill(workspace, workspace.path / "drill", "--count", "4", "--steps", "60", runner="ddp")
+    done = drill(workspace, workspace.path / "drill", "--count", "5", "--steps", "60", runner="ddp")
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = {line.split()[0]: line for line in done.stdout.splitlines()[1:5]}
-    assert lines.keys() == {"kill", "freeze", "slow", "close"}
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()[1:6]}
+    assert lines.keys() == {"kill", "freeze", "slow", "close", "cut"}
     assert "was killed by SIGKILL" in lines["kill"]
     assert re.search("rank [01] (never entered|did not answer)", lines["freeze"])
     assert float(lines["freeze"].split()[3]) < 45, "a stopped process does not keep the others for 30 s more"
     assert "rank" in lines["close"]
+    assert re.search("rank [01] .*lost its connection", lines["cut"])
 
 
 def test_mistakes_are_refused(workspace: Workspace) -> None:

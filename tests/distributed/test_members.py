@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.commands.drill.faults import FAULTS
 
 from conftest import Run, Workspace, kill, logged_step, wait_until
 from crosstrain.checkpoint.digests import digests
@@ -153,6 +154,20 @@ def test_a_lost_shard_without_a_copy_is_read_from_the_newest_checkpoint(shared_w
     assert found is not None
     assert int(found[1]) >= 10
     assert int(found[1]) % 10 == 0
+
+
+@pytest.mark.slow
+def test_workers_that_lose_their_connections_go_on(
+    shared_workspace: Workspace, undisturbed: Callable[..., dict[str, str]]
+) -> None:
+    with started(shared_workspace, "cut", "run.max_iters=60") as (process, run):
+        before = workers(process.pid)
+        FAULTS["cut"](before[1])
+        wait_until(lambda: bool(changes(run)), process)
+        assert workers(process.pid) == before
+        assert process.wait(300) == 0
+    assert changes(run)[0].startswith("the workers lost their connections; 3 ranks go on from step ")
+    assert end_of(run.folder) == undisturbed(60)
 
 
 @pytest.mark.slow
