@@ -1,11 +1,11 @@
 """Compare diloco with ddp over slow links: loss, bytes and step times of quickstart's model and data.
 
-    python benchmarks/diloco.py [--steps 300] [--part loss|sent|overlap]
+    python benchmarks/diloco.py [--steps 300] [--batch 32] [--first 100] [--part loss|sent|overlap]
 
-Each group is one rank. `loss`: validation losses after equal numbers of samples. `sent` and `overlap` put each rank
-into a network namespace of its own, with links of 20 Mbit/s and a latency of 50 ms, which needs root. `overlap`
-measures step times in turns: without an exchange, with an exchange of the whole model, and with fragments that are
-exchanged while the next steps run.
+Each group is one rank. `loss`: validation losses after equal numbers of samples; with `--first N`, the first N steps are
+those of ddp, and the run then changes its runner. `sent` and `overlap` put each rank into a network namespace of its
+own, with links of 20 Mbit/s and a latency of 50 ms, which needs root. `overlap` measures step times in turns: without an
+exchange, with an exchange of the whole model, and with fragments that are exchanged while the next steps run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,18 @@ def runner(**options: Any) -> str:
     return f"run.runner={json.dumps({'name': 'diloco'} | options)}"
 
 
-def run(folder: Path, nodes: int, runner: str, steps: int, links: SlowLinks | None, *more: str) -> Result:
-    """Train, and return the validation loss, the median step time of the last half, and the bytes sent per node."""
+def run(
+    folder: Path, nodes: int, runner: str, steps: int, links: SlowLinks | None, *more: str, fresh: bool = True
+) -> Result:
+    """Train, and return the validation loss, the median step time of the last half, and the bytes sent per node.
+
+    fresh: start over; False: resume the run in `folder`.
+    """
     options = [*OPTIONS, f"run.output_dir={folder}", f"run.max_iters={steps}", runner, *more]
     before = links.sent() if links else []
     processes = []
     for node in range(nodes):
-        command = [sys.executable, "train.py", "--cfg-path", "projects/quickstart.yaml", "--fresh"]
+        command = [sys.executable, "train.py", "--cfg-path", "projects/quickstart.yaml", *["--fresh"] * fresh]
         if links is None:
             command += ["--nproc-per-node", str(nodes)]
         else:
@@ -89,13 +94,19 @@ def _sent_at(folder: Path, step: int, links: SlowLinks, processes: list[subproce
     return links.sent()
 
 
-def losses(folder: Path, steps: int) -> None:
-    validated, rows = (f"run.eval_interval={steps}",), []
+def losses(folder: Path, steps: int, batch: int, first: int) -> None:
+    validated, rows = (
+        (f"run.global_batch_size={batch}", f"run.lr_decay_iters={steps}", f"run.eval_interval={steps}"),
+        [],
+    )
     ddp = run(folder / "ddp", 2, "run.runner=ddp", steps, None, *validated)
     for groups in (2, 4):
         for exchange in ("bf16", "int8"):
             chosen = runner(groups=groups, every=50, exchange=exchange, **OUTER)
-            found = run(folder / f"{exchange}{groups}", groups, chosen, steps, None, *validated)
+            name = folder / f"{exchange}{groups}"
+            if first:
+                run(name, groups, "run.runner=ddp", first, None, *validated)
+            found = run(name, groups, chosen, steps, None, *validated, fresh=not first)
             rows.append([f"{groups} groups, {exchange}", f"{found['loss']:.4f}", f"{found['loss'] / ddp['loss']:.3f}"])
             print(rows[-1], file=sys.stderr, flush=True)
     print(table(["", "loss", "of ddp's"], [["ddp", f"{ddp['loss']:.4f}", "1"], *rows]))
@@ -134,12 +145,14 @@ def overlaps(folder: Path, count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=8, help="samples per step of the part `loss`")
+    parser.add_argument("--first", type=int, default=0, help="steps of ddp before the groups of the part `loss` part")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", choices=("loss", "sent", "overlap"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if asked.part in ("loss", None):
-            losses(Path(folder), asked.steps)
+            losses(Path(folder), asked.steps, asked.batch, asked.first)
         if asked.part in ("sent", None):
             sent(Path(folder))
         if asked.part in ("overlap", None):
