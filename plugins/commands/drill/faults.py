@@ -29,8 +29,8 @@ def freeze(worker: int) -> None:
 
 def slow(worker: int) -> None:
     """Let the process run for only half of the time."""
-    for _ in range(int(_SLOW / _TURN / 2)):
-        for number in (signal.SIGSTOP, signal.SIGCONT):
+    with suppress(ProcessLookupError):  # the run has ended
+        for number in [signal.SIGSTOP, signal.SIGCONT] * int(_SLOW / _TURN / 2):
             os.kill(worker, number)
             time.sleep(_TURN)
 
