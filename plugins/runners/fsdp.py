@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,6 +31,10 @@ from crosstrain import (
 from crosstrain.engine.precision import DTYPES
 
 from .sharding import computes_in_half, fully_sharded, is_linear, linear_weights
+
+# Meshes get different names, because DTensor's caches take meshes with the same names and ranks for one mesh. A mesh
+# that is made after ranks were lost or added would then get results for this rank's place in an older mesh.
+_meshes = count()
 
 
 def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
@@ -112,13 +117,14 @@ class FSDPRunner(Runner):
         return [out]
 
     def _make_mesh(self) -> DeviceMesh:
-        shard = self.options.shard_size or self.team.size
+        shard, number = self.options.shard_size or self.team.size, next(_meshes)
+        names = f"replicate{number}", f"shard{number}"
         if shard == self.team.size:
-            return DeviceMesh.from_group(self.team.handle, self.device.type, mesh_dim_names=("shard",))
+            return DeviceMesh.from_group(self.team.handle, self.device.type, mesh_dim_names=names[1:])
         if self.team is not self.world:
             raise ConfigError(f"run.runner.shard_size: {shard} splits a team of {self.team.size} ranks; leave it out")
         sizes = (self.world.size // shard, shard)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # `prepare` allocates only the shards

@@ -109,6 +109,7 @@ class Runner:
         self.timers, self.context = Timers(), Group()
         self.optimizer: torch.optim.Optimizer | None = None
         self.micro_losses = []
+        self.updates = 0  # optimizer steps that this process has begun
         self.state: dict[str, Any] = {}
         self.objective = Objective(None)  # computes the loss of a batch
 
@@ -250,6 +251,7 @@ class Runner:
         applied = apply and norm < float("inf")  # also False for NaN
         if applied:
             unscale_and_clip_(gradients, norm, scale, self.run.grad_norm_clip)
+            self.updates += 1
             self.update()
         self.model.zero_grad(set_to_none=True)  # the optimizer may hold only a part of the parameters
         self.precision.update_scale(apply, applied)

@@ -15,11 +15,20 @@ from crosstrain.checkpoint.checkpointer import Holding, assign, holdings
 from crosstrain.checkpoint.manifest import STORED_DTYPES
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
+from crosstrain.monitor.metrics import StepMetrics
+from crosstrain.training.callback import Callback
 from crosstrain.training.state import State
 from crosstrain.utils.logging import log
 
 if TYPE_CHECKING:
     from crosstrain.training.trainer import Trainer
+
+
+class Settled(Callback):
+    """Notes that the step is complete in the weights, the state and the run's callbacks; later hooks only report it."""
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        self.trainer.settled = self.trainer.runner.updates
 
 
 @dataclass
@@ -33,7 +42,7 @@ class Carried:
     @staticmethod
     def of(trainer: Trainer) -> Carried | None:
         """Return this rank's state; None if the rank was interrupted within an update."""
-        if trainer.updating:
+        if trainer.settled != trainer.runner.updates:
             return None
         tensors = holdings(trainer.runner.held.shards() + trainer.hooks.shards())
         return Carried(asdict(trainer.complete_state()), trainer.saved_step, tensors)

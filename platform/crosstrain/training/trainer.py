@@ -58,7 +58,7 @@ class Trainer:
     hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # platform hooks called after the run's callbacks
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early; all ranks have the same value
-    updating: bool = field(default=False, init=False)  # the state is between those of two steps
+    settled: int = field(default=0, init=False)  # updates of the runner that the whole state contains
     ranks: Group = field(default_factory=Group, init=False)  # the ranks that take the current step together
     row: Row = field(default_factory=dict, init=False)  # metrics of the current step for trackers; filled by hooks
     pointers: set[str] = field(default_factory=set, init=False)  # pointer files that will point to the next checkpoint
@@ -113,7 +113,6 @@ class Trainer:
         self.hooks.call("before_step", batch)
         scale = runner.precision.scaler.scale
         loss = runner.forward_backward(batch, max(targets, 1))
-        self.updating = True
         problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):
             result = runner.optimizer_step(apply=not any(problems))
@@ -127,7 +126,6 @@ class Trainer:
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
         self.throughput.measure(metrics, counted, self.dataset.sequence_length)
         self.hooks.call("after_step", metrics)
-        self.updating = False
         return metrics
 
     def _metrics(self, loss: float, rate: float, scale: float, result: StepResult) -> StepMetrics:
