@@ -70,6 +70,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
     )
     from crosstrain.checkpoint.folders import find_checkpoint, step_folder
     from crosstrain.cli.command import Command
+    from crosstrain.config.batch import RolloutOptions
     from crosstrain.config.bounds import (
         AllowInfinity,
         FilePath,

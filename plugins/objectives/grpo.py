@@ -20,6 +20,7 @@ from crosstrain import (
     Policy,
     PositiveFloat,
     PositiveInt,
+    RolloutOptions,
     Step,
     TrainingError,
     registry,
@@ -42,12 +43,10 @@ class GRPO(Objective):
     """
 
     @dataclass
-    class Options:
+    class Options(RolloutOptions):
         """Rewards, sampling and the loss; the defaults are those of the paper, without the divergence."""
 
         rewards: list[Annotated[Component, "reward"]]  # an episode's reward is their weighted sum
-        completions: PositiveInt = 8  # completions per prompt
-        max_new_tokens: PositiveInt = 256  # per turn
         temperature: PositiveFloat = 1.0  # of sampling, and of the probabilities in the loss
         # standardized: (reward - mean) / (standard deviation + 1e-4) over a prompt's completions; centered: reward -
         # mean; leave_one_out: reward - mean of the others; reward: the reward itself
@@ -61,7 +60,12 @@ class GRPO(Objective):
         clip: Fraction = 0.2  # ratios below 1 - clip get no gradient
         clip_high: NonNegativeFloat | None = None  # the same for ratios above 1 + clip_high; None: clip
         kl: NonNegativeFloat = 0.0  # weight of the divergence from the weights before training; 0: no copy is kept
-        sampler_steps: PositiveInt = 1  # the sampling weights are renewed every n steps, so they are up to n - 1 old
+        # number of consecutive optimizer steps that learn from the same completions: mu in the paper's algorithm 1,
+        # num_iterations in TRL; the last of these steps is this number - 1 steps off-policy
+        updates_per_rollout: PositiveInt = 1
+        # the sampling weights are renewed every n batches of prompts, so completions are sampled by weights that are up
+        # to n - 1 batches old
+        sampler_steps: PositiveInt = 1
         # upper limit of the factor that corrects for the sampler's rounding: p(learner) / p(sampler) (Yao et al., 2025)
         correction: PositiveFloat = 2.0
         skip_equal: bool = False  # leave out prompts whose completions all have the same reward (DAPO)
@@ -77,9 +81,13 @@ class GRPO(Objective):
             if self.turns > 1 and self.environment is None:
                 raise OptionError("turns", f"{self.turns} turns need an environment that replies; set environment")
 
+        @property
+        def uses(self) -> int:
+            return self.updates_per_rollout
+
     options: Options
     row_layout = "prompts"
-    fields = ("answer", "sampled", "advantages", "old", "reference", "reward", "counts")
+    fields = ("answer", "sampled", "advantages", "old", "reference", "reward", "counts", "measured")
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -87,10 +95,11 @@ class GRPO(Objective):
         self.rewards: list[tuple[str, Reward]] = [
             (reward.name, registry.get("reward", reward.name)(reward.options)) for reward in options.rewards
         ]
+        self.names = ("reward", "length", "finished", *(f"reward/{name}" for name, _ in self.rewards))  # logged means
         world = options.environment
         environment = None if world is None else registry.get("environment", world.name)(world.options)
         self.player = Player(options.max_new_tokens, options.turns, environment)
-        stale = options.sampler_steps > 1
+        stale = options.sampler_steps * options.updates_per_rollout > 1  # some steps are off-policy
         self.keeps: Sequence[str] = (_REFERENCE,) * (options.kl > 0) + (_SAMPLER,) * stale
         if options.temperature != 1:
             self.token_losses = self._tempered
@@ -102,16 +111,27 @@ class GRPO(Objective):
     # ---- sampling
 
     def begin_step(self, step: Step, policy: Policy) -> Step:
-        training, every = self.model.training, self.options.sampler_steps
-        if training and every > 1 and step.numbers[0] // len(step.numbers) % every == 0:
-            policy.keep(_SAMPLER)
-        with policy.kept(_SAMPLER) if training and every > 1 else nullcontext():
+        training, options = self.model.training, self.options
+        rollouts = step.numbers[0] // len(step.numbers) % options.sampler_steps  # since the sampler was renewed
+        behind = rollouts * options.updates_per_rollout + step.use  # number of updates since the sampler was renewed
+        if training and _SAMPLER in self.keeps:
+            self.record("off_policy_steps", torch.tensor([float(behind)]))
+            if not behind:
+                policy.keep(_SAMPLER)
+        by_sampler = training and behind > 0 and "old" not in step[0].data
+        with policy.kept(_SAMPLER) if by_sampler else nullcontext():
             for micro in step:
-                micro.data = self._sampled(micro, policy)
-        if training and self.options.kl:
+                if "sampled" not in micro.data:  # the first step with these samples, or the first one after a restart
+                    micro.data = self._sampled(micro, policy)
+                if by_sampler:
+                    micro.data["old"] = policy.log_probabilities(micro.data)
+        if training and options.kl and "reference" not in step[0].data:
             with policy.kept(_REFERENCE):
                 for micro in step:
                     micro.data["reference"] = policy.log_probabilities(micro.data)
+        for micro in step:
+            for name, values in zip(self.names, micro.data["measured"].T, strict=True):
+                self.record(name, values)
         return step
 
     def _sampled(self, micro: MicroBatch, policy: Policy) -> Batch:
@@ -119,36 +139,33 @@ class GRPO(Objective):
         options, training = self.options, self.model.training
         n, temperature = (options.completions, options.temperature) if training else (1, 0.0)
         episodes = self.player.play(micro, policy, n, temperature)
-        rewards = self._rewards(episodes).view(-1, n)
+        measured = self._measured(episodes)
+        rewards = measured[:, 0].view(-1, n)
         batch = batch_of(episodes, self.model.max_length)
         counts = torch.ones(len(episodes))
         if training and options.skip_equal:
             counts = (rewards.amax(1) > rewards.amin(1)).float().repeat_interleave(n)
         if training and options.skip_unfinished:
             counts *= torch.tensor([float(episode.ended) for episode in episodes])
-        batch |= {"reward": rewards.flatten(), "counts": counts}
+        batch |= {"reward": rewards.flatten(), "counts": counts, "measured": measured}
         batch["advantages"] = advantages(rewards, options.advantage).flatten()
-        if training and (options.sampler_steps > 1 or options.parity == "exact"):
-            batch["old"] = policy.log_probabilities(batch)
-            if options.parity == "exact" and not torch.equal(batch["old"], batch["sampled"]):
-                difference = (batch["old"] - batch["sampled"]).abs().max()
+        if training and options.parity == "exact":
+            difference = (policy.log_probabilities(batch) - batch["sampled"]).abs().max()
+            if difference != 0:
                 raise TrainingError(
                     f"run.objective.parity: the learner's log-probabilities differ from the sampler's by up to "
                     f"{difference:.1e}; use parity: measured"
                 )
         return batch
 
-    def _rewards(self, episodes: list[Episode]) -> Tensor:
-        """Return the weighted sums of the rewards [episodes], and record their parts."""
+    def _measured(self, episodes: list[Episode]) -> Tensor:
+        """Return what `names` lists of the episodes [episodes, names]; the first is the weighted sum of the rewards."""
+        parts = [torch.tensor(reward.of_all(episodes)) for _, reward in self.rewards]
         total = torch.zeros(len(episodes))
-        for name, reward in self.rewards:
-            values = torch.tensor(reward.of_all(episodes))
+        for (_, reward), values in zip(self.rewards, parts, strict=True):
             total += reward.options.weight * values
-            self.record(f"reward/{name}", values)
-        self.record("reward", total)
-        self.record("length", torch.tensor([float(episode.length) for episode in episodes]))
-        self.record("finished", torch.tensor([float(episode.ended) for episode in episodes]))
-        return total
+        lengths, ended = [float(e.length) for e in episodes], [float(e.ended) for e in episodes]
+        return torch.stack([total, torch.tensor(lengths), torch.tensor(ended), *parts], 1)
 
     # ---- the loss
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from crosstrain import Completion, Component, Environment, Episode, SampleError
@@ -20,6 +19,7 @@ from crosstrain.checkpoint.digests import recorded
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.registry import registry
 from crosstrain.utils.types import IGNORE_INDEX, MicroBatch
+from fixtures_policy import make_guesser
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
 
 # The same formulas in another order of operations, in fp64 but for the advantages, which are fp32.
@@ -266,33 +266,7 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
 @pytest.fixture(scope="module")
 def guesser(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of a tiny model that has learned to answer sums with some digit."""
-    folder = tmp_path_factory.mktemp("grpo")
-    model = {
-        "arch": "causal_lm", "make_vocab_size_divisible_by": 1,
-        "config": {
-            "model_type": "qwen2", "vocab_size": 16, "bos_token_id": None, "eos_token_id": 13, "hidden_size": 32,
-            "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "max_position_embeddings": 16,
-        },
-    }  # fmt: skip
-    run = {
-        "runner": "ddp", "output_dir": "first", "max_iters": 60, "global_batch_size": 32, "init_lr": 3e-3,
-        "device": "cpu", "eval_interval": None, "threads": 1,
-    }  # fmt: skip
-    datasets = {"sums": {"name": "arithmetic", "path": str(folder / "data"), "guesses": True}}
-    kind = registry.get("dataset", "arithmetic")
-    for guesses in (True, False):
-        kind.prepare(kind.Options(str(folder / "data"), guesses))
-    (folder / "first.yaml").write_text(yaml.safe_dump({"model": model, "datasets": datasets, "run": run}))
-    train(folder / "first.yaml", "first")
-    run |= {
-        "objective": {"name": "grpo", "rewards": [{"name": "answer"}], "completions": 4, "max_new_tokens": 2},
-        "max_iters": 4, "global_batch_size": 8, "micro_batch_size": 4, "init_lr": 1e-3, "log_interval": 1,
-    }  # fmt: skip
-    again = {"arch": "causal_lm", "pretrained": str(folder / "first"), "make_vocab_size_divisible_by": 1}
-    sums = {"sums": {"name": "arithmetic", "path": str(folder / "data")}}
-    (folder / "grpo.yaml").write_text(yaml.safe_dump({"model": again, "datasets": sums, "run": run}))
-    return folder
+    return make_guesser(tmp_path_factory.mktemp("grpo"))
 
 
 def _steps(project: str, options: tuple[str, ...], count: int) -> tuple[list[float], dict[int, Any]]:
@@ -425,7 +399,7 @@ def test_a_reward_may_be_named_twice() -> None:
     made = kind(kind.Options(rewards=both))
     made.model = SimpleNamespace(record=lambda *_: None)
     episodes = [Episode((0, 0), [], "", [5], [-1.0], [text], True) for text in ("ab", "a", "b", "c")]
-    assert made._rewards(episodes).tolist() == [3, 1, 2, 0]
+    assert made._measured(episodes)[:, 0].tolist() == [3, 1, 2, 0]
 
 
 def test_mistakes_are_refused(guesser: Path) -> None:

@@ -3,8 +3,22 @@
 import math
 from dataclasses import dataclass, replace
 
+from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import BatchWarmupOptions, RunOptions
 from crosstrain.utils.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class RolloutOptions:
+    """Options of objectives that sample completions while they train; a subclass may change the defaults."""
+
+    completions: PositiveInt = 8  # completions per prompt
+    max_new_tokens: PositiveInt = 256  # limit of the tokens of a turn
+
+    @property
+    def uses(self) -> int:
+        """Number of consecutive optimizer steps that learn from the same completions."""
+        return 1
 
 
 @dataclass(frozen=True)
@@ -16,11 +30,14 @@ class BatchPlan:
     accumulation: int
     dp_size: int
     warmup: BatchWarmupOptions | None = None  # before its end, steps have fewer samples, and less accumulation
+    uses: int = 1  # number of consecutive steps with the same samples
 
     @classmethod
     def of(cls, run: RunOptions, dp_size: int) -> "BatchPlan":
-        """Return `sizes_of` with the warmup of the batch size. Raises ConfigError for sizes that do not fit."""
-        plan = cls.sizes_of(run, dp_size)
+        """Return `sizes_of` with the batch size's warmup and `uses`. Raises ConfigError for sizes that do not fit."""
+        plan, options = cls.sizes_of(run, dp_size), run.objective and run.objective.options
+        if isinstance(options, RolloutOptions):
+            plan = replace(plan, uses=options.uses)
         if run.batch_warmup is None:
             return plan
         for size in run.batch_warmup.sizes(plan.global_batch):
@@ -64,11 +81,14 @@ class BatchPlan:
         return self.global_batch if self.warmup is None else self.warmup.size(before, self.global_batch)
 
     def steps(self, run: RunOptions, samples: int) -> int:
-        """Return the number of steps of the whole run, for a training split of `samples` samples."""
+        """Return the number of steps of the whole run, for a training split of `samples` samples.
+
+        An epoch takes each sample once, and trains on it in `uses` steps.
+        """
         if run.max_iters is not None:
             return run.max_iters
         assert run.max_epoch is not None  # exactly one of the two is set
         total, before, count = run.max_epoch * samples, 0, 0
         while before < total and (size := self.size(before)) < self.global_batch:
             before, count = before + size, count + 1
-        return count + math.ceil(max(total - before, 0) / self.global_batch)
+        return self.uses * (count + math.ceil(max(total - before, 0) / self.global_batch))

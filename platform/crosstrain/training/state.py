@@ -35,6 +35,7 @@ class State:
     step: Count = 0  # number of attempted steps
     applied_steps: Count = 0  # number of attempted steps that updated the weights; determines the learning rate
     samples: Count = 0  # number of samples consumed so far: the next sample's position in the training order
+    uses: Count = 0  # number of steps on the samples from this position on; they are consumed after `BatchPlan.uses`
     best_loss: float | None = None  # lowest validation loss so far; None: no validation yet
     scaler: dict[str, int | float] = field(default_factory=dict)  # state of the loss scaler
 

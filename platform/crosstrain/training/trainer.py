@@ -120,7 +120,8 @@ class Trainer:
                 routers.end_step(self.ranks.process_group, result.applied)
 
         state.step += 1
-        self._samples_before, state.samples = state.samples, batch.numbers[-1] + 1
+        self._samples_before, state.uses = state.samples, (batch.use + 1) % self.plan.uses
+        state.samples = batch.numbers[0] if state.uses else batch.numbers[-1] + 1
         state.applied_steps += result.applied or not meets  # this count must stay the same on all ranks
         metrics = self._metrics(loss, rate, scale, result)
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
@@ -182,8 +183,12 @@ class Trainer:
     # ---- samples
 
     def batches(self) -> Iterator[Step]:
-        """Yield this rank's micro batches of each step, starting at the sample `state.samples`."""
-        lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
+        """Yield this rank's micro batches of each step, starting at the sample `state.samples`.
+
+        Steps with the same samples follow each other (`BatchPlan.uses`), and a resumed run begins with the next one.
+        """
+        following = itertools.count(self.state.step + 1, self.plan.uses)
+        lengths = map(self._length, following) if self.run.curriculum else None
         steps = training_steps(
             self.dataset,
             self.plan,
@@ -199,16 +204,19 @@ class Trainer:
         objective, timers = self.runner.objective, self.runner.timers
         policy = RunnerPolicy(self.runner, self.dataset)
         for read in steps:
-            begun = time.perf_counter()
-            step = objective.begin_step(read, policy)
-            timers.add("data loader", begun - time.perf_counter())  # subtract the time of generation
-            for micro_batch in step:
-                micro_batch.num_targets = objective.num_targets(micro_batch.data)
-            yield step
+            step, first = read, self.state.uses if read.numbers[0] == self.state.samples else 0
+            for step.use in range(first, self.plan.uses):
+                begun = time.perf_counter()
+                step = objective.begin_step(step, policy)
+                timers.add("data loader", begun - time.perf_counter())  # subtract the time of generation
+                for micro_batch in step:
+                    micro_batch.num_targets = objective.num_targets(micro_batch.data)
+                yield step
 
     def _length(self, step: int) -> int:
-        """Return the sequence length of a step under the curriculum."""
+        """Return the sequence length of a step under the curriculum; steps with the same samples have the same."""
         assert self.run.curriculum is not None
+        step -= (step - 1) % self.plan.uses
         return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
     def _agree(self, batch: Step) -> tuple[int, int, bool]:

@@ -24,3 +24,4 @@ class Step(list[MicroBatch]):
     """This rank's micro batches of one step; `numbers` contains the sample numbers of the step on all ranks."""
 
     numbers: list[int]
+    use: int = 0  # number of earlier steps with the same samples
