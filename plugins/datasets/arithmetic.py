@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from crosstrain import Dataset, FilePath, NonNegativeInt, Split, registry, write_json
+from crosstrain import Batch, Dataset, FilePath, NonNegativeInt, Split, registry, write_json
 
 from ..commands.prepare.prepare import new_folder, output_lock
 from .chat import Chat, ConversationOptions
@@ -52,6 +52,10 @@ class Arithmetic(Prompts):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(self.files(options), split)
+
+    @classmethod
+    def shapes(cls, options: Any) -> Batch:
+        return (Chat if options.guesses else super()).shapes(cls.files(options))
 
     @classmethod
     def tokenizer_of(cls, options: Any) -> str | None:

@@ -30,6 +30,10 @@ class Prompts(ConversationDataset):
     def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
         return ChatSource(paths, tokenizer, "last", options.seq_length)
 
+    @classmethod
+    def shapes(cls, options: Any) -> Batch:
+        return {"input_ids": torch.zeros(1, options.seq_length - 1, dtype=torch.int64, device="meta")}
+
     def __len__(self) -> int:
         return self.count
 

@@ -21,6 +21,7 @@ from crosstrain import (
     Policy,
     PositiveFloat,
     PositiveInt,
+    RolloutOptions,
     Shard,
     Step,
     Text,
@@ -195,12 +196,11 @@ class OnPolicyDistill(Distill):
     """Distillation on completions that the student samples (Agarwal et al., 2024); by default with the reverse KL."""
 
     @dataclass
-    class Options(Distill.Options):
+    class Options(RolloutOptions, Distill.Options):
         """Sampling of the student."""
 
         divergence: Divergence = "reverse"
         completions: PositiveInt = 1  # completions per prompt
-        max_new_tokens: PositiveInt = 256  # limit of the tokens of a completion
         sampling_temperature: PositiveFloat = 1.0  # temperature of the student's samples
 
     options: Options

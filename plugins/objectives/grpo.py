@@ -42,7 +42,7 @@ class GRPO(Objective):
     In validation, each prompt gets one greedy completion, and the loss is minus the mean reward.
     """
 
-    @dataclass
+    @dataclass(kw_only=True)
     class Options(RolloutOptions):
         """Rewards, sampling and the loss; the defaults are those of the paper, without the divergence."""
 
@@ -62,7 +62,7 @@ class GRPO(Objective):
         kl: NonNegativeFloat = 0.0  # weight of the divergence from the weights before training; 0: no copy is kept
         # number of consecutive optimizer steps that learn from the same completions: mu in the paper's algorithm 1,
         # num_iterations in TRL; the last of these steps is this number - 1 steps off-policy
-        updates_per_rollout: PositiveInt = 1
+        updates_per_rollout: PositiveInt = 1  # type: ignore[misc]
         # the sampling weights are renewed every n batches of prompts, so completions are sampled by weights that are up
         # to n - 1 batches old
         sampler_steps: PositiveInt = 1
@@ -70,7 +70,7 @@ class GRPO(Objective):
         correction: PositiveFloat = 2.0
         skip_equal: bool = False  # leave out prompts whose completions all have the same reward (DAPO)
         skip_unfinished: bool = False  # leave out completions without an end token (DAPO)
-        turns: PositiveInt = 1  # maximum turns of the policy per episode; more than 1 need an environment
+        turns: PositiveInt = 1  # type: ignore[misc]  # maximum turns of the policy per episode; more than 1 need an environment
         environment: Annotated[Component, "environment"] | None = None  # replies to the policy's turns
         # exact: fail unless the learner's log-probabilities have the same bits as the sampler's
         parity: Literal["measured", "exact"] = "measured"
@@ -80,10 +80,6 @@ class GRPO(Objective):
                 raise OptionError("rewards", "needs at least one reward, such as [{name: answer}]")
             if self.turns > 1 and self.environment is None:
                 raise OptionError("turns", f"{self.turns} turns need an environment that replies; set environment")
-
-        @property
-        def uses(self) -> int:
-            return self.updates_per_rollout
 
     options: Options
     row_layout = "prompts"
@@ -112,8 +108,8 @@ class GRPO(Objective):
 
     def begin_step(self, step: Step, policy: Policy) -> Step:
         training, options = self.model.training, self.options
-        rollouts = step.numbers[0] // len(step.numbers) % options.sampler_steps  # since the sampler was renewed
-        behind = rollouts * options.updates_per_rollout + step.use  # number of updates since the sampler was renewed
+        # number of updates since the sampler was renewed
+        behind = step.numbers[0] // len(step.numbers) % options.sampler_steps * options.updates_per_rollout + step.use
         if training and _SAMPLER in self.keeps:
             self.record("off_policy_steps", torch.tensor([float(behind)]))
             if not behind:
@@ -129,9 +125,8 @@ class GRPO(Objective):
             with policy.kept(_REFERENCE):
                 for micro in step:
                     micro.data["reference"] = policy.log_probabilities(micro.data)
-        for micro in step:
-            for name, values in zip(self.names, micro.data["measured"].T, strict=True):
-                self.record(name, values)
+        for name, values in zip(self.names, torch.cat([micro.data["measured"] for micro in step]).T, strict=True):
+            self.record(name, values)
         return step
 
     def _sampled(self, micro: MicroBatch, policy: Policy) -> Batch:
@@ -161,11 +156,12 @@ class GRPO(Objective):
     def _measured(self, episodes: list[Episode]) -> Tensor:
         """Return what `names` lists of the episodes [episodes, names]; the first is the weighted sum of the rewards."""
         parts = [torch.tensor(reward.of_all(episodes)) for _, reward in self.rewards]
-        total = torch.zeros(len(episodes))
-        for (_, reward), values in zip(self.rewards, parts, strict=True):
-            total += reward.options.weight * values
-        lengths, ended = [float(e.length) for e in episodes], [float(e.ended) for e in episodes]
-        return torch.stack([total, torch.tensor(lengths), torch.tensor(ended), *parts], 1)
+        total = sum(
+            (reward.options.weight * part for (_, reward), part in zip(self.rewards, parts, strict=True)),
+            torch.zeros(len(episodes)),
+        )
+        of_episodes = torch.tensor([[float(episode.length), float(episode.ended)] for episode in episodes])
+        return torch.stack([total, *of_episodes.T, *parts], 1)
 
     # ---- the loss
 

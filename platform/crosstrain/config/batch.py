@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import BatchWarmupOptions, RunOptions
@@ -10,15 +11,15 @@ from crosstrain.utils.errors import ConfigError
 
 @dataclass(kw_only=True)
 class RolloutOptions:
-    """Options of objectives that sample completions while they train; a subclass may change the defaults."""
+    """Options of objectives that sample completions while they train.
+
+    A subclass may have other defaults, and may make the class variables options: fields with the same names.
+    """
 
     completions: PositiveInt = 8  # completions per prompt
     max_new_tokens: PositiveInt = 256  # limit of the tokens of a turn
-
-    @property
-    def uses(self) -> int:
-        """Number of consecutive optimizer steps that learn from the same completions."""
-        return 1
+    turns: ClassVar[int] = 1  # maximum number of turns that are sampled for a completion
+    updates_per_rollout: ClassVar[int] = 1  # number of consecutive optimizer steps that learn from the same completions
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class BatchPlan:
         """Return `sizes_of` with the batch size's warmup and `uses`. Raises ConfigError for sizes that do not fit."""
         plan, options = cls.sizes_of(run, dp_size), run.objective and run.objective.options
         if isinstance(options, RolloutOptions):
-            plan = replace(plan, uses=options.uses)
+            plan = replace(plan, uses=options.updates_per_rollout)
         if run.batch_warmup is None:
             return plan
         for size in run.batch_warmup.sizes(plan.global_batch):

@@ -91,9 +91,9 @@ class Objective:
         The number of micro batches and their `numbers` must not change. Validation calls this method with one micro
         batch; `model.training` is then False.
 
-        If several steps train on the same samples (`RolloutOptions.uses`), this method is called before each of them,
-        with the step that it returned before, and `step.use` is the number of the earlier ones. After a restart
-        between them, `step` is from the dataset although `step.use` is above 0.
+        If several steps train on the same samples (`RolloutOptions.updates_per_rollout`), this method is called before
+        each of them, with the step that it returned before, and `step.use` is the number of the earlier ones. After a
+        restart between them, `step` is from the dataset although `step.use` is above 0.
         """
         return step
 

@@ -1,11 +1,11 @@
 """The training loop, shared by all runners, models and datasets without special cases for any of them."""
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
+from itertools import count
 from pathlib import Path
 
 from crosstrain.checkpoint.checkpointer import Checkpointer
@@ -187,8 +187,7 @@ class Trainer:
 
         Steps with the same samples follow each other (`BatchPlan.uses`), and a resumed run begins with the next one.
         """
-        following = itertools.count(self.state.step + 1, self.plan.uses)
-        lengths = map(self._length, following) if self.run.curriculum else None
+        lengths = map(self._length, count(self.state.step + 1, self.plan.uses)) if self.run.curriculum else None
         steps = training_steps(
             self.dataset,
             self.plan,
@@ -216,8 +215,9 @@ class Trainer:
     def _length(self, step: int) -> int:
         """Return the sequence length of a step under the curriculum; steps with the same samples have the same."""
         assert self.run.curriculum is not None
-        step -= (step - 1) % self.plan.uses
-        return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
+        return self.run.curriculum.length(
+            step - (step - 1) % self.plan.uses, self.run.curriculum.check(self.dataset.sequence_length)
+        )
 
     def _agree(self, batch: Step) -> tuple[int, int, bool]:
         """Return the step's number of targets and of target tokens, and whether any rank got a request to stop.

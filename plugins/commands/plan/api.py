@@ -52,7 +52,7 @@ def alternatives(
     def rebuild(settings: list[str]) -> Project:
         config = load_config(project, [*pairs(options), *settings])
         ready = dry_run(config, size)
-        return Project(config, ready.model, planned.inputs, ready.absent)
+        return Project(config, ready.model, planned.sample, ready.absent)
 
     found: dict[str, Config | str] = {}
     for name in preset_files("runner") if presets else ():

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
 import torch
@@ -17,7 +17,9 @@ from crosstrain import (
     Layout,
     MatrixOptimizer,
     Model,
+    Objective,
     PlanContext,
+    RolloutOptions,
     Sizes,
     UserError,
     create_state,
@@ -35,7 +37,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
 
 from .fake_world import fake_world
-from .memory_trace import Trace, trace
+from .memory_trace import Trace, cache_bytes, trace
 
 UNKNOWN_SHAPE = "the shape of a sample is unknown until the data is prepared"
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -53,6 +55,8 @@ class Memory:
     parameters: int | None
     device: dict[str, int]
     host: dict[str, int]
+    # device memory that sampling needs in addition to parameters, optimizer state and copies of weights
+    sampling: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -80,15 +84,23 @@ class Estimate:
 class Project:
     """A configuration and its model, for estimates under any number of runners; traces are cached.
 
-    model: the model on the meta device. inputs: one sample as a batch on the meta device; None: the shape of a
+    model: the model on the meta device. sample: one sample as a batch on the meta device; None: the shape of a
     sample is unknown, and estimates exclude activations. absent: weight folders that are missing on this machine.
+    inputs: `sample`, or the completions of this prompt, as the model learns from them.
     """
 
-    def __init__(self, config: Config, model: Model, inputs: Batch | None, absent: list[str] | None = None) -> None:
-        self.config, self.model, self.inputs, self.absent = config, model, inputs, absent or []
+    def __init__(self, config: Config, model: Model, sample: Batch | None, absent: list[str] | None = None) -> None:
+        self.config, self.model, self.sample, self.inputs, self.absent = config, model, sample, sample, absent or []
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = auto if config.run.device == "auto" else config.run.device
         self.sizes, self.objective = Sizes.of(model), make_objective(config, model)
+        self.copies, options = len(self.objective.keeps), config.run.objective and config.run.objective.options
+        self.rollouts = options if isinstance(options, RolloutOptions) and sample is not None else None
+        if self.rollouts is not None and sample is not None:
+            self.prompt, self.objective = sample["input_ids"].shape[1], Objective(None)  # cross-entropy is traced
+            length = -(-(self.prompt + self.rollouts.max_new_tokens * self.rollouts.turns - 1) // 8) * 8  # padded
+            ids = torch.zeros(self.rollouts.completions, min(length, model.max_length or length), dtype=torch.int64)
+            self.inputs = {"input_ids": ids.to("meta"), "labels": ids.to("meta")}
         self.dtype = DTYPES[config.run.amp.dtype]
         self.problem: str | None = None  # the reason why activations are unknown
         self._traces: dict[Hashable, Trace] = {}
@@ -147,15 +159,12 @@ class Project:
             self.problem = self.problem or UNKNOWN_SHAPE
         if self.problem is None and key not in self._traces:
             try:
-                self._traces[key] = trace(
-                    layout.model or self.model,
-                    self.batch_of(rows),
-                    self.dtype if layout.autocast else torch.float32,
-                    mode,
-                    self.device,
-                    layout.head,
-                    self.objective,
+                model, dtype = layout.model or self.model, self.dtype if layout.autocast else torch.float32
+                self._traces[key] = traced = trace(
+                    model, self.batch_of(rows), dtype, mode, self.device, layout.head, self.objective
                 )
+                if self.rollouts is not None:
+                    traced.cache = rows * cache_bytes(model, layout.head, dtype, self.prompt, self.rollouts)
             except Exception as error:  # a model that reads tensor values can raise any error
                 reason = first_line(error)[:120]
                 if layout.model is not None:
@@ -180,6 +189,7 @@ class Project:
         update = int(layout.updated * self.state_bytes(layout.model or self.model))
         state = layout.masters + update
         always = {"parameters": layout.parameters, "optimizer": state if layout.optimizer == "device" else 0}
+        always["copies of weights"] = self.copies * layout.updated * _FP32
         computing = always | {
             "gathered parameters": layout.gathered,
             "gradients": layout.gradients + made,
@@ -190,12 +200,13 @@ class Project:
         trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]
         gradients = max(layout.gradients, int(retained * trained))
         stepping = always | {"gradients": gradients, "communication": layout.step_buffers}
-        most = max(computing, stepping, key=lambda parts: sum(parts.values()))
+        sampling = {"key/value cache": traced.cache, "gathered parameters": layout.gathered} if self.rollouts else {}
+        most = max(computing, stepping, always | sampling, key=lambda parts: sum(parts.values()))
         host = layout.host | ({"optimizer": state} if layout.optimizer == "host" else {})
         host |= {"activations": inputs} if inputs else {}
         if self.config.run.save_in_background:
             host[HOST_COPY] = layout.updated * _FP32 + update
-        return Memory(layout.kind, layout.held, layout.whole, {k: v for k, v in most.items() if v}, host)
+        return Memory(layout.kind, layout.held, layout.whole, {k: v for k, v in most.items() if v}, host, sampling)
 
     # ---- independent of the runner
 

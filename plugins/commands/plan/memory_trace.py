@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from crosstrain import PLAIN, Batch, ForwardMode, Head, Model, Objective, takes_mode
+from crosstrain import PLAIN, Batch, ForwardMode, Head, Model, Objective, RolloutOptions, takes_mode
+from crosstrain.inference.cache import BLOCK
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
@@ -59,6 +60,7 @@ class Trace:
     inputs: int = 0  # bytes of inputs of checkpointed blocks, which `offload` moves to host memory
     flops: int = 0
     exchanged: int = 0  # bytes that this rank sends in collectives of the forward and the backward
+    cache: int = 0  # bytes of keys and values while the completions of a micro batch are sampled
 
     def peak(self, retained: float, outside: float, exchanged: int) -> tuple[int, int, int]:
         """Return the peak memory, and its parts for retained gradients and for communication buffers.
@@ -96,6 +98,25 @@ def trace(
     for n in sorted(groups, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
         out = _extended(out, ends, measure(middles | {n: groups[n][1:]}), n, len(middles[n]))
     return out
+
+
+def cache_bytes(model: Model, head: Head | None, dtype: torch.dtype, prompt: int, options: RolloutOptions) -> int:
+    """Return the bytes of the key/value cache of a prompt's completions in their last turn, measured in a forward.
+
+    The cache has room for the prompt, for earlier turns, and for whole blocks of new tokens; the last token is not
+    computed again. model: this rank's part, on the meta device.
+    """
+    # Under sequence parallelism, the number of ranks divides the number of tokens in a forward.
+    room = prompt + options.max_new_tokens * (options.turns - 1) + BLOCK * -(-(options.max_new_tokens - 1) // BLOCK)
+    model, mode = copy.deepcopy(model).eval(), ForwardMode(head or Head()).arguments() if takes_mode(model) else {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        _give_shapes(model, [])
+        if (cache := model.new_cache()) is None:
+            return 0
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            model(input_ids=torch.zeros(1, whole := -(-room // BLOCK) * BLOCK, dtype=torch.int64), cache=cache, **mode)
+    held = [t.untyped_storage() for layer in cache.layers for t in tree_leaves(vars(layer)) if isinstance(t, Tensor)]
+    return options.completions * sum({storage._cdata: storage.nbytes() for storage in held}.values()) * room // whole
 
 
 def _alike(chain: list[nn.Module]) -> list[nn.Module]:

@@ -47,7 +47,22 @@ class Plan:
     def tokens_per_step(self) -> int | None:
         """Number of tokens in a step; None if samples have no input_ids."""
         ids = (self.project.inputs or {}).get("input_ids")
-        return None if ids is None else ids.shape[1] * self.chosen.batch.global_batch
+        return None if ids is None else ids.numel() * self.chosen.batch.global_batch
+
+    @property
+    def rollouts(self) -> dict[str, int]:
+        """Sizes of a rollout with the longest completions, and bytes on the fullest rank; empty: nothing is sampled."""
+        batch, options = self.chosen.batch, self.project.rollouts
+        if options is None:
+            return {}
+        completions, tokens = batch.global_batch * options.completions, options.max_new_tokens * options.turns
+        return {
+            "completions": completions,
+            "tokens": completions * tokens,
+            "forwards": batch.accumulation * tokens,
+            "steps": batch.uses,
+            **self.chosen.memory.sampling,
+        }
 
     def days(self) -> float | None:
         """Return the duration of the whole run in days; None if its length or the speed is unknown."""
@@ -78,6 +93,7 @@ class Plan:
             "active_parameters": self.unpadded - self.project.model.structure.idle_parameters,
             "flops_per_step": self.project.flops(chosen.batch, chosen.mode),
             "tokens_per_step": self.tokens_per_step,
+            "rollouts": self.rollouts or None,
             "steps": self.steps,
             "days": self.days(),
             "batch": asdict(chosen.batch),
@@ -128,6 +144,7 @@ class Plan:
             f"traffic           {show_bytes(chosen.sent)} sent by a rank per step",
             f"checkpoint        {show_bytes(project.checkpoint_bytes)}",
         ]
+        out += [_rollout_lines(self.rollouts)] if self.rollouts else []
         if chosen.bubble:
             out.append(f"pipeline bubble   {chosen.bubble:.1%} of a step, if all stages take the same time")
         if self.steps is not None:
@@ -213,3 +230,13 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: Alterna
     if budget.device_memory and not plan.fits(chosen):
         plan.advice = nearest(project, others, world_size, budget.device_memory)
     return plan
+
+
+def _rollout_lines(made: dict[str, int]) -> str:
+    """Describe `Plan.rollouts` in two lines."""
+    return (
+        f"rollouts          {made['completions']:,} completions, at most {made['tokens']:,} sampled tokens, every "
+        f"{made['steps']} step{'s' * (made['steps'] > 1)}\n"
+        f"{'':18}{made['forwards']:,} forwards of a rank, with {show_bytes(made['key/value cache'])} of keys and "
+        f"values and {show_bytes(made['gathered parameters'])} of gathered parameters"
+    )
