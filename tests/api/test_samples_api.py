@@ -41,6 +41,29 @@ def test_text_and_its_origin(workspace: Workspace) -> None:
     assert crosstrain.samples(workspace.project, "val")[0].title.startswith("sample 0 of val, index 0 of ")
 
 
+TEMPLATE = (
+    "{% for m in messages %}({{ m.role }}) {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}(assistant) {% endif %}"
+)
+
+
+def test_prompts_are_shown_as_the_sampler_completes_them(tmp_path: Path) -> None:
+    """With the template up to the answer's first token, and then the reference answer."""
+    rows = [[{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "it is 2"}]] * 2
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
+    write_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    options = {"path": f"{tmp_path}/a.jsonl", "tokenizer": f"{tmp_path}/tokenizer", "seq_length": 64}
+    project = {
+        "model": {"arch": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64, "vocab_size": 600},
+        "datasets": {"mine": {"name": "prompts", **options}},
+        "run": {"output_dir": f"{tmp_path}/out", "max_iters": 1, "global_batch_size": 1},
+    }
+    (view,) = crosstrain.samples(project)
+    assert view.text() == "(user) 1 + 1(assistant) \nanswer: it is 2</s>"
+    ids, answer = (view.data[key].tolist() for key in ("input_ids", "answer"))
+    assert view.text(ids=True) == f"{' '.join(map(str, ids))}\nanswer: {answer}"
+
+
 def test_tokens_without_a_tokenizer_are_ids(workspace: Workspace, dataset: Path) -> None:
     prefix = workspace.path / "megatron"
     for ending in (".bin", ".idx"):

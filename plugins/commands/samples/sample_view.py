@@ -11,6 +11,7 @@ from crosstrain import IGNORE_INDEX, IMAGE, IMAGE_ID, SHARED, Sample, TextTokeni
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
+_APART = ("answer",)  # tokens that are not in the rows, such as the reference answer to a prompt
 _SHOWN = 16  # other arrays are shown in full if they have at most this many values
 
 _Token = tuple[int, bool, str]  # ID, whether it is a target, heading if a new document or conversation begins here
@@ -34,7 +35,10 @@ class SampleView:
         return [{key: arrays[key][row] for key in keys} for row in range(len(arrays["input_ids"]))]
 
     def text(self, *, ids: bool = False, colour: bool = False) -> str:
-        """Return each row's tokens as text or IDs, with target tokens in «» or green, and then the other arrays."""
+        """Return each row's tokens as text or IDs, with target tokens in «» or green, and then the other arrays.
+
+        A prompt has no target tokens: it is shown with its template, as a sampler completes it.
+        """
         decode = self.tokenizer.decode if self.tokenizer and not ids else None
         lines = []
         for number, row in enumerate(self.rows):
@@ -43,7 +47,7 @@ class SampleView:
         for key in self.data.keys() - {*_OF_TOKENS}:
             values = np.asarray(self.data[key])
             shown = values.tolist() if values.size <= _SHOWN else f"{values.dtype} {list(values.shape)}"
-            lines.append(f"{key}: {shown}")
+            lines.append(f"{key}: {printable(decode(values.ravel().tolist())) if decode and key in _APART else shown}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
