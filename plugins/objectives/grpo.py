@@ -135,7 +135,7 @@ class GRPO(Objective):
         n, temperature = (options.completions, options.temperature) if training else (1, 0.0)
         episodes = self.player.play(micro, policy, n, temperature)
         measured = self._measured(episodes)
-        rewards = measured[:, 0].view(-1, n)
+        rewards = measured[:, 0].contiguous().view(-1, n)  # a column with strides is summed in a different order
         batch = batch_of(episodes, self.model.max_length)
         counts = torch.ones(len(episodes))
         if training and options.skip_equal:
