@@ -6,7 +6,6 @@ for tokenizers that have neither a `tokenizer.json` nor GPT-2's files.
 
 import hashlib
 import json
-import logging
 import os
 import tempfile
 from array import array
@@ -23,10 +22,9 @@ from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, pl
 from crosstrain.utils.errors import DataError, explained, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
 from crosstrain.utils.limited_process import LimitedProcess, LimitError
+from crosstrain.utils.logging import log
 from crosstrain.utils.paths import near
 from crosstrain.utils.trust import check_source
-
-_log = logging.getLogger(__name__)
 
 # Files in the folders of tokenizers and models.
 TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -144,13 +142,13 @@ def warn_if_rebuilt(spec: str) -> None:
         own, theirs = _from_file(path / TOKENIZER, config), _from_transformers(str(path))
         text = own.decode(list(range(own.backend.get_vocab_size())), words=True)  # every token once
         if theirs.encode(text) != own.encode(text):
-            _log.warning(
+            log.warning(
                 "transformers' AutoTokenizer encodes differently from the tokenizer.json in %s; tokenizer.json is used "
                 "here; to load this file, use transformers.PreTrainedTokenizerFast.from_pretrained",
                 spec,
             )
     except LimitError as error:
-        _log.warning("transformers' AutoTokenizer cannot open %s: %s", spec, error)
+        log.warning("transformers' AutoTokenizer cannot open %s: %s", spec, error)
     except DataError:  # transformers finds no tokenizer, so there is nothing to compare
         return
 

@@ -4,7 +4,6 @@ Each stage works on shards in a folder that outlives the process. The name of a 
 options, so a later run finds finished work by name even if the earlier run was killed.
 """
 
-import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from crosstrain import DataError, TextTokenizer, load_tokenizer, printable, to_plain, write_json
+from crosstrain import DataError, TextTokenizer, load_tokenizer, log, printable, to_plain, write_json
 from crosstrain.checkpoint.files import fsync
 from crosstrain.data.tokenizer import warn_if_rebuilt
 
@@ -33,7 +32,6 @@ from .stats import Counts, bins
 from .train_bpe import train_bpe
 
 _SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
-_log = logging.getLogger(__name__)
 
 
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
@@ -122,7 +120,7 @@ class _Pipeline:
         for label, sums in counts.items():
             sums.rows.check(label, self.options.max_dropped)
             for notice in sums.rows.notices():
-                _log.warning("%s: %s", printable(label), notice)
+                log.warning("%s: %s", printable(label), notice)
             if not sums.kept:
                 raise DataError(f"{label} holds no document: {sums.all_dropped()}")
         inputs = {label: sums.plain for label, sums in counts.items()}
@@ -150,7 +148,7 @@ class _Pipeline:
         kept = (shard.documents(set(places)) for shard, places in zip(self.shards, dropped, strict=True))
         tokenizer = train_bpe((text for text, _ in chain.from_iterable(kept)), wanted, self.progress)
         if (size := tokenizer.vocab_size) < wanted:
-            _log.warning(
+            log.warning(
                 "the text is too short for a vocabulary of %d: the tokenizer has %d; a model's vocab_size need not be "
                 "larger",
                 wanted,

@@ -1,6 +1,5 @@
 """Resolve the `input` of a recipe into readers and their files."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from crosstrain import Component, ConfigError, DataError, UserError, printable, registry, to_plain
+from crosstrain import Component, ConfigError, DataError, UserError, log, printable, registry, to_plain
 from crosstrain.config.schema import Checker, options_class
 from crosstrain.utils import storage
 
@@ -16,7 +15,6 @@ from . import io
 from .reader import FileReader
 
 Input = str | Component | list[str | Component]
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def _name_others(folder: str, names: list[str]) -> None:
     """Warn that no reader accepts these files of a folder."""
     if names:
         first = printable(names[0])  # a file name need not be UTF-8
-        _log.warning("%s: %d files are not read, such as %s: no reader supports that suffix", folder, len(names), first)
+        log.warning("%s: %d files are not read, such as %s: no reader supports that suffix", folder, len(names), first)
 
 
 def _claiming(path: Path) -> str | None:
