@@ -1,7 +1,5 @@
 """The interface of plugins that measure a checkpoint with `crosstrain evaluate`."""
 
-from __future__ import annotations
-
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,7 @@ class Evaluation(ABC):
     def is_asked(self, given: Mapping[str, Any]) -> bool:
         """Return True if the flags ask for this evaluation. Raises UserError for flags that contradict each other."""
 
-    def splits(self, given: Mapping[str, Any]) -> Sequence[Split]:
+    def splits(self, given: Mapping[str, Any]) -> "Sequence[Split]":
         """Return the splits that `run` opens. Each split must have samples."""
         return ()
 
@@ -37,7 +35,7 @@ class Evaluation(ABC):
         return False
 
     @abstractmethod
-    def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
+    def run(self, model: "OpenModel", given: Mapping[str, Any]) -> Any:
         """Return the results, as JSON values to be written under the evaluation's name. Collective."""
 
 

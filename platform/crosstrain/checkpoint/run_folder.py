@@ -5,8 +5,6 @@ Only one run trains in a folder at a time. The run's ID is in `.run_id` and in t
 A run in a bucket also has a local folder. All local files except checkpoints are copied to the bucket at intervals.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -191,7 +189,7 @@ class RunFolder:
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def check_shared(self, world: Group) -> None:
+    def check_shared(self, world: "Group") -> None:
         """Raise UserError on every rank unless all ranks see the folder that rank 0 created. Collective."""
         if world.size == 1 or storage.is_url(self.address):
             return

@@ -1,7 +1,5 @@
 """The interface of a dataset plugin."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -85,7 +83,7 @@ class Dataset(ABC):
         self.split = split
 
     @classmethod
-    def open(cls, options: Any, split: Split) -> Dataset:
+    def open(cls, options: Any, split: Split) -> "Dataset":
         """Open a split. A subclass may return a different dataset that contains this one."""
         return cls(options, split)
 

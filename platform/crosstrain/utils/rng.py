@@ -3,8 +3,6 @@
 A checkpoint stores no RNG state, yet a resumed run draws the same numbers as an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +31,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def generator(*parts: int | str) -> torch.Generator:
+def generator(*parts: int | str) -> "torch.Generator":
     """Return a generator seeded with `derive_seed(*parts)`, on the CPU, so that values do not depend on the device."""
     import torch
 

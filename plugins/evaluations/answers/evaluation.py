@@ -1,7 +1,5 @@
 """`crosstrain evaluate --answers`: answers to a dataset's questions, and their scores."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,10 +36,10 @@ class Answers(Evaluation):
             raise UserError("--sheet: needs --answers; give both")
         return given["answers"] is not None
 
-    def splits(self, given: Mapping[str, Any]) -> list[Split]:
+    def splits(self, given: Mapping[str, Any]) -> "list[Split]":
         return given["answers"] or ["test"]
 
-    def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
+    def run(self, model: "OpenModel", given: Mapping[str, Any]) -> Any:
         from .vqa import answer_splits
 
         return answer_splits(model, self.splits(given), given)

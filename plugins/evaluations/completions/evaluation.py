@@ -1,7 +1,5 @@
 """`crosstrain evaluate --generate`, `--chat` and `--interactive`: text from a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -63,7 +61,7 @@ class Completions(Evaluation):
     def needs_one_process(self, given: Mapping[str, Any]) -> bool:
         return given["interactive"]
 
-    def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
+    def run(self, model: "OpenModel", given: Mapping[str, Any]) -> Any:
         from .talk import talk
 
         return talk(model, given)

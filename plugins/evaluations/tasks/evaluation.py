@@ -1,7 +1,5 @@
 """`crosstrain evaluate --tasks`: tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from functools import partial
@@ -34,7 +32,7 @@ class Tasks(Evaluation):
             raise UserError("--task-path: needs --tasks with the names of the tasks to run")
         return bool(given["tasks"])
 
-    def run(self, model: OpenModel, given: Mapping[str, Any]) -> Any:
+    def run(self, model: "OpenModel", given: Mapping[str, Any]) -> Any:
         from .lm_eval_harness import Subject, run_tasks
         from .remembered import key_of
 

@@ -3,8 +3,6 @@
 This module needs the package lm_eval. Every rank has all requests, and computes its share of them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
