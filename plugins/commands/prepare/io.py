@@ -7,7 +7,10 @@ import lzma
 import os
 import pickle
 import re
+import resource
+import signal
 import sys
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,16 +18,16 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, cast
+from typing import IO, Any, NoReturn, cast
 
 from crosstrain import DataError, first_line, open_regular, os_errors_as, require
 from crosstrain.utils.files import unique_keys
+from crosstrain.utils.limited_process import address_space
 from crosstrain.utils.paths import near
-
-from .resource_limits import bounded
 
 _MAX_RATIO, _SMALL = 250, 64 << 20  # limit on decompressed bytes: the larger of 250 times the file's size and 64 MiB
 MOST = 1 << 28  # limit in bytes on a line, a document, and a compressed file that is read as a whole
+_MEMORY, _SECONDS = 3 << 28, 15  # limits on one step of reading: some rows of a table, or a JSON document
 _HELD = 128  # rows of a table held in memory at once
 _VALUE = 16  # bytes of overhead counted for each value of a table
 _WINDOW = 31  # log2 of zstd's window in bytes: the format's maximum, as in `zstd --long=31`
@@ -193,6 +196,43 @@ def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
             return
         yield from batch if left >= 0 else ()
     raise DataError(f"{path} expands to more than {_MAX_RATIO} times its size, which is unusual for text")
+
+
+class _OutOfTime(BaseException):
+    """Raised if the time limit is exceeded; a BaseException, because libraries may catch any Exception."""
+
+
+@contextmanager
+def bounded(path: Path, more: int = 0) -> Iterator[None]:
+    """Limit one step of reading to 768 MiB of additional address space and 15 s of this process's CPU time.
+
+    When the memory limit is exceeded, allocations fail as if memory were full. Memory is not limited if the system does
+    not report a process's size. Time is limited only in the main thread, because only that thread receives signals.
+    `more`: bytes to add to the memory limit. Raises DataError if a limit is reached.
+    """
+
+    def stop(_number: int, _frame: Any) -> NoReturn:
+        raise _OutOfTime
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if (used := address_space()) is not None:
+        limits = [bound for bound in (used + _MEMORY + more, *before) if bound != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    timed = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGPROF, stop) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+        yield
+    except (MemoryError, _OutOfTime):
+        raise DataError(
+            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for some rows, which is unusual for text"
+        ) from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @contextmanager
