@@ -6,9 +6,9 @@ largest tensor, not on the size of the model.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from crosstrain import (
     Group,
     Merge,
     Model,
+    Piece,
     Shard,
     UserError,
     explained,
@@ -29,6 +30,7 @@ from crosstrain import (
     whole_pieces,
     write_json,
 )
+from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import STORED_DTYPES, read_json
@@ -37,7 +39,6 @@ from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FI
 from crosstrain.utils.storage import is_url
 
 from ..prepare.prepare import new_folder
-from .averaged import averaged
 
 _INDEX = "model.safetensors.index.json"
 # Keys that make transformers load code, other weights or other files.
@@ -78,7 +79,7 @@ def export(
     to `Reader.open`. `average` is the number of checkpoints whose mean is written. Raises UserError if `output` is not
     empty or cannot be written, and CheckpointError for a malformed checkpoint.
     """
-    reader = Reader.open(checkpoint, weights) if average == 1 else averaged(checkpoint, average, weights)
+    reader = Reader.open(checkpoint, weights) if average == 1 else _averaged(checkpoint, average, weights)
     with _folder(output) as folder:
         owned, model = part
         source = _Parameters(reader, pretrained, merges or {}, owned, owned[0] if model is not None else "")
@@ -109,6 +110,40 @@ def export_adapter(
             raise UserError(f"--part adapter: {checkpoint} has no adapter")
         for name in reader.files.keys() & TOKENIZER_FILES:
             _copy(reader.folder / name, folder / name, progress)
+
+
+class _AveragedReader(Reader):
+    """The last of several checkpoints, with the mean of their floating-point values (LAWA, Kaddour, 2022)."""
+
+    def __init__(self, readers: list[Reader]) -> None:
+        vars(self).update(vars(readers[-1]))
+        self._readers = readers
+
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Fill every piece with the mean, which is computed in double precision."""
+        for shard in shards:
+            for piece in shard.pieces:
+                values = []
+                for reader in self._readers if piece.data.is_floating_point() else self._readers[-1:]:
+                    values.append(torch.empty(piece.data.shape, dtype=torch.float32))
+                    reader.fill([replace(shard, pieces=[Piece(piece.box, values[-1])])])
+                piece.data.copy_(torch.stack(values).double().mean(0))
+
+
+def _averaged(checkpoint: Path, count: int, weights: str | None) -> Reader:
+    """Open the newest `count` checkpoints of a run up to `checkpoint`. Raises UserError if there are fewer."""
+    root = checkpoint.parent
+    paths = [folders.step_folder(root, step) for step in folders.steps(root)]
+    found = paths[: paths.index(checkpoint) + 1][-count:] if checkpoint in paths else []
+    if len(found) < count:
+        raise UserError(
+            f"--average: {root} has {len(found)} checkpoints up to {checkpoint.name}, not {count}; run.keep_last sets "
+            f"how many are kept"
+        )
+    readers = [Reader.open(folders.verified(path).folder, weights) for path in found]
+    if any(reader.names("param") != readers[-1].names("param") for reader in readers):
+        raise UserError(f"--average: the last {count} checkpoints in {root} have different parameters")
+    return _AveragedReader(readers)
 
 
 @contextmanager
