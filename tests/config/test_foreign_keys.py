@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
-from crosstrain_plugins.builtin.commands.migrate.foreign_keys import NONE, UNNEEDED, foreign_hint, origins
+from crosstrain_plugins.builtin.commands.migrate.foreign_keys import NONE, UNNEEDED, ForeignKeys, origins
 
 from conftest import ROOT
 from crosstrain.config.load import load_config
@@ -124,7 +124,7 @@ def test_all_keys_of_a_file_are_answered_at_once(tmp_path: Path) -> None:
     project.write_text(yaml.safe_dump(PROJECT | {"run": PROJECT["run"] | foreign}))
     with pytest.raises(ConfigError) as failed:
         load_config(project, [])
-    assert all(foreign_hint(key) in str(failed.value) for key in foreign)
+    assert all(ForeignKeys().of_key(key) in str(failed.value) for key in foreign)
 
 
 def judged() -> dict[tuple[str, str], str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from crosstrain_plugins.builtin.commands.migrate.foreign_keys import foreign_hint, origins
+from crosstrain_plugins.builtin.commands.migrate.foreign_keys import ForeignKeys, origins
 from crosstrain_plugins.builtin.commands.migrate.migration import migrate
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -527,11 +527,11 @@ def test_latent_attention_without_a_rank_of_queries(tmp_path: Path) -> None:
 
 
 def test_keys_that_resemble_others() -> None:
-    assert "model.router_loss_coef" in foreign_hint("moe_loss_coeff")
-    assert "run.lr_decay_iters: tokens" in foreign_hint("lr_decay_tokens")
-    assert "--nnodes" in foreign_hint("deepspeed_hostfile")
-    assert "--nnodes" in foreign_hint("deepspeed_multinode_launcher")
-    assert "leaf_module" in foreign_hint("deepspeed_moe_layer_cls_names")
+    assert "model.router_loss_coef" in ForeignKeys().of_key("moe_loss_coeff")
+    assert "run.lr_decay_iters: tokens" in ForeignKeys().of_key("lr_decay_tokens")
+    assert "--nnodes" in ForeignKeys().of_key("deepspeed_hostfile")
+    assert "--nnodes" in ForeignKeys().of_key("deepspeed_multinode_launcher")
+    assert "leaf_module" in ForeignKeys().of_key("deepspeed_moe_layer_cls_names")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """Keys of other programs' configurations and their counterparts in a project, from configs/foreign_keys."""
 
 from collections import ChainMap
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import yaml
 
+from crosstrain import registry
+from crosstrain.config.hints import Hints
 from crosstrain.utils import paths
+from crosstrain.utils.program import command
 
 # Prefixes of answers for keys without a counterpart; the reason follows the prefix. _SAID: the hint for each prefix.
 NONE, UNNEEDED = "none: ", "unneeded: "
@@ -43,16 +47,30 @@ def origins() -> dict[str, Origin]:
     return programs
 
 
-def foreign_hint(key: str) -> str | None:
-    """Return a hint with a foreign key's counterpart, or the reason why no counterpart exists; None: unknown key."""
-    wanted, programs = key.lstrip("-").replace("-", "_").lower(), dict[str, list[str]]()
-    for origin in origins().values():
-        if answer := origin.answers.maps[0].get(wanted):
-            programs.setdefault(answer, []).append(origin.name)
-    clauses = []
-    for answer, names in programs.items():
-        said = _SAID.get(answer[: answer.find(" ") + 1], "{} uses this name for {}")
-        if len(names) > 1:
-            said = said.replace(" uses this", " use this").replace(" has this", " have this")
-        clauses.append(said.format(" and ".join(names), answer.removeprefix(NONE).removeprefix(UNNEEDED)))
-    return "; ".join(clauses) or None
+@registry.register_hints("foreign_keys")
+class ForeignKeys(Hints):
+    """Counterparts of keys of Megatron-LM, DeepSpeed, Hugging Face and others."""
+
+    def of_key(self, key: str) -> str | None:
+        """Return a hint with the key's counterpart, or the reason why no counterpart exists; None: unknown key."""
+        wanted, programs = key.lstrip("-").replace("-", "_").lower(), dict[str, list[str]]()
+        for origin in origins().values():
+            if answer := origin.answers.maps[0].get(wanted):
+                programs.setdefault(answer, []).append(origin.name)
+        clauses = []
+        for answer, names in programs.items():
+            said = _SAID.get(answer[: answer.find(" ") + 1], "{} uses this name for {}")
+            if len(names) > 1:
+                said = said.replace(" uses this", " use this").replace(" has this", " have this")
+            clauses.append(said.format(" and ".join(names), answer.removeprefix(NONE).removeprefix(UNNEEDED)))
+        return "; ".join(clauses) or None
+
+    def known(self) -> Set[str]:
+        return {key for origin in origins().values() for key in origin.answers.maps[0]}
+
+    def of_file(self, path: Path) -> str | None:
+        from .migration import looks_like
+
+        if (origin := looks_like(path)) is None:
+            return None
+        return f"this looks like a file of {origin.name}: {command('migrate', path, '--from', origin.file.stem)}"
