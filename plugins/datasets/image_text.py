@@ -18,6 +18,7 @@ from crosstrain import (
     Text,
     cache_folder,
     open_image,
+    os_errors_as,
     processors,
     registry,
 )
@@ -133,11 +134,9 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
         held += [extension] if kind not in IMAGES else []
     if len(described) > 1 or len(texts) > 1 or not described + texts:
         raise SampleError(f"{name}: expected one .json object, one .txt or one of each, got {', '.join(content)}")
-    try:
+    with os_errors_as(SampleError, f"{name}: its text cannot be read", ValueError, RecursionError):
         entry = json.loads(content[described[0]]) if described else {}
         caption = content[texts[0]].decode("utf-8-sig").strip() if texts else ""
-    except (ValueError, RecursionError) as error:
-        raise SampleError(f"{name}: its text cannot be read ({error})") from None
     annotation, unread = annotation_of(entry, beside=True)
     annotation |= dict.fromkeys((*unread, *others), "not read")
     if caption and not annotation.get("caption"):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, SampleError, registry
+from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, SampleError, os_errors_as, registry
 
 from ..commands.prepare.chat import ChatSource
 from ..commands.prepare.chat_template import ChatTemplate, refuse_if
@@ -69,10 +69,9 @@ class Prompts(ConversationDataset):
         """
         template, turn = self._template, {"role": role, "content": text}
         template.check([turn], None)
-        try:
+        problem = f"chat_template: it takes no turn of the role {role} after an answer"
+        with os_errors_as(DataError, problem, SampleError):
             before, spans, _ = template.located(_TURNS, None)
             whole, stop = template.render([*_TURNS, turn], answering=True), spans[0][1]
             refuse_if(whole[:stop] != before[:stop], "it renders earlier turns differently when a turn follows")
-        except SampleError as error:
-            raise DataError(f"chat_template: it takes no turn of the role {role} after an answer ({error})") from None
         return template.tokens(whole[stop:], [])[0]

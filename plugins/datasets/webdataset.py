@@ -131,14 +131,12 @@ def _fetch(name: str, path: Path) -> None:
     """Copy a remote shard to `path` atomically."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder) / path.name
-        try:
+        with os_errors_as(DataError, f"{name} cannot be fetched", ValueError):
             if name.partition(":")[0] in _BUCKETS:
                 storage.download(name, partial)
-            else:
+            else:  # webdataset reports a failed pipe as an OSError
                 with open(partial, "wb") as file, gopen(name, "rb") as stream:
                     shutil.copyfileobj(stream, file, 1 << 20)
-        except (OSError, ValueError) as error:  # webdataset reports a failed pipe as an OSError
-            raise DataError(f"{name} cannot be fetched ({error})") from None
         if not tarfile.is_tarfile(partial):
             raise DataError(f"{name}: the fetched data is not a tar file")
         os.replace(partial, path)
@@ -194,17 +192,18 @@ def _scan(path: Path) -> dict[str, Files]:
     A key ends before the first dot of the file name. Raises DataError if two files have the same name.
     """
     samples = dict[str, Files]()
-    try:
-        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in filter(tarfile.TarInfo.isfile, tar):
-                folder, slash, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                files = samples.setdefault(f"{folder}{slash}{stem}", {})
-                if extension.lower() in files:
-                    raise tarfile.TarError(f"it contains {member.name} twice")
-                files[extension.lower()] = (member.offset_data, member.size)
-    except (tarfile.TarError, OSError) as error:
-        raise DataError(f"the shard {path} is not a readable tar file ({error})") from None
+    with (
+        os_errors_as(DataError, f"the shard {path} is not a readable tar file", tarfile.TarError),
+        open_regular(path) as file,
+        tarfile.open(fileobj=file, mode="r:") as tar,
+    ):
+        for member in filter(tarfile.TarInfo.isfile, tar):
+            folder, slash, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            files = samples.setdefault(f"{folder}{slash}{stem}", {})
+            if extension.lower() in files:
+                raise tarfile.TarError(f"it contains {member.name} twice")
+            files[extension.lower()] = (member.offset_data, member.size)
     return samples
 
 
@@ -250,10 +249,8 @@ class Shards:
         """Return (path of the shard, key, files) of a sample."""
         shard = int(np.searchsorted(self.starts, number, "right")) - 1
         index = _index_path(self.paths[shard], self.cache)
-        try:
-            with open(index, "rb") as file:
-                file.seek(8 * (number - int(self.starts[shard + 1])), os.SEEK_END)
-                file.seek(int(np.fromfile(file, np.int64, 1)[0]))
-                return self.paths[shard], *json.loads(file.readline())
-        except (OSError, ValueError, IndexError) as error:
-            raise DataError(f"the shard index {index} changed while it was being read ({error})") from None
+        problem = f"the shard index {index} changed while it was being read"
+        with os_errors_as(DataError, problem, ValueError, IndexError), open(index, "rb") as file:
+            file.seek(8 * (number - int(self.starts[shard + 1])), os.SEEK_END)
+            file.seek(int(np.fromfile(file, np.int64, 1)[0]))
+            return self.paths[shard], *json.loads(file.readline())

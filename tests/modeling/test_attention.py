@@ -171,7 +171,7 @@ def test_what_is_missing_is_said(attention: str, package: str, monkeypatch: pyte
 
 def test_a_kernel_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "_missing", lambda flash: None)
-    with pytest.raises(ConfigError, match=r"vllm-flash-attn3 cannot be loaded \(.+\); use sdpa"):
+    with pytest.raises(ConfigError, match=r"vllm-flash-attn3 cannot be loaded; use sdpa \(.+\)"):
         build("qwen", attention="kernels-community/vllm-flash-attn3")
 
 

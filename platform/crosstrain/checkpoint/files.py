@@ -317,8 +317,6 @@ class Reader:
 
 def _opened(path: Path) -> safe_open:
     """Open a safetensors file for reading. The safetensors library checks the file's header."""
-    try:
+    with os_errors_as(CheckpointError, f"{path}: cannot be read as safetensors", SafetensorError):
         open_regular(path).close()  # `open_regular` raises OSError for a FIFO; `safe_open` would wait
         return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None

@@ -93,10 +93,8 @@ def _read(path: Path, most_bytes: int) -> tuple[bytes, Any]:
         content = read_regular(path, most_bytes, follow=False)
     if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise CheckpointError(f"{path}: has more than the limit of {_MOST_VALUES} values")
-    try:
+    with os_errors_as(CheckpointError, f"{path}: not valid JSON", ValueError, RecursionError):
         return content, json.loads(content.decode("utf-8", "surrogatepass"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:

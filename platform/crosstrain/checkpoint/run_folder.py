@@ -82,12 +82,10 @@ class RunFolder:
         """Raise UserError unless the folder can be created and written to. Leaves no files behind."""
         if storage.is_url(self.address):
             probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # a unique name
-            try:
+            with os_errors_as(UserError, f"run.output_dir: {self.address} cannot be written to"):
                 storage.write(probe, b"")
                 replaced = storage.create(probe, b"again")
                 storage.remove(probe)
-            except FileNotFoundError as error:
-                raise UserError(f"run.output_dir: {self.address} cannot be written to ({error})") from None
             if replaced:
                 raise UserError(
                     f"run.output_dir: the server of {self.address} ignores the condition of a put (If-None-Match), so "

@@ -89,12 +89,12 @@ def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
 
 
 @contextmanager
-def os_errors_as(kind: type[Exception], problem: str) -> Iterator[None]:
-    """Turn an OSError in the block into the exception `kind`, with `problem` and the reason as its message."""
+def os_errors_as(kind: type[Exception], problem: str, *others: type[Exception]) -> Iterator[None]:
+    """Turn an OSError, or one of `others`, into the exception `kind`; its message is `problem` and the reason."""
     try:
         yield
-    except OSError as error:
-        raise kind(f"{problem} ({error.strerror or error})") from None
+    except (OSError, *others) as error:  # type: ignore[misc]
+        raise kind(f"{problem} ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _by_line(text: str) -> list[str | int]:

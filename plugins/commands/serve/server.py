@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstrain import Config, Runner, UserError, log
+from crosstrain import Config, Runner, UserError, log, os_errors_as
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import make_runner
 from crosstrain.inference.chat_form import ChatForm
@@ -118,13 +118,9 @@ def run_server(
 def listen(options: ServerOptions) -> socket.socket:
     """Return a listening socket. Raises UserError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
+    problem = f"--host {options.host} --port {options.port}: cannot listen on this address"
+    with os_errors_as(UserError, problem, OverflowError, UnicodeError):
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except (OSError, OverflowError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(
-            f"--host {options.host} --port {options.port}: cannot listen on this address ({reason})"
-        ) from None
     # Connections inherit this option, which asyncio does not set. With it, the first token arrives 40 ms earlier.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -109,10 +109,8 @@ def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
 def _turn(image: Any) -> None:
     """Rotate an image upright, in place, according to its EXIF orientation."""
     image.load()
-    try:
+    with os_errors_as(ValueError, "its EXIF orientation cannot be read", Exception):  # the tags may raise anything
         ImageOps.exif_transpose(image, in_place=True)
-    except Exception as error:  # reading the tags may raise anything
-        raise ValueError(f"its EXIF orientation cannot be read ({error})") from None
 
 
 def _on_white(image: Any) -> Any:

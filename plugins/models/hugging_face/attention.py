@@ -26,7 +26,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from crosstrain import ConfigError, has_values
+from crosstrain import ConfigError, explained, has_values
 from crosstrain.modeling.context import Context
 
 from . import dropped_attention
@@ -56,10 +56,9 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
     if flash:
         if missing := _missing(asked):
             raise ConfigError(f"model.attention: {asked} needs a CUDA GPU and the package {missing}; use sdpa")
-        try:
+        # A kernel may not fit the torch version, or a download may fail.
+        with explained(f"model.attention: {asked} cannot be loaded; use sdpa"):
             lazy_import_flash_attention(asked)
-        except Exception as error:  # a kernel may not fit the torch version, or a download may fail
-            raise ConfigError(f"model.attention: {asked} cannot be loaded ({error}); use sdpa") from None
     return asked
 
 
