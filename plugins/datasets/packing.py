@@ -16,8 +16,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     sequences: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, sequence) of the open sequences, sorted
-    order = Permutation(max(len(lengths), 1), 0)
-    for document in map(order, range(len(lengths))):
+    for document in map(Permutation(max(len(lengths), 1), 0), range(len(lengths))):
         length = lengths[document]
         assert 0 < length <= capacity
         at = bisect.bisect_left(rooms, (length, 0))

@@ -114,8 +114,7 @@ class ImageText(CausalLM):
     def part(self, name: str) -> Part:
         """Return the options of the part that a parameter or module belongs to."""
         inner = self.weights.canonical_name(name).removeprefix(f"{self.lm.base_model_prefix}.")
-        at = inner.partition(".")[0]
-        if getattr(self.lm.base_model, at, None) not in (None, self.decoder):
+        if getattr(self.lm.base_model, inner.partition(".")[0], None) not in (None, self.decoder):
             return self.options.projector if any(kind in inner for kind in _PROJECTORS) else self.options.vision
         return self.options.language_model
 

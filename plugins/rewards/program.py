@@ -32,8 +32,7 @@ class ProgramReward(Reward):
     def __call__(self, episode: Episode) -> float:
         blocks = _BLOCK.findall(episode.text)
         program = f"{blocks[-1] if blocks else episode.text}\n\n{episode.answer}"
-        output = run_python(program, self.options.seconds, self.options.megabytes)
-        return float(output is not None)
+        return float(run_python(program, self.options.seconds, self.options.megabytes) is not None)
 
 
 def run_python(program: str, seconds: float, megabytes: int) -> str | None:

@@ -33,8 +33,7 @@ class DrillCommand(Command):
         if a.count * 2 > a.steps:
             raise UserError(f"--count: {a.count} faults need at least {2 * a.count} steps; set --steps")
         drill = Drill(a.cfg_path, a.options, a.nproc_per_node or 2, a.output, a.steps)
-        results = drill.run(a.faults, a.count, a.seed)
-        print(table(results))
+        print(table(drill.run(a.faults, a.count, a.seed)))
         if lost := drill.differences():
             raise UserError(f"the run with faults differs from the one without: {lost}; both are in {a.output}")
         print("both runs have the same samples, losses and final weights, bit for bit")

@@ -53,8 +53,7 @@ class Drill:
 
     def run(self, faults: list[str], count: int, seed: int) -> list[Result]:
         """Train without faults and with faults; return a result for each fault. Raises UserError if a run fails."""
-        quiet = self._start("undisturbed")
-        if quiet.wait():
+        if self._start("undisturbed").wait():
             raise UserError(f"the run without faults failed; see {self.folder / 'undisturbed.log'}")
         rng = random.Random(seed)
         width = (self.steps - 1) // count
@@ -141,8 +140,7 @@ def _workers(launcher: int) -> list[int]:
 
 def _outcome(run: Path) -> dict[str, Any]:
     """Return the samples and losses of a run's steps, and the digests of its last checkpoint."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    rows = [row for row in lines if "loss" in row]
+    rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
     steps = {f"{key} of steps": [row[key] for row in rows] for key in ("samples", "loss")}
     ends = digests(Reader.open(find_checkpoint(str(run))))
     return steps | {f"final {key}": digest for key, digest in ends.items()}
@@ -150,8 +148,7 @@ def _outcome(run: Path) -> dict[str, Any]:
 
 def table(results: list[Result]) -> str:
     """Return the results as text, with a line per fault and a line of totals."""
-    lines = ["fault    step  repeated  seconds  named as"]
-    for r in results:
-        lines.append(f"{r.fault:<8}{r.step:>5}{r.repeated:>10}{r.seconds:>9.1f}  {r.named or '-'}")
+    lines = [f"{r.fault:<8}{r.step:>5}{r.repeated:>10}{r.seconds:>9.1f}  {r.named or '-'}" for r in results]
     repeated, seconds = sum(r.repeated for r in results), sum(r.seconds for r in results)
-    return "\n".join([*lines, f"{len(results)} faults: {repeated} steps repeated, {seconds:.1f} s until the next step"])
+    total = f"{len(results)} faults: {repeated} steps repeated, {seconds:.1f} s until the next step"
+    return "\n".join(["fault    step  repeated  seconds  named as", *lines, total])

@@ -245,8 +245,7 @@ class ChatTemplate:
             not all(start in starts and stop in stops for start, stop in spans),
             "a token crosses a border of the assistant's text",
         )
-        learned = [any(start <= a and b <= stop for start, stop in spans) for a, b in whole.offsets]
-        return whole.ids, learned
+        return whole.ids, [any(start <= a and b <= stop for start, stop in spans) for a, b in whole.offsets]
 
 
 def words_of(message: Message) -> str:

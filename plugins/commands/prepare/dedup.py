@@ -125,8 +125,7 @@ def shingles(text: str, options: NearOptions) -> set[str]:
     """
     words = text.lower().split()
     units = words if options.unit == "words" else list("".join(words))
-    count = max(1, len(units) - options.shingle + 1)
-    return {" ".join(units[k : k + options.shingle]) for k in range(count)}
+    return {" ".join(units[k : k + options.shingle]) for k in range(max(1, len(units) - options.shingle + 1))}
 
 
 def jaccard(first: set[str], second: set[str]) -> float:

@@ -103,8 +103,7 @@ class ChatResponse(ResponseBuilder):
     def _choice(self, piece: Piece, **content: Document) -> Document:
         scored = []
         for s in piece.scores:
-            top = [self._entry(*t) for t in s.top]
-            scored.append({**self._entry(s.token, s.logprob), "top_logprobs": top})
+            scored.append({**self._entry(s.token, s.logprob), "top_logprobs": [self._entry(*t) for t in s.top]})
         logprobs = {"content": scored, "refusal": None} if scored else None
         return {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.reason}
 

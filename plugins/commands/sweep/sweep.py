@@ -115,8 +115,7 @@ class Sweep:
             if subprocess.run(command, stdout=log, stderr=log, check=False, preexec_fn=bond).returncode:
                 return None
         values = [row[self.metric] for row in Run(self.output / name).metrics if self.metric in row]
-        finite = [value for value in values if math.isfinite(value)]
-        return (min if self.mode == "min" else max)(finite, default=None)
+        return (min if self.mode == "min" else max)(filter(math.isfinite, values), default=None)
 
     @staticmethod
     def folder(number: int) -> str:

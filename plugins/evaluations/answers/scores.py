@@ -92,8 +92,7 @@ def vqa_accuracy(answer: str, truths: Sequence[str]) -> float:
     equal = references.count(said)
     if len(references) == 1:
         return float(equal)
-    without = [equal - (reference == said) for reference in references]
-    return sum(min(n / 3, 1.0) for n in without) / len(references)
+    return sum(min((equal - (reference == said)) / 3, 1.0) for reference in references) / len(references)
 
 
 def _plain(text: str) -> list[str]:

@@ -336,8 +336,7 @@ class _Export(Export):
         prefix = _PREFIXES["language_model"]
         merges = {}
         for name, merge in self.model.language_model.export.merges().items():
-            others = tuple(prefix + other for other in merge.others)
-            merges[prefix + name] = Merge(others, merge.combine)
+            merges[prefix + name] = Merge(tuple(prefix + other for other in merge.others), merge.combine)
         return merges
 
     def save_config(self, folder: Path) -> None:
