@@ -327,3 +327,23 @@ def test_large_numbers_are_read_as_people_write_them() -> None:
 def test_what_is_no_size_is_said(text: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--cfg-path", str(project), f"--device-memory={text} "]) == 1
     assert "is not a size such as 5GB or 24GiB" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_divide_the_heads_send_keys_and_values_to_all(tmp_path: Path) -> None:
+    options = [
+        "--options",
+        "run.runner={name: ddp, context_parallel: 4}",
+        "run.amp=fp32",
+        *SMALL,
+        "run.gradient_checkpointing=none",
+    ]
+    sent = []
+    for heads in (2, 4):
+        plan = planned(tmp_path, "gpt2_345m", "--world-size", "4", "--no-presets", *options, f"model.n_head={heads}")
+        sent.append(plan["bytes_sent_per_step_by_a_rank"])
+    batch = plan["batch"]
+    rows = batch["micro_batch"] * batch["accumulation"]
+    tensor = rows * 1024 * 128 * 4  # keys of all heads, or values, in fp32: [rows, length, width]
+    # In each of 2 blocks, a ring of 4 ranks sends 3/4 of the whole keys and values, and of their gradients. Otherwise,
+    # a rank sends 3/4 of its quarter of queries, keys, values, outputs, and of their gradients.
+    assert sent[0] - sent[1] == 2 * (4 * tensor * 3 // 4 - 8 * (tensor // 4) * 3 // 4)

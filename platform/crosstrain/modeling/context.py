@@ -1,9 +1,14 @@
 """Context parallelism: ranks share sequences, and each rank computes a part of every row.
 
-In a block, only attention mixes tokens. Before attention, each rank has a part of every row in all heads. An
-all-to-all exchanges these parts for whole rows in some heads; after attention, an all-to-all does the reverse
-(DeepSpeed-Ulysses, Jacobs et al., 2023). Each rank thus computes some heads over whole rows, and masks, documents and
-dropout work as in a single process.
+In a block, only attention mixes tokens. Before attention, each rank has a part of every row in all heads.
+
+If the number of ranks divides the number of heads, an all-to-all exchanges these parts for whole rows in some heads;
+after attention, an all-to-all does the reverse (DeepSpeed-Ulysses, Jacobs et al., 2023,
+https://arxiv.org/abs/2309.14509). Masks, documents and dropout then work as in a single process.
+
+Otherwise, an all-gather gives each rank the keys and values of whole rows, and the rank computes all heads for the
+queries of its part. The backward sums the gradients of keys and values with a reduce-scatter (section 3.3.2 of "The
+Llama 3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783).
 """
 
 import math
@@ -15,8 +20,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from crosstrain.utils.errors import ConfigError
 
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
@@ -38,28 +41,26 @@ class Context:
         """Number of tokens per rank for a row of `length` tokens."""
         return -(-length // self.size)
 
+    def place(self, length: int) -> slice:
+        """Indices of this rank's part in a padded row of `length` tokens."""
+        share, rank = self.share(length), dist.get_rank(self.group)
+        return slice(rank * share, (rank + 1) * share)
+
     def padded(self, x: Tensor, value: int) -> Tensor:
         """Pad the last dimension, the length, at the end with `value` to a multiple of the number of ranks."""
         return nn.functional.pad(x, (0, self.share(x.shape[-1]) * self.size - x.shape[-1]), value=value)
 
     def part(self, x: Tensor, padding: int = 0) -> Tensor:
         """Return this rank's part [..., share] of a tensor [..., length]."""
-        share = self.share(x.shape[-1])
-        return self.padded(x, padding).narrow(-1, dist.get_rank(self.group) * share, share)
+        return self.padded(x, padding)[..., self.place(x.shape[-1])]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange this rank's part of the sequence in all heads for the whole sequence in some heads.
 
-        Shapes: [batch, heads, share, width] -> [batch, heads / ranks, length, width]. Key and value heads are repeated
-        if their number is not a multiple of the number of ranks. Raises ConfigError if the number of query heads is not
-        a multiple of the number of ranks.
+        Shapes: [batch, heads, share, width] -> [batch, heads / ranks, length, width]. The number of query heads must be
+        a multiple of the number of ranks. Key and value heads are repeated if their number is not such a multiple.
         """
-        heads, keys = query.shape[1], key.shape[1]
-        if heads % self.size:
-            raise ConfigError(
-                f"run.runner.context_parallel: {heads} attention heads cannot be divided evenly among {self.size} ranks"
-            )
-        times = math.lcm(keys, self.size) // keys
+        times = math.lcm(keys := key.shape[1], self.size) // keys
         if times > 1:
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
         query, key, value = (_AllToAll.apply(x, self.group) for x in (query, key, value))
@@ -68,6 +69,13 @@ class Context:
     def to_parts(self, x: Tensor) -> Tensor:
         """Undo the exchange of `to_heads` for the attention output [batch, length, heads, width]."""
         return _AllToAll.apply(x, self.group)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Gather the parts of keys or values: [batch, heads, share, width] -> [batch, heads, length, width].
+
+        In the backward, each rank gets the gradient of its own part, summed over the ranks.
+        """
+        return Gather.apply(x.transpose(1, 2), self.group).transpose(1, 2)
 
     def total(self, loss: Tensor) -> Tensor:
         """Sum the parts' losses over the ranks; in the backward, each rank gets the gradient of its own part."""
@@ -109,6 +117,19 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+def joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, part, *] of each rank -> [batch, length, *]."""
+    return gathered(x, group).transpose(0, 1).reshape(x.shape[0], -1, *x.shape[2:])
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, length, *] -> this rank's [batch, part, *] of the sum."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
+    return out
+
+
 def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
     """Split `x` along dimension `cut`, send a chunk to each rank, and concatenate the received chunks along `join`."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), cut))
@@ -118,5 +139,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tenso
 
 
 _AllToAll = differentiable(partial(_exchange, cut=1, join=2), partial(_exchange, cut=2, join=1))
+# Forward: gather the parts of a sequence. Backward: sum over the ranks, and each rank keeps its part.
+Gather = differentiable(joined, scatter_sum)
 # Forward: sum over the ranks. Backward: identity, because gradients are already equal on all ranks.
 Reduce = differentiable(summed, same)

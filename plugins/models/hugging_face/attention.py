@@ -3,7 +3,7 @@
 transformers passes keyword arguments of a model's forward on to the attention functions. Flash attention gets the
 document boundaries as `cu_seq_lens_q` and related arguments. `sdpa` takes no boundaries, so it is called once per
 document. All attention functions except `eager` are wrapped, and the wrappers are registered under new names. The
-wrappers record the modules that respect the boundaries, and do the all-to-alls of context parallelism. transformers can
+wrappers record the modules that respect the boundaries, and do the collectives of context parallelism. transformers can
 detect restarting positions itself, but an attention mask or a cache silently disables the detection, so this module
 does not use it.
 """
@@ -82,7 +82,7 @@ _MOST_PADDING = 2  # documents become rows of equal length if their places are a
 class Documents:
     """Boundaries of the documents in a batch, and the IDs of modules that respect the boundaries.
 
-    With a `context`, each rank has a part of every row, and attention runs on whole rows.
+    With a `context`, each rank has a part of every row, and `length` counts the padded, whole rows.
     """
 
     rows: int
@@ -91,6 +91,7 @@ class Documents:
     context: Context | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tokens
     seen: set[int] = field(default_factory=set)
+    part_masks: dict[Any, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, position_ids: Tensor, context: Context | None = None) -> Self | None:
@@ -142,25 +143,62 @@ class Documents:
         numbers = self.numbers()
         return (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
 
+    def mask_of_part(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask [rows or 1, 1, share, length] of the queries in this rank's part.
+
+        mask: the mask of whole rows; None or without keys: causal. Blocks share the result, so that only one copy of it
+        is in memory.
+        """
+        assert self.context is not None
+        mask, place = mask if mask is not None and mask.shape[-1] else None, self.context.place(self.length)
+        if mask is not None and mask.dtype != torch.bool:
+            return mask[..., place, :]
+        if (mask, dtype) not in self.part_masks:
+            if mask is None:
+                share = place.stop - place.start
+                seen = torch.ones(1, 1, share, self.length, dtype=torch.bool, device=self.device).tril(place.start)
+            else:
+                seen = (mask if mask.stride(0) else mask[:1])[..., place, :]  # transformers expands a mask to all rows
+            if len(self.starts) > self.rows + 1:
+                numbers = self.numbers().to(self.device)
+                seen = seen & (numbers[:, place, None] == numbers[:, None])[:, None]
+            made = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self.part_masks[mask, dtype] = made.masked_fill_(~seen, -torch.inf)
+        return self.part_masks[mask, dtype]
+
+    @cached_property
+    def keys_of_part(self) -> tuple[Tensor, dict[str, Any]]:
+        """Places of the keys that the queries in this rank's part see, in flattened rows, and arguments for flash.
+
+        Flash attention aligns the last query of a document with its last key.
+        """
+        assert self.context is not None
+        part, places = self.context.place(self.length), []
+        queries, keys = [0], [0]
+        for row, place in self:
+            start, stop = max(place.start, part.start), min(place.stop, part.stop)
+            if start < stop:
+                places.append(torch.arange(place.start, stop) + row * self.length)
+                queries.append(queries[-1] + stop - start)
+                keys.append(keys[-1] + stop - place.start)
+        return torch.cat(places).to(self.device), _lengths(queries, keys, self.device)
+
     def arguments(self, attention: str, uniform: bool, device: torch.device) -> dict[str, Any]:
-        """Return arguments for a transformers model's forward. `uniform`: every block uses full causal attention."""
+        """Return arguments for a transformers model's forward. `uniform`: every block uses full causal attention.
+
+        Otherwise, transformers makes the masks. With a context, an argument tells it the length of whole rows.
+        """
         if attention == "sdpa":
             # transformers passes a 4-D mask on unchanged, and does not build a dense mask. This mask has no keys, so
             # attention that ignores `documents` fails on it.
             length = self.context.share(self.length) if self.context else self.length
             unread = torch.empty(self.rows, 1, length, 0, dtype=torch.bool, device=device)
-            return {"documents": self} | ({"attention_mask": unread} if uniform else {})
+            if not uniform and self.context is not None:
+                unread = torch.ones(self.rows, self.length, dtype=torch.bool, device=device)
+            return {"documents": self} | ({"attention_mask": unread} if uniform or self.context is not None else {})
         if attention == "eager":
             return {"attention_mask": self.mask().to(device)}
-        starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
-        longest = max(place.stop - place.start for _, place in self)
-        return {
-            "documents": self,
-            "cu_seq_lens_q": starts,
-            "cu_seq_lens_k": starts,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        return {"documents": self} | _lengths(self.starts, self.starts, device)
 
     def check_seen(self, blocks: Iterable[nn.Module]) -> None:
         """Raise ConfigError for a block that has parameters but no module that respects the document boundaries."""
@@ -171,6 +209,15 @@ class Documents:
                     f"sequence across ranks; use a different model, or train without packing, document_mask and "
                     f"context_parallel"
                 )
+
+
+def _lengths(queries: list[int], keys: list[int], device: torch.device) -> dict[str, Any]:
+    """Return flash attention's arguments for documents that start at these places in flattened queries and keys."""
+    found: dict[str, Any] = {}
+    for name, starts in (("q", queries), ("k", keys)):
+        found[f"cu_seq_lens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        found[f"max_length_{name}"] = max(stop - start for start, stop in itertools.pairwise(starts))
+    return found
 
 
 Compute = Callable[..., tuple[Tensor, Any]]
@@ -193,6 +240,10 @@ def _sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Call transformers' sdpa attention; CPU dropout uses our kernel, because torch's fused kernel has no dropout."""
+    if attention_mask is not None and (groups := query.shape[1] // key.shape[1]) != getattr(
+        module, "num_key_value_groups", groups
+    ):  # an exchange of heads repeats key heads, but transformers repeats them `num_key_value_groups` times
+        module, key, value = nn.Identity(), key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
     if dropout and plain and dropped_attention.has_no_kernel(query.device):
@@ -268,11 +319,31 @@ def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tup
     return compute(_Seen(module, name) if is_flash(name) else module, *args, **kwargs)
 
 
+def _with_whole_keys(
+    compute: Compute,
+    by: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    documents: Documents,
+) -> tuple[Tensor, Any]:
+    """Compute attention of this rank's queries [batch, heads, share, width] to the keys of all ranks."""
+    assert documents.context is not None
+    key, value = documents.context.whole(key), documents.context.whole(value)
+    if is_flash(by):
+        places, lengths = documents.keys_of_part
+        key, value = (x.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None] for x in (key, value))
+        return compute(query, key, value, **lengths)
+    mask = documents.mask_of_part(attention_mask, query.dtype)
+    return compute(query, key, value, attention_mask=mask, **({"documents": None} if by == "sdpa" else {}))
+
+
 def register_attention(name: str, masked: str) -> str:
     """Register a wrapper of transformers' attention function `name`, and return the wrapper's name.
 
     `eager` is not wrapped. The wrapper records each module that calls it in its argument `documents`, and performs the
-    all-to-alls of context parallelism. With an attention mask, cached keys, or meta or fake tensors, the wrapper calls
+    collectives of context parallelism. With an attention mask, cached keys, or meta or fake tensors, the wrapper calls
     `masked` (sdpa or eager) instead.
     """
     own = f"crosstrain_{name}_or_{masked}".replace("/", "_")
@@ -281,6 +352,8 @@ def register_attention(name: str, masked: str) -> str:
     drops = not is_flash(name) or "dropout_p" in inspect.signature(lazy_import_flash_attention(name)[0][1]).parameters
 
     def mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        if q_length != kv_length and kwargs["q_offset"] == 0:  # from `Documents.arguments`: this rank has parts of rows
+            q_length, attention_mask = kv_length, None
         seen_by = masked if attention_mask is not None or q_length != kv_length or detect_fake_mode() else name
         make = ALL_MASK_ATTENTION_FUNCTIONS[seen_by]
         return make(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
@@ -315,9 +388,11 @@ def register_attention(name: str, masked: str) -> str:
         compute = partial(_computed_by, by, module, attention_mask=attention_mask, **kwargs)
         if dropout and by_heads is not None:
             return by_heads(compute, query, key, value), None
-        if documents is None or (context := documents.context) is None:
+        if documents is None or documents.context is None:
             return compute(query, key, value)
-        return context.to_parts(compute(*context.to_heads(query, key, value))[0]), None
+        if query.shape[1] % documents.context.size == 0:
+            return documents.context.to_parts(compute(*documents.context.to_heads(query, key, value))[0]), None
+        return _with_whole_keys(compute, by, query, key, value, attention_mask, documents)
 
     ALL_ATTENTION_FUNCTIONS.register(own, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(own, mask)

@@ -88,7 +88,10 @@ class TransformersModel(LanguageModel):
         kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self.sees_all = kinds == {"full_attention"} and not any(windows)  # every block uses full causal attention
-        self.shares_rows = self.sees_all  # False: masks are made from a part of a row, and depend on the whole row
+        # False: a rank that has a part of a row cannot make the masks of whole rows. transformers makes the masks of
+        # windows, but families without flash attention may change these masks.
+        has_masks = kinds <= {"full_attention", "sliding_attention"} and lm._supports_flash_attn
+        self.shares_rows = self.sees_all or has_masks
         if getattr(lm.get_input_embeddings(), "num_embeddings", None) != lm.config.get_text_config().vocab_size:
             raise ConfigError(f"model: {config.model_type} does not have one embedding per token of its vocabulary")
         if internals.routers_of(lm):
@@ -238,7 +241,6 @@ class TransformersStructure(Structure):
 
     def check_context(self, ranks: int) -> None:
         family = self.model.config.model_type
-        heads = getattr(self.model.text_config, "num_attention_heads", None) or ranks
         if (
             not self.model.takes_positions
             or getattr(self.model.lm, "_is_stateful", False)
@@ -246,16 +248,12 @@ class TransformersStructure(Structure):
         ):
             raise ConfigError(
                 f"run.runner.context_parallel: ranks cannot share sequences of {family}, because this needs "
-                f"position_ids, full causal attention in every block and no recurrent state; leave context_parallel out"
+                f"position_ids, full or sliding-window causal attention in every block and no recurrent state; leave "
+                f"context_parallel out"
             )
         if self.model.attention == "eager":
             raise ConfigError(
                 "model.attention: eager needs whole sequences; with context_parallel, use sdpa or flash attention"
-            )
-        if heads % ranks:
-            raise ConfigError(
-                f"run.runner.context_parallel: {ranks} ranks cannot share the {heads} attention heads evenly; "
-                f"choose a divisor of {heads}"
             )
 
     def ends(self) -> Ends | None:

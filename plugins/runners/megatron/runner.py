@@ -112,8 +112,6 @@ class MegatronRunner(Runner):
             raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
-            if options.context_parallel > 1:
-                model.structure.check_context(options.tensor_parallel * options.context_parallel)
         if options.sequence_parallel:
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:

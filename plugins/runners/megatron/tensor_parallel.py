@@ -22,7 +22,17 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from crosstrain import ConfigError, ForwardMode, Head, Logits, Model, token_cross_entropy
-from crosstrain.modeling.context import Context, Reduce, differentiable, gathered, same, summed
+from crosstrain.modeling.context import (
+    Context,
+    Gather,
+    Reduce,
+    differentiable,
+    gathered,
+    joined,
+    same,
+    scatter_sum,
+    summed,
+)
 from crosstrain.modeling.meta_init import replace_parameters
 
 from .expert_parallel import local_forward
@@ -36,29 +46,14 @@ def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.narrow(1, dist.get_rank(group) * part, part).contiguous()
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[batch, part, width] of each rank -> [batch, length, width]."""
-    return gathered(x, group).transpose(0, 1).reshape(x.shape[0], -1, x.shape[2])
-
-
-def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[batch, length, width] -> this rank's [batch, part, width] of the sum."""
-    parts = x.reshape(x.shape[0], dist.get_world_size(group), -1, x.shape[2]).transpose(0, 1).contiguous()
-    out = torch.empty_like(parts[0])
-    dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
-    return out
-
-
 # Forward: identity. Backward: sum over the ranks, because each rank used its copy differently.
 Copy = differentiable(same, summed)
-# Forward: gather the parts of a sequence. Backward: sum over the ranks, and each rank keeps its part.
-Gather = differentiable(_gather, _scatter_sum)
 # Forward: sum over the ranks, and each rank keeps its part of the sequence. Backward: gather.
-ReduceScatter = differentiable(_scatter_sum, _gather)
+ReduceScatter = differentiable(scatter_sum, joined)
 # Forward: this rank's part of a sequence that all ranks hold. Backward: gather.
-Split = differentiable(_part, _gather)
+Split = differentiable(_part, joined)
 # Forward: gather the parts of a sequence. Backward: this rank's part, because gradients are equal on all ranks.
-Unsplit = differentiable(_gather, _part)
+Unsplit = differentiable(joined, _part)
 
 
 def local(tensor: Tensor) -> Tensor:
