@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 import timeit
 from collections.abc import Iterator
 from dataclasses import replace
@@ -154,6 +155,18 @@ class Freezes(Callback):
         if self.trainer.runner.world.rank == 1 and self.trainer.state.step == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
 """
+# After a restart, rank 0 hosts the store through which the watchdogs meet; before, the launcher hosts it.
+FREEZES_AGAIN = """
+import os, signal
+
+from crosstrain import Callback, registry
+
+@registry.register_callback("freezes")
+class Freezes(Callback):
+    def before_step(self, batch):
+        if self.trainer.runner.world.rank == 0 and self.trainer.state.step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else signal.SIGKILL)
+"""
 
 
 @pytest.mark.slow
@@ -164,6 +177,19 @@ def test_a_process_that_is_stopped_is_named(workspace: Workspace, runner: str) -
     frozen = f"run.plugins=[{plugin}]", "run.callbacks=[freezes]", f"run.runner={runner}", "run.collective_timeout=8"
     said = sentence(workspace.train("out", *frozen, nproc=2, fails=True))
     assert re.match(r"rank 1 (did not answer for|never entered .* which rank 0 waited in for) \d+ s", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["ddp", "fsdp"])
+def test_a_stopped_process_that_hosts_the_store_does_not_hold_the_others_up(workspace: Workspace, runner: str) -> None:
+    plugin = workspace.path / "freezes.py"
+    plugin.write_text(FREEZES_AGAIN)
+    frozen = f"run.plugins=[{plugin}]", "run.callbacks=[freezes]", f"run.runner={runner}", "run.collective_timeout=8"
+    began = time.monotonic()
+    frozen += ("run.max_restarts=1",)
+    said = sentence(workspace.train("out", *frozen, nproc=2, fails=True))
+    assert re.match(r"the process that hosts the ranks' store \(rank 0, or its launcher\) did not answer for 8 s", said)
+    assert time.monotonic() - began < 90
 
 
 @pytest.mark.slow

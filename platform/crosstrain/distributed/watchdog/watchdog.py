@@ -79,9 +79,11 @@ class Watchdog:
         self._recorder = FlightRecorder(self._explain)
         group.desync_handler = lambda process_group: self._explain(process_group.group_name)
         self._undo_delay = delay_abort()
+        self._answers = 0  # number of answers of the store
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collectives", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="store", daemon=True).start()
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -112,6 +114,19 @@ class Watchdog:
                     # The step may just be long, but asking costs little compared with the idle time.
                     self._diagnose(MAX_CALLS if dying or idle >= _ALL_CALLS_AFTER else _FEW_CALLS)
                     due = self._limit if idle < self._limit < 2 * idle else 2 * idle
+
+    def _guard(self) -> None:
+        """End this rank if the store does not answer: its process is frozen, and calls would wait for it without end.
+
+        Counts polls, not seconds, because this process may have been suspended, too.
+        """
+        silent, before = 0, -1
+        while silent * _POLL < self._limit and not self._stop.wait(_POLL):
+            silent, before = silent + 1 if self._answers == before else 0, self._answers
+        if not self._stop.is_set() and self._thread.is_alive():
+            host = "the process that hosts the ranks' store (rank 0, or its launcher)"
+            worker_errors.report_error(RankLost(f"{host} did not answer for {self._limit:.0f} s"))
+            worker_errors.exit_silently(2 * _POLL)
 
     def _diagnose(self, depth: int, *, failed: bool = False, desynced: str | None = None) -> None:
         reports, answered, silent = self._ask(2 * _ANSWER if failed else _ANSWER, depth)
@@ -148,6 +163,7 @@ class Watchdog:
     def _answer(self) -> None:
         """Answer the latest request for reports; exit if a rank has ended the run."""
         question = self._store.add("question", 0)
+        self._answers += 1
         if question != self._question:
             self._question = question
             if self._store.add("ended", 0):
