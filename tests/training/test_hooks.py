@@ -66,6 +66,7 @@ def test_callbacks_stand_between_the_platforms_hooks_or_in_the_place_of_one(work
         "profile",
         "bad_steps",
         "doubter",
+        "settled",
         "stragglers",
         "log",
         "quiet_validation",
