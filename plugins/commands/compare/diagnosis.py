@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import causes
-from .forward import flipped
-from .tolerance import Gap, Record, Tolerance, copies_apart, difference, listed, numbered, steps_of, usual_difference
+from .forward import first_module, flipped
+from .tolerance import Gap, Record, Tolerance, copies_apart, difference, listed, numbered, steps_of
 
 Phase = Literal[
     "samples", "forward", "gradients", "norm", "learning rate", "update", "state", "evaluation", "checkpoint", "export",
@@ -106,11 +106,6 @@ class _Judge:
                 "a process that did not train writes it differently: the model's configuration or adapter was changed",
             )
 
-    @property
-    def _first_limit(self) -> float:
-        """The largest difference between losses of the initial weights that counts as rounding error."""
-        return self.tolerance.least if self.tolerance.is_narrow else self.tolerance.losses
-
     def _differs(self, a: float | None, b: float | None) -> bool:
         return difference(a, b) > self.tolerance.losses
 
@@ -153,7 +148,7 @@ class _Judge:
 
     def _evaluation(self, row: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, wanted = self.record["plain_loss"], self.reference["plain_loss"]
-        if difference(loss, wanted) <= self._first_limit:
+        if difference(loss, wanted) <= self.tolerance.first_losses:
             return
         said = f"before the first step, in evaluation mode, the loss is {loss:.7g} instead of {wanted:.7g}"
         if self._differs(row["loss"], self.rows[1]["loss"]) or self._wrong(1, step, expected):
@@ -173,29 +168,12 @@ class _Judge:
         return said, [name for name in self.record["names"] if name.rpartition(".")[0] == module]
 
     def _first_module(self, number: int, step: Record, expected: Record) -> tuple[str, str]:
-        """Return the first module in the forward that differs, "" if none does, and a description of the place."""
         noise = {} if self.tolerance.noise is None else steps_of(self.tolerance.noise)[number]["activations"]
-        before = "the batch"
-        usual = usual_difference(noise, expected["activations"])
-        for module, theirs in expected["activations"].items():
-            mine, rounding = step["activations"].get(module, theirs), noise.get(module, theirs)
-            limits = [
-                max(self.tolerance.least, 1e-12, 16 * max(usual, difference(a, b)))
-                for a, b in zip(rounding, theirs, strict=True)
-            ]
-            if difference(mine[0], theirs[0]) > limits[0]:
-                return module, (
-                    f"the first difference is the input of {module}, after {before}, such as positions, a mask, "
-                    f"attention or dropout"
-                )
-            if difference(mine[1], theirs[1]) > limits[1]:
-                return module, f"the first difference is the output of {module}: its weights, or how it is sharded"
-            before = module
-        return "", "no module's output differs, only the loss: its targets, its sum or its mean"
+        return first_module(step["activations"], expected["activations"], noise, self.tolerance.least)
 
     def _loss(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
         loss, number = row["loss"], row["step"]
-        limit = self._first_limit if number == 1 else self.tolerance.losses
+        limit = self.tolerance.first_losses if number == 1 else self.tolerance.losses
         if difference(loss, theirs["loss"]) <= limit:
             return
         said = f"the loss of step {number} is {loss} instead of {theirs['loss']}"

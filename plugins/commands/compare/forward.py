@@ -15,6 +15,8 @@ from crosstrain import Group, MicroBatch, Model, Runner
 from crosstrain.engine.runner import recorded_means
 from crosstrain.modeling.routers import Choices
 
+from .tolerance import difference, usual_difference
+
 # "layer sample token" -> [margin, experts]; sample: first sample of the micro batch; token: position of the token
 Near = dict[str, Any]
 
@@ -58,6 +60,29 @@ class Activations:
             for place, sums in held.items():
                 total[place] = [a + b for a, b in zip(sums, total.get(place, [0.0] * 5), strict=True)]
         return {place: [s[0] / max(s[1], 1), s[2] / max(s[3], 1), s[4]] for place, s in total.items()}
+
+
+def first_module(
+    mine: dict[str, list[float]], theirs: dict[str, list[float]], noise: dict[str, list[float]], least: float
+) -> tuple[str, str]:
+    """Return the first module with different mean squares, "" if none differs, and a description of the place.
+
+    noise: of a run that differs from `theirs` only by rounding; empty: not measured. least: lower bound on the limit.
+    """
+    before = "the batch"
+    usual = usual_difference(noise, theirs)
+    for module, right in theirs.items():
+        found, rounding = mine.get(module, right), noise.get(module, right)
+        limits = [max(least, 1e-12, 16 * max(usual, difference(a, b))) for a, b in zip(rounding, right, strict=True)]
+        if difference(found[0], right[0]) > limits[0]:
+            return module, (
+                f"the first difference is the input of {module}, after {before}, such as positions, a mask, "
+                f"attention or dropout"
+            )
+        if difference(found[1], right[1]) > limits[1]:
+            return module, f"the first difference is the output of {module}: its weights, or how it is sharded"
+        before = module
+    return "", "no module's output differs, only the loss: its targets, its sum or its mean"
 
 
 class Routing:

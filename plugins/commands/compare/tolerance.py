@@ -127,6 +127,11 @@ class Tolerance:
     def is_exact(self) -> bool:
         return self == EXACT
 
+    @property
+    def first_losses(self) -> float:
+        """Relative limit for losses of the initial weights."""
+        return self.least if self.is_narrow else self.losses
+
     @staticmethod
     def of(dtype: str, reference: Record, noise: Record | None, narrow: bool = False) -> "Tolerance":
         fp32 = dtype == "fp32" or narrow
