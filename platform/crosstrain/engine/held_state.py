@@ -1,7 +1,5 @@
 """A rank's shards of parameters, optimizer state and gradients, as boxes of logical tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ class HeldState:
     stored: kinds of this rank's tensors that were loaded from a checkpoint; set before `Runner.loaded` is called.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: "Runner") -> None:
         self.runner = runner
         self.equal: Collection[str] | None = None if runner.capabilities.exact else {"param"}
         self.extra: dict[str, dict[nn.Parameter, Tensor]] = {}

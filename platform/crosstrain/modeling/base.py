@@ -1,7 +1,5 @@
 """The base classes of models."""
 
-from __future__ import annotations
-
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -140,7 +138,7 @@ class Model(nn.Module, ABC):
         """Return an empty key/value cache for generation; None if the model has no cache."""
         return None
 
-    def check_dataset(self, dataset: Dataset) -> None:
+    def check_dataset(self, dataset: "Dataset") -> None:
         """Raise ConfigError if the model cannot process the dataset's samples. The platform checks IDs and lengths."""
 
     # ---- for the platform

@@ -1,7 +1,5 @@
 """The interface of objective plugins: the loss that training minimizes. The default is the targets' cross-entropy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ class Completion:
 class Policy(Protocol):
     """The model with its current weights, under any runner. All methods are collective."""
 
-    dataset: Dataset  # dataset of the prompts, with the tokenizer and the tokens that end an answer
+    dataset: "Dataset"  # dataset of the prompts, with the tokenizer and the tokens that end an answer
 
     def generate(
         self, prompts: Sequence[Sample], keys: Sequence[tuple[int, ...]], max_new_tokens: int,

@@ -1,7 +1,5 @@
 """A model's structure: its blocks and the modules around them, for runners that shard, pipeline or trace a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +27,7 @@ class Structure:
 
     reads_across = False  # True: modules read each other's weights, so a block needs all its weights unsharded
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: "Model") -> None:
         self.model = model
 
     def ends(self) -> Ends | None:
@@ -54,7 +52,7 @@ class Structure:
         """
         return {}
 
-    def routers(self) -> list[Routers]:
+    def routers(self) -> list["Routers"]:
         """The routers of this model and its submodels."""
         models = (module for module in self.model.modules() if hasattr(module, "structure"))
         return [model.routers for model in models if model.routers is not None]  # type: ignore[misc]
@@ -89,7 +87,7 @@ class Structure:
         """Lists of blocks, each list with a checkpointing mode; default: all blocks with the run's `mode`."""
         return [(self.model.blocks(), mode)]
 
-    def adapted(self) -> Model:
+    def adapted(self) -> "Model":
         """The model that gets `model.adapter`: this model, or its language model."""
         return self.model
 

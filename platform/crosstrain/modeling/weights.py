@@ -1,7 +1,5 @@
 """A model's weights: names, shapes, initial values, folders of pretrained weights, and export."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +37,7 @@ class Weights:
 
     vocabulary_multiple = 1  # each rank pads its number of embedding and head rows to a multiple of this
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: "Model") -> None:
         self.model = model
 
     def canonical_name(self, name: str) -> str:
@@ -144,7 +142,7 @@ Part = tuple[tuple[str, ...], "Model | None"]
 class Export:
     """Exports a model for use in other programs. By default, config.json contains the model's options."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: "Model") -> None:
         self.model = model
 
     def save_config(self, folder: Path) -> None:

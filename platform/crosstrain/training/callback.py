@@ -1,7 +1,5 @@
 """The interface of hooks: the platform's own hooks, and the callbacks that a run adds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -40,7 +38,7 @@ class Callback:
     def check(cls, options: Any, run: RunOptions) -> None:
         """Raise ConfigError if the options conflict with the run's settings; called before workers start."""
 
-    def __init__(self, options: Any, trainer: Trainer) -> None:
+    def __init__(self, options: Any, trainer: "Trainer") -> None:
         self.options, self.trainer = options, trainer
         self.state: dict[str, Any] = {}  # JSON values that are saved in checkpoints
         self.scalars: dict[str, float] = {}  # name -> metric for the next log line and `row`; rank 0's value is used
@@ -112,7 +110,7 @@ class Hooks:
     An error in one of the run's callbacks becomes a TrainingError that names the callback and the method.
     """
 
-    def __init__(self, trainer: Trainer, before: HookKinds, after: HookKinds) -> None:
+    def __init__(self, trainer: "Trainer", before: HookKinds, after: HookKinds) -> None:
         """Create all hooks. before, after: platform hooks called before and after the run's callbacks, in order."""
         self._trainer, self._places = trainer, (tuple(before), tuple(after))
         self.callbacks: dict[str, Callback] = {}  # name -> callback of the run; more may be added later

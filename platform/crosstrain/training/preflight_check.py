@@ -1,7 +1,5 @@
 """The interface of preflight plugins: checks that run before training starts."""
 
-from __future__ import annotations
-
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,9 +18,9 @@ if TYPE_CHECKING:  # checks declare their flags without importing torch
 class Start:
     """A training run that is about to start its workers."""
 
-    project: ProjectLike
-    options: Overrides
-    ready: Preflight
+    project: "ProjectLike"
+    options: "Overrides"
+    ready: "Preflight"
     world_size: int
     first: bool  # this process is node 0's launcher or rank 0, and this is not a restart
     dry: bool  # only check; no worker is started

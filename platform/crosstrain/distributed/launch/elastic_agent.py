@@ -5,8 +5,6 @@ Only this file uses private APIs of torch.distributed.elastic, as of torch 2.13 
 `get_method_name` of the rendezvous. This file also uses `_config` of multiprocessing processes.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -51,7 +49,7 @@ class _Stopped(BaseException):
     """A signal to stop arrived while no worker was running."""
 
 
-def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
+def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: "Launch") -> int:
     """Run `worker(*args)` in processes on this machine, together with the other nodes, and return the exit code.
 
     If no restart is left, raises the error of the worker that failed first. Raises UserError if the nodes do not find
@@ -112,7 +110,7 @@ class _Agent(LocalElasticAgent):
         self,
         worker: Callable[..., int],
         args: tuple[Any, ...],
-        how: Launch,
+        how: "Launch",
         restarts_left: int,
         stop: list[int],
         logs: str,
@@ -208,7 +206,7 @@ class _Agent(LocalElasticAgent):
 
 
 @contextmanager
-def _announced(nodes: Nodes) -> Iterator[None]:
+def _announced(nodes: "Nodes") -> Iterator[None]:
     """Print a note if the block, which waits for the other nodes, takes more than `_QUIET` seconds."""
     limit = nodes.rdzv_conf["join_timeout"]
     said = f"waiting for {nodes.min_nodes} nodes to join at {nodes.host}:{nodes.port}, for at most {limit} s"
@@ -222,7 +220,7 @@ def _announced(nodes: Nodes) -> Iterator[None]:
 
 
 @contextmanager
-def environment(how: Launch) -> Iterator[None]:
+def environment(how: "Launch") -> Iterator[None]:
     """Set missing environment variables for the agent and its workers in the block."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),

@@ -3,8 +3,6 @@
 Until there is something to save, such a signal kills the process. From then on, the trainer saves and exits.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -111,7 +109,7 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.received is not None or (self.members is not None and self.members.ends_epoch)
 
-    def confirm(self, ranks: Group) -> None:
+    def confirm(self, ranks: "Group") -> None:
         """Raise Regroup if no rank got a signal, but ranks are asked to take up a new worker. Collective."""
         if self.members is not None and not any(ranks.all_gather(self.received)):
             raise Regroup
