@@ -8,10 +8,11 @@ layouts of writers and readers are independent of each other.
 """
 
 import math
-import random
+import secrets
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -127,8 +128,7 @@ def without_padding(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
     logical = Box.whole(tuple(shape))
     if logical.numel == 0:  # every rank holds all of an empty tensor
         return [Piece(logical, torch.empty(logical.shape))]
-    cut = [(piece, piece.box.intersect(logical)) for piece in pieces]
-    return [Piece(box, piece.part(box)) for piece, box in cut if box is not None]
+    return [Piece(box, piece.part(box)) for piece in pieces if (box := piece.box.intersect(logical)) is not None]
 
 
 def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
@@ -161,8 +161,7 @@ def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
     # indices, and the weight of a box is the product over its sides. Boxes that tile the tensor have the same total
     # weight as the tensor. For any other set of boxes, the weights differ, except with a probability of (number of
     # dimensions) / 2^64 (Schwartz & Zippel).
-    draw = random.SystemRandom().getrandbits
-    sums: list[dict[int, int]] = [defaultdict(lambda: draw(64)) for _ in shape]
+    sums: list[dict[int, int]] = [defaultdict(partial(secrets.randbits, 64)) for _ in shape]
 
     def weight(box: Box) -> int:
         sides = zip(sums, box.offset, box.shape, strict=True)

@@ -303,8 +303,9 @@ class Checkpointer:
         files = {name: entry for share in shares for name, entry in share.items()}
         if index := {h.key: name for h, name in save.names.items() if name.startswith("model-")}:
             size = sum(files[name]["bytes"] for name in set(index.values()))
-            target = temporary / "model.safetensors.index.json"
-            write_json(target, {"metadata": {"total_size": size}, "weight_map": index})
+            write_json(
+                temporary / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index}
+            )
         tensors: Tensors = {}
         for h, name in save.names.items():
             stored = tensors.setdefault((h.kind, h.name), StoredTensor(h.shape, h.dtype, []))
@@ -320,8 +321,14 @@ class Checkpointer:
         for (kind, key), stored in tensors.items():
             boxes = [[where.file, where.key, where.box.offset, where.box.shape] for where in stored.boxes]
             listed.setdefault(kind, {})[key] = {"shape": stored.shape, "dtype": stored.dtype, "boxes": boxes}
-        frozen = {name: asdict(parameter) for name, parameter in save.frozen.items()}
-        manifest = manifest_text({"files": files, "tensors": listed, "run": self.run, "frozen": frozen})
+        manifest = manifest_text(
+            {
+                "files": files,
+                "tensors": listed,
+                "run": self.run,
+                "frozen": {name: asdict(parameter) for name, parameter in save.frozen.items()},
+            }
+        )
         write_file(temporary / MANIFEST, [manifest])
         fsync(temporary)
 

@@ -33,11 +33,10 @@ def digests(reader: Reader) -> dict[str, str]:
 
 def conditions(device: torch.device) -> dict[str, str | int]:
     """Return the conditions under which the same computation on this kind of device gives the same bits."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return {
         "torch": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "GPU": gpu,
+        "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "threads per rank": torch.get_num_threads(),
     }
 

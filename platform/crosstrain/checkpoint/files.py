@@ -181,8 +181,7 @@ class Reader:
 
         weights: name of a callback, to read the callback's tensors instead of the parameters with the same names.
         """
-        files, tensors, frozen = read_manifest(folder)
-        reader = Reader(folder, tensors, files, frozen)
+        reader = Reader(folder, *read_manifest(folder))
         reader.choose(weights)
         return reader
 

@@ -102,8 +102,11 @@ def read_pointer(root: Path, name: str) -> int | None:
     url = storage.origin(root)
     try:
         # The file might not be a pointer, so limit the number of bytes that are read.
-        there = storage.join(url, name) if url else ""
-        text = storage.read_end(there, 100, first=True) if url else read_regular(root / name, 100, follow=False)
+        text = (
+            storage.read_end(storage.join(url, name), 100, first=True)
+            if url
+            else read_regular(root / name, 100, follow=False)
+        )
         match = _STEP.fullmatch(text.decode("ascii").strip())
     except (OSError, UnicodeDecodeError):
         return None

@@ -55,8 +55,7 @@ class PretrainedWeights:
         for source, reader in self.parts:
             mine, there = set(filter(source.covers, left)), reader.names("param")
             left -= mine
-            places = [source.place(name, there) for name in mine]
-            used = set[str]().union(*map(names_at, places))
+            used = set[str]().union(*(names_at(source.place(name, there)) for name in mine))
             if lacking := used - there:
                 frozen = lacking & reader.frozen.keys() and ", which was frozen; set its pretrained weights in `model`"
                 raise CheckpointError(f"{reader.folder}: has no parameter {min(lacking)}{frozen or ''}")
@@ -151,8 +150,9 @@ def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
                 if pieces:
                     yield Shard(shard.kind, name, shape, pieces)
     else:
-        first = place.first
-        pieces = [Piece(Box((p.box.offset[0] + first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces]
+        pieces = [
+            Piece(Box((p.box.offset[0] + place.first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces
+        ]
         yield Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
 
 

@@ -110,8 +110,8 @@ def _is_intact(text: bytes) -> bool:
     return end == hashlib.sha256(body + begins).hexdigest().encode() + _SUM_ENDS
 
 
-def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParameter]]:
-    """Return the files, the tensors and the frozen parameters in the manifest of `folder`.
+def read_manifest(folder: Path) -> tuple[Tensors, Files, dict[str, FrozenParameter]]:
+    """Return the tensors, the files and the frozen parameters in the manifest of `folder`.
 
     Raises CheckpointError if the manifest is missing, differs from the text that was written, is malformed or names a
     path outside the folder; if the boxes of a tensor do not tile it exactly once; or if the boxes in a file are
@@ -148,7 +148,7 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     _check_boxes(path, files, tensors)
     if both := [name for name in frozen if ("param", name) in tensors]:
         raise CheckpointError(f"{path}: {both[0]} is listed both as frozen and as stored")
-    return files, tensors, frozen
+    return tensors, files, frozen
 
 
 def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:

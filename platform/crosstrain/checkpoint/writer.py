@@ -69,17 +69,18 @@ class Writer:
         return storage.join(self.url, _FOLDER, f"{self.number:06d}")
 
     def _text(self, ended: bool = False) -> bytes:
-        claim = {
-            "id": self.id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "user": getpass.getuser(),
-            "number": self.number,
-            "renewal": RENEWAL,
-            "renewals": self.renewals,
-            "ended": ended,
-        }
-        return json.dumps(claim).encode()
+        return json.dumps(
+            {
+                "id": self.id,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "user": getpass.getuser(),
+                "number": self.number,
+                "renewal": RENEWAL,
+                "renewals": self.renewals,
+                "ended": ended,
+            }
+        ).encode()
 
 
 def check(url: str, writer: str) -> None:
