@@ -114,8 +114,13 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
         for split in job["splits"]:
             dataset = _open_split(config, split, checkpoint)
             check_fit(runner.objective, dataset)
-            micro_batch = config.run.micro_batch_size or _MICRO_BATCH
-            metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
+            metrics = evaluate_loss(
+                runner,
+                dataset,
+                config.run.micro_batch_size or _MICRO_BATCH,
+                job["max_samples"],
+                config.run.num_workers,
+            )
             results["splits"][split] = metrics.named | {metrics.unit: metrics.targets}
             log.info("%s | %s", split, metrics.line(".6f"))
         if job["output"] and model.is_main:

@@ -81,8 +81,9 @@ def _main(argv: Sequence[str] | None) -> int:
         elif refused := refusal(error):
             text = sentence(refused)
         else:
-            what = f"{_origin(error)}{type(error).__name__}: {first_line(error)}"
-            text = sentence(f"{what} (set CROSSTRAIN_DEBUG=1 for a traceback)")
+            text = sentence(
+                f"{_origin(error)}{type(error).__name__}: {first_line(error)} (set CROSSTRAIN_DEBUG=1 for a traceback)"
+            )
         print(f"error: {text}", file=sys.stderr)
         return 1
 

@@ -37,8 +37,14 @@ class Option:
     @property
     def inner(self) -> Any:
         """The dataclass of nested options, or None."""
-        members = (self.hint, *get_args(self.hint))
-        return next((h for h in members if isinstance(h, type) and is_dataclass(h) and h is not Component), None)
+        return next(
+            (
+                hint
+                for hint in (self.hint, *get_args(self.hint))
+                if isinstance(hint, type) and is_dataclass(hint) and hint is not Component
+            ),
+            None,
+        )
 
 
 def options(cls: Any) -> Iterator[Option]:
@@ -83,8 +89,11 @@ def _own_meanings(cls: type) -> dict[str, str]:
 def _in_source(source: str) -> dict[str, str]:
     """Return field name -> docstring or comment for the class that `source` defines."""
     lines, found = source.splitlines(), {}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
     alone = {n for n in comments if lines[n - 1].lstrip().startswith("#")}
     body = getattr(ast.parse(source).body[0], "body", [])
     for field, below in zip_longest(body, body[1:]):

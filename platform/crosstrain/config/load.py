@@ -73,8 +73,10 @@ class Config:
         """
         old = json.dumps(state.get("config"))
         older = {key: value for key, value in _EARLIER.items() if not re.search(f'"{key}": (?!"{value}")', old)}
-        text = json.dumps(self.plain["datasets"])
-        datasets = json.loads(text, object_hook=lambda part: part | {key: older[key] for key in part.keys() & older})
+        datasets = json.loads(
+            json.dumps(self.plain["datasets"]),
+            object_hook=lambda part: part | {key: older[key] for key in part.keys() & older},
+        )
         return replace(self, datasets=Config.from_plain(self.plain | {"datasets": datasets}).datasets)
 
 
@@ -137,8 +139,9 @@ class _Builder:
         self.presets = presets  # True: names in `base` may be presets
         self.layers = [base, overrides]  # lowest first; presets are inserted below them
         self.check = Checker(partial(sources.where, self.layers), self._over_preset)
-        trees = copy.deepcopy([base.tree, overrides.tree])
-        self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
+        self.tree: dict[str, Any] = reduce(
+            sources.merge, copy.deepcopy([base.tree, overrides.tree]), {"run": defaults(RunOptions)}
+        )
         self.given = {name: self.tree[name] for name in base.tree | overrides.tree}  # the user's sections
 
     def check_names(self) -> None:
@@ -178,9 +181,10 @@ class _Builder:
                     parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
                     parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
             with mistakes:
-                adapter = tree.get("model", {}).get("adapter")
                 parts["adapter"] = self.check.value(
-                    Annotated[Component, "adapter"] | None, adapter, ("model", "adapter")
+                    Annotated[Component, "adapter"] | None,
+                    tree.get("model", {}).get("adapter"),
+                    ("model", "adapter"),
                 )
             for label, entry in datasets.items():
                 with mistakes:
@@ -202,8 +206,11 @@ class _Builder:
 
     def _components(self) -> list[tuple[str, Key]]:
         """Return (kind, key) of every component that may have presets."""
-        datasets = [("dataset", ("datasets", label)) for label in self.tree["datasets"]]
-        return [("model", ("model",)), *datasets, *((kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items())]
+        return [
+            ("model", ("model",)),
+            *(("dataset", ("datasets", label)) for label in self.tree["datasets"]),
+            *((kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items()),
+        ]
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
@@ -232,8 +239,10 @@ class _Builder:
             origins = {layer.label for layer in self.layers if key in layer.lines}
             if kind == "dataset" and others and origins == {sources.OPTIONS}:  # the label is probably misspelled
                 if own in (labels := others[0].split("+")):  # a saved run has one dataset with parts
-                    part = f"datasets.{others[0]}.parts.{labels.index(own)}.dataset"
-                    self.check.fail(key, f"unknown key; did you mean {part}?")
+                    self.check.fail(
+                        key,
+                        f"unknown key; did you mean datasets.{others[0]}.parts.{labels.index(own)}.dataset?",
+                    )
                 self.check.unknown_key(key, others)
             self.check.name_required(kind, at, files)
         name = self.check.value(str, sources.resolve(self.tree, self.layers, at), at)
@@ -243,8 +252,11 @@ class _Builder:
         if kind == "model":
             presets = self._model_preset(name, given)
         self.layers[:0] = presets
-        layers = [reduce(getitem, key, layer.tree) for layer in presets]
-        below = reduce(sources.merge, layers, defaults(cls) | self._earlier(cls))
+        below = reduce(
+            sources.merge,
+            (reduce(getitem, key, layer.tree) for layer in presets),
+            defaults(cls) | self._earlier(cls),
+        )
         if kind == "model" and (rest := self._unpublished(cls, below, given)) != below:
             self.tree[_SIZED] = sources.merge(below | {naming: name}, given | {naming: name}, key)
             below = rest

@@ -97,8 +97,9 @@ class ProfileOptions:
         """Raise ConfigError if the run does not have all the steps and ranks to profile."""
         first, last = self.steps
         if last > max_iters:
-            steps = f"the window {first} to {last} extends beyond the last step of the run, {max_iters}"
-            raise ConfigError(f"run.profile.steps: {steps}")
+            raise ConfigError(
+                f"run.profile.steps: the window {first} to {last} extends beyond the last step of the run, {max_iters}"
+            )
         if (rank := max(self.ranks)) >= world_size:
             raise ConfigError(f"run.profile.ranks: there is no rank {rank}; the last rank is {world_size - 1}")
 

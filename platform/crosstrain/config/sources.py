@@ -149,17 +149,22 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     if isinstance(lower, str) and isinstance(upper, dict):
         lower = {naming: lower}
     if isinstance(lower, list) and isinstance(upper, dict) and upper.keys() <= {str(i) for i in range(len(lower))}:
-        items = ((item, upper.get(str(i), item)) for i, item in enumerate(lower))
-        return [merge(*both, (*key, str(i)), names_replace=names_replace) for i, both in enumerate(items)]
+        return [
+            merge(item, upper.get(str(i), item), (*key, str(i)), names_replace=names_replace)
+            for i, item in enumerate(lower)
+        ]
     if not (isinstance(lower, dict) and isinstance(upper, dict)):
         return upper
     old, new = lower.get(naming), upper.get(naming)
     named = isinstance(old, str) and old != _MISSING
     if names_replace and named and isinstance(new, str) and old != new and naming in ("name", "arch"):
         return upper
-    both = [name for name in lower if name in upper]
-    merged = (merge(lower[name], upper[name], (*key, str(name)), names_replace=names_replace) for name in both)
-    return lower | upper | dict(zip(both, merged, strict=True))
+    both = {
+        name: merge(value, upper[name], (*key, str(name)), names_replace=names_replace)
+        for name, value in lower.items()
+        if name in upper
+    }
+    return lower | upper | both
 
 
 def escape(value: Any) -> Any:

@@ -39,9 +39,11 @@ class _ByNumber(torch.utils.data.Dataset):
         indices = [self.index_of(number) for number in numbers]
         self.dataset.announce(indices)
         try:
-            rngs = (sample_rng(self.seed, number) for number in numbers)
             return self.dataset.collate(
-                [self.dataset.get(index, rng) for index, rng in zip(indices, rngs, strict=True)]
+                [
+                    self.dataset.get(index, sample_rng(self.seed, number))
+                    for index, number in zip(indices, numbers, strict=True)
+                ]
             )
         except UserError as error:
             return error

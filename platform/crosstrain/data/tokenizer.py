@@ -94,8 +94,10 @@ class TextTokenizer:
             self.copy(folder)
         else:
             special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.end)
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
-            write_json(folder / CONFIG, config)
+            write_json(
+                folder / CONFIG,
+                {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False},
+            )
         if self.copy is None or not (folder / TOKENIZER).exists():
             self.backend.save(str(folder / TOKENIZER))
         if self.chat_template is not None:

@@ -131,8 +131,7 @@ class KVSlots(Cache):
     def take(self, slot: int, cache: GrowingCache) -> None:
         """Copy the single sequence in `cache` to a slot."""
         # A pipeline stage fills only its own layers.
-        layers: list[Any] = cache.layers
-        filled = {number: layer for number, layer in enumerate(layers) if layer.keys is not None}
+        filled = {number: layer for number, layer in enumerate(cache.layers) if layer.keys is not None}
         self.shifts[slot] = int(cache.shift) if isinstance(cache, ShiftedCache) else 0
         self.lengths[slot] = length = max((layer.get_seq_length() for layer in filled.values()), default=0)
         for number, layer in filled.items():

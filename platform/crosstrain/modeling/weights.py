@@ -101,8 +101,9 @@ class Weights:
         Embeddings and convolutions are excluded. Names of parameters that are not matrices have no effect.
         """
         others = (nn.Embedding, nn.modules.conv._ConvNd)
-        blocks = self.model.blocks()
-        inside = {module for block in blocks for module in block.modules() if not isinstance(module, others)}
+        inside = {
+            module for block in self.model.blocks() for module in block.modules() if not isinstance(module, others)
+        }
         return {
             f"{prefix}.{name}"
             for prefix, module in self.model.named_modules()

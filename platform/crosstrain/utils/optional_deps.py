@@ -49,7 +49,6 @@ def require(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = absent_package(error)
-        if package is None:
+        if (package := absent_package(error)) is None:
             raise
         raise missing(what, package) from error

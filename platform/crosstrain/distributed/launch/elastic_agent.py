@@ -208,8 +208,10 @@ class _Agent(LocalElasticAgent):
 @contextmanager
 def _announced(nodes: "Nodes") -> Iterator[None]:
     """Print a note if the block, which waits for the other nodes, takes more than `_QUIET` seconds."""
-    limit = nodes.rdzv_conf["join_timeout"]
-    said = f"waiting for {nodes.min_nodes} nodes to join at {nodes.host}:{nodes.port}, for at most {limit} s"
+    said = (
+        f"waiting for {nodes.min_nodes} nodes to join at {nodes.host}:{nodes.port}, for at most "
+        f"{nodes.rdzv_conf['join_timeout']} s"
+    )
     timer = Timer(_QUIET, print, (said,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

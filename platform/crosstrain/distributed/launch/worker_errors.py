@@ -152,5 +152,6 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
         return Failure(
             UserError(f"{summary}; its output may show the reason; {_AGAIN}"), summary, False, lost_another=False
         )
-    error = WorkerFailure(f"rank {rank} failed:\n{extra['py_callstack']}")
-    return Failure(error, summary, is_final=False, lost_another=lost)
+    return Failure(
+        WorkerFailure(f"rank {rank} failed:\n{extra['py_callstack']}"), summary, is_final=False, lost_another=lost
+    )

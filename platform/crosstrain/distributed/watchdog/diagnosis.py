@@ -25,8 +25,7 @@ def find_desync(
         for other in others:
             there = other.histories.get(group)
             settled = min(mine.idle_seconds, other.idle_seconds) >= SETTLED
-            judged = settled or failed or mine.aborting or other.aborting
-            if there is None or there.ranks != here.ranks or not judged:
+            if there is None or there.ranks != here.ranks or not (settled or failed or mine.aborting or other.aborting):
                 continue
             numbers = range(max(here.first, there.first), min(here.next, there.next))
             pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
