@@ -155,8 +155,9 @@ class Race:
         if tolerance.is_exact or config.run.amp.dtype == "fp32" or not same_forward(record, reference):
             return tolerance
         if self._narrow is None:
-            at = f"{config.run.output_dir}_sums"
-            noise = self.record(f"{label} (noise of sums)", size, config, "noise of sums", at)
+            noise = self.record(
+                f"{label} (noise of sums)", size, config, "noise of sums", f"{config.run.output_dir}_sums"
+            )
             self._narrow = Tolerance.of(config.run.amp.dtype, reference, noise, narrow=True)
         return self._narrow
 

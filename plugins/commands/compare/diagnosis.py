@@ -434,10 +434,12 @@ class _Judge:
             phase, f"the state after step {number}, and so a checkpoint,"
         )
         for verb, entries in (("lacks", step["missing"]), ("also has", step["surplus"])):
-            names = [*dict.fromkeys(entry.rpartition(" of ")[2] for entry in entries)]
             if entries:
                 yield self._finding(
-                    phase, f"{when} {verb} {listed(entries)}", "look at held.shards and held.state", names
+                    phase,
+                    f"{when} {verb} {listed(entries)}",
+                    "look at held.shards and held.state",
+                    dict.fromkeys(entry.rpartition(" of ")[2] for entry in entries),
                 )
         quiet = set() if exact else self._still(number)
         for kind, measured in step["state"].items():

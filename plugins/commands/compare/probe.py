@@ -187,8 +187,12 @@ class Probe(Callback):
         with without:
             for micro_batch in step:
                 self.runner.forward_backward([micro_batch], num_targets)
-                shards = self.runner.held.gradients()
-                out.append({n: value / self.runner.gradient_scale for n, value in self.project(shards).items()})
+                out.append(
+                    {
+                        name: value / self.runner.gradient_scale
+                        for name, value in self.project(self.runner.held.gradients()).items()
+                    }
+                )
                 self.runner.model.zero_grad(set_to_none=True)
         return out
 

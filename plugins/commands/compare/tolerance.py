@@ -55,8 +55,10 @@ def number_difference(record: Record, reference: Record, key: str) -> float:
 
 def largest(step: Record) -> tuple[float, str]:
     """Return the largest gradient difference in a step, and the name of the parameter."""
-    gradients = step["gradients"]["products"]
-    return max(((Gap(*products).relative, name) for name, products in gradients.items()), default=(0.0, ""))
+    return max(
+        ((Gap(*products).relative, name) for name, products in step["gradients"]["products"].items()),
+        default=(0.0, ""),
+    )
 
 
 def steps_of(record: Record) -> dict[int, dict[str, Any]]:

@@ -127,8 +127,9 @@ def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]
     with runner.evaluating():
         training = any(module.training for module in runner.model.modules())
         total = sum(runner.evaluate(micro_batch.data).item() for micro_batch in step)
-    own = sum(micro_batch.num_targets for micro_batch in step)
-    total, targets = runner.dp.all_reduce_sum(total, own, tag="compared loss")
+    total, targets = runner.dp.all_reduce_sum(
+        total, sum(micro_batch.num_targets for micro_batch in step), tag="compared loss"
+    )
     return total / max(targets, 1), int(targets), training
 
 

@@ -30,8 +30,9 @@ class ConvertCommand(Command):
             print(f"wrote {output}, for model.pretrained, with the tokenizer and the {convert_gguf(source, output)}")
         else:
             memory = (1 << 30) + 3 * source.stat().st_size  # the tensors as read, and as written
-            what, advice = f"converting {source}", "check the file"
-            process = LimitedProcess(convert, what, memory=memory, seconds=1800.0, advice=advice)
+            process = LimitedProcess(
+                convert, f"converting {source}", memory=memory, seconds=1800.0, advice="check the file"
+            )
             written, parts = process((source, output))
             print(f"wrote {written} tensors to {output}; use it as `pretrained` of {', '.join(parts)}")
         return 0

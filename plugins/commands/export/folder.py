@@ -228,8 +228,10 @@ def _write(
         progress(f"{file}  {entry['bytes'] / 1e6:,.1f} MB")
     if split.is_sharded:
         write_json(folder / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-    beside = source.reader.files.keys() & (TOKENIZER_FILES | MODEL_FILES)
-    contents = {name: _copy(source.reader.folder / name, folder / name, progress) for name in beside}
+    contents = {
+        name: _copy(source.reader.folder / name, folder / name, progress)
+        for name in source.reader.files.keys() & (TOKENIZER_FILES | MODEL_FILES)
+    }
     config = contents.get("config.json")
     if part is not None:  # `_copy` has dropped the keys that transformers does not define
         part.export.save_config(folder)

@@ -78,8 +78,11 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
     for own in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
         for base in {ast.unparse(base).rpartition(".")[2] for base in own.bases} & made.keys():
             made[own.name] = made[base]
-            methods = [each.name for each in own.body if isinstance(each, ast.FunctionDef)]
-            found |= {name: own.name for name in methods if not name.startswith("_")}
+            found |= {
+                each.name: own.name
+                for each in own.body
+                if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")
+            }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := made.get(ast.unparse(node.func).rpartition(".")[2])):
             for word, expression in _words(node, calls[name]).items():
@@ -108,8 +111,11 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
                 variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
             case ast.Call(func=function, keywords=words):
                 loads += [ast.unparse(node)] if ast.unparse(function).endswith("load_dataset") else []
-                sets = (word for word in words if word.arg in ("train_dataset", "eval_dataset"))
-                given |= {str(word.arg): word.value for word in sets if ast.unparse(word.value) != "None"}
+                given |= {
+                    word.arg: word.value
+                    for word in words
+                    if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None"
+                }
     if len({*loads}) < 2 and not given:
         return {}
     splits = list[ast.Call]()

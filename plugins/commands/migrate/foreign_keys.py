@@ -42,8 +42,14 @@ def origins() -> dict[str, Origin]:
     for path, document in found.items():
         included = [found[folder / f"{name}.yaml"] for name in (path.stem, *document.get("includes", ()))]
         answers, neutral = (ChainMap(*(each.get(part, {}) for each in included)) for part in ("keys", "neutral"))
-        aliases, calls = tuple(document.get("aliases", ())), document.get("calls", {})
-        programs[path.stem] = Origin(document["origin"], path, aliases, answers, neutral, calls)
+        programs[path.stem] = Origin(
+            document["origin"],
+            path,
+            tuple(document.get("aliases", ())),
+            answers,
+            neutral,
+            document.get("calls", {}),
+        )
     return programs
 
 

@@ -63,16 +63,17 @@ def _acts(value: Any) -> bool:
 
 
 @cache
-def _templates(folder: Path) -> Any:
+def _template(origin: Path) -> Any:
+    """Return the template next to the key list `origin`."""
     jinja2 = require("jinja2", "crosstrain migrate")
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(origin.parent),
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
         finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is valid YAML; undefined becomes null
-    )
+    ).get_template(f"{origin.stem}.jinja")
 
 
 def looks_like(path: Path) -> Origin | None:
@@ -137,8 +138,7 @@ class _Migration:
             found = read_foreign(Path(file)) if (file := self._located(name)) else {}
             return _Tree(found, changes, (str(name),), account if counted else {})
 
-        template = _templates(self._origin.file.parent).get_template(f"{self._origin.file.stem}.jinja")
-        text = template.render(
+        text = _template(self._origin.file).render(
             old=_Tree(self._tree, changes, (), account),
             beside=beside,
             located=self._located,
@@ -250,8 +250,9 @@ def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
     not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number that is not positive, in JSON
     for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:
-            hint = get_type_hints(RunOptions, include_extras=True)[name]
-            Checker(".".join).value(hint, project["run"][name], ("run", name))
+            Checker(".".join).value(
+                get_type_hints(RunOptions, include_extras=True)[name], project["run"][name], ("run", name)
+            )
         except ConfigError as error:
             for wrong in error.sentences:
                 if found := re.match(r"(run(?:\.[a-z]\w*)+): (expected .*, got (?:-.+|0(?:\.0)?))$", wrong):

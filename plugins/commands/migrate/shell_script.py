@@ -111,8 +111,9 @@ class _Shell:
             case "read" | "mapfile" | "readarray" | "getopts" | "let" | "printf" if name != "printf" or "-v" in rest:
                 self._forget(node, " ".join(rest))
             case "shift" | "set" if name == "shift" or "--" in rest:
-                left = self._doubt(node, *rest, self._variables.get("@") or "")
-                self._variables.maps[0].update(dict.fromkeys("@123456789", left))
+                self._variables.maps[0].update(
+                    dict.fromkeys("@123456789", self._doubt(node, *rest, self._variables.get("@") or ""))
+                )
             case _ if name in self._functions:
                 body = self._functions[name]
                 given = [self._doubt(node, *rest)] * 9 if _DOUBT.search("".join(rest)) else rest[:9]
@@ -179,12 +180,12 @@ class _Shell:
         """
         source = node.text.decode()
         names = self._variables if "${!" in source else re.findall(r"\w+", source)
-        bodies = [self._functions[name].text.decode() for name in names if name in self._functions]
-        own = " ".join([source, *bodies])
+        own = " ".join([source, *(self._functions[name].text.decode() for name in names if name in self._functions)])
         self._length += len(own)
         own = own if node.type == "ERROR" or re.search(r"echo|printf|<<|^\s*\$\{", own) else ""
-        values = (self._variables.get(name) or "" for name in names)
-        return self._doubt(node, "?", *values, re.sub(r"[^\w.=-]+", " ", own))
+        return self._doubt(
+            node, "?", *(self._variables.get(name) or "" for name in names), re.sub(r"[^\w.=-]+", " ", own)
+        )
 
     def _fields(self, node: Any) -> list[str]:
         """Return the fields that a word expands to."""

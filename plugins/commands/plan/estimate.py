@@ -188,8 +188,11 @@ class Project:
         inputs = int(traced.inputs * layout.in_flight) if mode == "offload" else 0
         update = int(layout.updated * self.state_bytes(layout.model or self.model))
         state = layout.masters + update
-        always = {"parameters": layout.parameters, "optimizer": state if layout.optimizer == "device" else 0}
-        always["copies of weights"] = self.copies * layout.updated * _FP32
+        always = {
+            "parameters": layout.parameters,
+            "optimizer": state if layout.optimizer == "device" else 0,
+            "copies of weights": self.copies * layout.updated * _FP32,
+        }
         computing = always | {
             "gathered parameters": layout.gathered,
             "gradients": layout.gradients + made,
@@ -198,8 +201,10 @@ class Project:
             "communication": layout.buffers + exchanged,
         }
         trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]
-        gradients = max(layout.gradients, int(retained * trained))
-        stepping = always | {"gradients": gradients, "communication": layout.step_buffers}
+        stepping = always | {
+            "gradients": max(layout.gradients, int(retained * trained)),
+            "communication": layout.step_buffers,
+        }
         sampling = {"key/value cache": traced.cache, "gathered parameters": layout.gathered} if self.rollouts else {}
         most = max(computing, stepping, always | sampling, key=lambda parts: sum(parts.values()))
         host = layout.host | ({"optimizer": state} if layout.optimizer == "host" else {})
@@ -250,8 +255,12 @@ def with_options(
     """Return the configuration with new batch sizes or a new checkpointing mode; new sizes reset the accumulation."""
     run = replace(config.run, gradient_checkpointing=mode or config.run.gradient_checkpointing)
     if micro_batch is not None:
-        total = global_batch or run.global_batch_size
-        run = replace(run, micro_batch_size=micro_batch, accum_grad_iters=None, global_batch_size=total)
+        run = replace(
+            run,
+            micro_batch_size=micro_batch,
+            accum_grad_iters=None,
+            global_batch_size=global_batch or run.global_batch_size,
+        )
     return replace(config, run=run)
 
 

@@ -101,8 +101,9 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
 def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:
     """Yield the project with the model options that save memory, and then also with each adapter."""
-    lighter = project.model.structure.lighter(project.config.run.amp.dtype)
-    settings = [f"model.{key}={value}" for key, value in lighter.items()]
+    settings = [
+        f"model.{key}={value}" for key, value in project.model.structure.lighter(project.config.run.amp.dtype).items()
+    ]
     yield settings, others.rebuild(settings) if settings else project
     tuned = project.config.adapter is None and (project.absent or project.model.weights.sources())
     for name in registry.names("adapter") if tuned else ():

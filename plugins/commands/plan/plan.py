@@ -174,8 +174,11 @@ class Plan:
         if project.absent:
             names = ", ".join(dict.fromkeys(project.absent))
             hint = f"; {found}" if (found := near(*map(Path, project.absent))) else ""
-            sizes_from = "sizes come from the configuration, and training needs a local folder or the hub's model"
-            out += ["", f"{names} is not on this machine: {sizes_from}{hint}"]
+            out += [
+                "",
+                f"{names} is not on this machine: sizes come from the configuration, and training needs a local "
+                f"folder or the hub's model{hint}",
+            ]
         if self.advice is not None:
             out += ["", str(self.advice)]
         return "\n".join(out)

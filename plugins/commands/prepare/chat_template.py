@@ -232,9 +232,11 @@ class ChatTemplate:
         No token crosses the border of a span, because at inference no token crosses the end of the prompt.
         """
         bounds = [0, *itertools.chain(*spans), len(text)]
-        texts = [text[start:stop] for start, stop in itertools.pairwise(bounds)]
         # One by one: a batch would start threads, which takes longer than these short texts.
-        parts = [self.backend.encode(part, add_special_tokens=False).ids for part in texts]
+        parts = [
+            self.backend.encode(text[start:stop], add_special_tokens=False).ids
+            for start, stop in itertools.pairwise(bounds)
+        ]
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
             return ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part]
@@ -256,8 +258,11 @@ def words_of(message: Message) -> str:
 
 def _calls(messages: Sequence[Message]) -> list[tuple[str, Any]]:
     """Return (name, arguments) of all tool calls."""
-    functions = (call["function"] for message in messages for call in message.get("tool_calls") or ())
-    return [(function["name"], function.get("arguments")) for function in functions]
+    return [
+        (call["function"]["name"], call["function"].get("arguments"))
+        for message in messages
+        for call in message.get("tool_calls") or ()
+    ]
 
 
 def _with_json(messages: Sequence[Message]) -> list[Message]:
@@ -300,8 +305,10 @@ def template_library() -> dict[str, str]:
 
     The first line of each template lists the tokens that the tokenizer must have.
     """
-    files = sorted((paths.home() / "configs" / "chat_templates").glob("*.jinja"))
-    return {file.stem: file.read_text(encoding="utf-8") for file in files}
+    return {
+        file.stem: file.read_text(encoding="utf-8")
+        for file in sorted((paths.home() / "configs" / "chat_templates").glob("*.jinja"))
+    }
 
 
 def lacking(tokenizer: Tokenizer, template: str) -> list[str]:

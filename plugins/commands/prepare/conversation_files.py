@@ -91,10 +91,12 @@ def _docstrings(ranked: bool) -> Iterator[tuple[Row, str]]:
     found: list[tuple[str, str, str]] = []
     for file in sorted(Path(ast.__file__).parent.glob("[!_]*.py")):
         for node in ast.parse(file.read_bytes()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-                if text:
-                    found.append((f"{file.stem}.{node.name}", text, f"{file}:{node.lineno}"))
+            if (
+                isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                and not node.name.startswith("_")
+                and (text := " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split()))
+            ):
+                found.append((f"{file.stem}.{node.name}", text, f"{file}:{node.lineno}"))
     for (name, text, place), (_, other, _) in zip(found, [*found[len(found) // 2 :], *found], strict=False):
         asked = f"What does Python's {name} do?"
         yield {"prompt": asked} | ({"chosen": text, "rejected": other} if ranked else {"completion": text}), place

@@ -245,8 +245,11 @@ class _RowReader:
         if inside and None in value.values():
             self.unread.add("nulls")
         texts = () if inside else KEYS["json"].get(key, ())
-        kept = ((name, inner) for name, inner in value.items() if inner is not None)
-        return {name: self._decoded(inner, name, name in texts, inside) for name, inner in kept}
+        return {
+            name: self._decoded(inner, name, name in texts, inside)
+            for name, inner in value.items()
+            if inner is not None
+        }
 
 
 def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:

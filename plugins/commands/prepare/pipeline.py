@@ -91,8 +91,15 @@ class _Pipeline:
         )
         for texts in self.shards:
             lengths["bytes"].update(length.bit_length() for length in texts.report()["lengths"])
-        found = {"inputs": inputs, "repeated": repeated, "tokenized": counts.plain}
-        write_json(out / "report.json", found | {"lengths": {unit: bins(sums) for unit, sums in lengths.items()}})
+        write_json(
+            out / "report.json",
+            {
+                "inputs": inputs,
+                "repeated": repeated,
+                "tokenized": counts.plain,
+                "lengths": {unit: bins(sums) for unit, sums in lengths.items()},
+            },
+        )
         summary.write(out)
         for path in (file for file in out.rglob("*") if file.is_file()):
             fsync(path)

@@ -34,8 +34,10 @@ def run_stage(stage: Callable[[Item], Result], items: Iterable[Item], workers: i
     if workers <= 1:
         yield from map(stage, items)
         return
-    context = multiprocessing.get_context("spawn")  # fork would copy locks that other threads hold
-    executor = ProcessPoolExecutor(workers, context, _begin, (registry.folders(), Bond(), stage))
+    # Spawn, because fork would copy locks that other threads hold.
+    executor = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _begin, (registry.folders(), Bond(), stage)
+    )
     running = deque[Future[Result]]()
     try:
         for item in items:

@@ -1,6 +1,7 @@
 """Resolve the `input` of a recipe into readers and their files."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
@@ -118,8 +119,6 @@ def _readers() -> dict[str, type[FileReader]]:
     """Return the readers that can be imported; a broken reader is an error only if the recipe names it."""
     found = {}
     for name in registry.names("reader"):
-        try:
+        with suppress(UserError):
             found[name] = registry.get("reader", name)
-        except UserError:
-            continue
     return found

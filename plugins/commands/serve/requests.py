@@ -33,8 +33,9 @@ class _Strict(BaseModel):
             if value is not None and not any(
                 value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
             ):
-                error = InitErrorDetails(type=_UNSUPPORTED, loc=(name,), input=value)
-                raise ValidationError.from_exception_data(cls.__name__, [error])
+                raise ValidationError.from_exception_data(
+                    cls.__name__, [InitErrorDetails(type=_UNSUPPORTED, loc=(name,), input=value)]
+                )
         return given
 
 
