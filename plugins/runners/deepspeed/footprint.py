@@ -24,13 +24,19 @@ def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Paramet
     Biases are left out, because DeepSpeed's linear layers do not round them. Below stage 3, frozen weights are left out
     too, because they are never gathered.
     """
-    whole = options.stage == 0 or options.stage3_use_all_reduce_for_fetch_params
-    # With offloading, gradient sums have the weights' dtype.
-    whole = whole or (options.stage < 3 and options.offloads_optimizer)
+    whole = (
+        options.stage == 0
+        or options.stage3_use_all_reduce_for_fetch_params
+        # With offloading, gradient sums have the weights' dtype.
+        or (options.stage < 3 and options.offloads_optimizer)
+    )
     if options.param_dtype != "amp" or whole or not computes_in_half(run, model):
         return []
-    weights = [p for p in linear_weights(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
-    return [p for p in weights if options.stage == 3 or p.requires_grad]
+    return [
+        p
+        for p in linear_weights(model)
+        if len(getattr(p, "ds_shape", p.shape)) > 1 and (options.stage == 3 or p.requires_grad)
+    ]
 
 
 def layout(options: Any, at: PlanContext) -> Layout:
@@ -64,7 +70,7 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
     # The bucket stays allocated until the step. On a CPU, the bucket's pages take memory only once they are written.
     always = at.device != "cpu" or (partitioned and rounds > 1)
     offloads = options.offloads_optimizer
-    out = Layout(
+    return Layout(
         parameters=sizes.parameters,
         held=sizes.elements,
         updated=share(elements, ranks),
@@ -76,39 +82,33 @@ def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout
         # The gradient bucket, the flattened gradients, and the optimizer's temporary tensor for one flat group.
         step_buffers=bucket + (0 if offloads else part + masters),
         sent=sums * (rounds if partitioned else 1) + scattered(sent.trainable, ranks),
+        host={"gradients": masters} if offloads else {},
+        optimizer="host" if offloads else "device",
     )
-    if offloads:
-        out.optimizer, out.host = "host", {"gradients": masters}
-    return out
 
 
 def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
     ranks, rounds, mine = at.world_size, at.batch.accumulation, share(sizes.parameters, at.world_size)
     elements = share(sizes.trainable_elements, ranks)
     part, whole = elements * _width(options), sizes.trainable_elements * _width(options)
-    # Parameters up to this total size stay gathered, because they are soon used again.
-    live = min(sizes.parameters, int(options.stage3_max_live_parameters) * _FP32)
     offloads, where = options.offloads_optimizer, "device"
     if offloads:
         where = "disk" if options.offload_optimizer.device == "nvme" else "host"
     parameters = options.offload_param.device if options.offload_param is not None else "none"
-    out = Layout(
+    return Layout(
         parameters=mine if parameters == "none" else 0,
         held=share(sizes.elements, ranks),
         updated=elements,
         gradients=0 if offloads else part,
         masters=elements * _FP32,
-        gathered=live,
+        # Parameters up to this total size stay gathered, because they are soon used again.
+        gathered=min(sizes.parameters, int(options.stage3_max_live_parameters) * _FP32),
         buffers=_buckets(options, whole, at, 1),
         # An upper bound: parameters that stay gathered after the forward are not gathered again for the backward.
         sent=rounds * (2 * scattered(sent.parameters, ranks) + scattered(whole, ranks)),
+        host=({"parameters": mine} if parameters == "cpu" else {}) | ({"gradients": part} if offloads else {}),
         optimizer=where,  # type: ignore[arg-type]
     )
-    if parameters == "cpu":
-        out.host["parameters"] = mine
-    if offloads:
-        out.host["gradients"] = part
-    return out
 
 
 def _width(options: Any) -> int:

@@ -1,7 +1,5 @@
 """A rank's state under ZeRO: a contiguous range of each flattened parameter, located without communication."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 class Partition(HeldState, ABC):
     """A rank's part of the state, as flat tensors, for one of DeepSpeed's optimizers."""
 
-    runner: DeepSpeedRunner
+    runner: "DeepSpeedRunner"
 
     @property
     def zero(self) -> Any:

@@ -145,9 +145,9 @@ class DeepSpeedRunner(Runner):
             self.optimizer = self.held.bound(make_optimizer(model.named_parameters(), self.held.full_shape))
             plan = BatchPlan.of(self.run, self.dp.size)
             if self.options.nvme_paths and isinstance(self.optimizer, MatrixOptimizer):
-                name = self.run.optimizer.name
                 raise ConfigError(
-                    f"run.optimizer: {name} needs whole matrices, but NVMe holds only parts of them; use zero3_offload"
+                    f"run.optimizer: {self.run.optimizer.name} needs whole matrices, but NVMe holds only parts of "
+                    f"them; use zero3_offload"
                 )
         elif self.options.stage < 3:
             return
@@ -193,7 +193,6 @@ class DeepSpeedRunner(Runner):
 
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         """Return DeepSpeed's configuration, made from the options of the run and of this runner."""
-        zero = self.options.stage > 0
         section = self.options.zero(lambda device: swap_folder(device, self.run.output_dir))
         if self.half and self.options.stage < 3:  # the multi-rank all-reduce would send twice as many bytes
             section["use_multi_rank_bucket_allreduce"] = False
@@ -201,7 +200,8 @@ class DeepSpeedRunner(Runner):
             "bf16": {"enabled": self.half and self.options.param_dtype == "bf16"},
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # stage 0: `optimizer_step` clips
+            # At stage 0, `optimizer_step` clips.
+            "gradient_clipping": (self.run.grad_norm_clip or 0.0) if self.options.stage > 0 else 0.0,
             "zero_optimization": section,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
