@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers.pytorch_utils import Conv1D
 
 from crosstrain import ConfigError, Model, derive_seed
 
-from ..megatron.plan import Resolved, ends_of, resolve, shard_specs, user_of
-from ..megatron.tensor_parallel import TensorParallel, local, with_hidden_states
+from ..megatron.plan import Resolved, resolve, shard_specs, user_of
+from ..megatron.tensor_parallel import TensorParallel, local, modules_on_parts, weight_of, with_hidden_states
 from .partial_sums import PartialSums
 
 _STYLES = ("column", "fused_qkv", "row")
@@ -201,8 +200,7 @@ class Units:
         """Make the modules in and after the blocks compute with whole sequences; `users` have sharded layers."""
         assert self.tensor is not None
         whole = self.tensor.whole_sequence
-        closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
-        found = [*model.structure.decoder_blocks(), *map(model.get_submodule, closing)]
+        found = modules_on_parts(model)
         for module in found:
             if module in users:
                 module.register_forward_pre_hook(lambda _, *given: with_hidden_states(whole, *given), with_kwargs=True)
@@ -234,11 +232,9 @@ class Units:
     def _attend(self, compute: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute attention for each unit's heads; query, key and value are [batch, heads, length, width]."""
         self._attended = True
-        units, outputs = list(zip(*(x.chunk(self.count, 1) for x in (query, key, value)), strict=True)), []
-        for index in self._apart():
-            heads = [x.contiguous() for x in units[index]]
-            outputs.append(_Contiguous.apply(compute(*heads)[0]))
-        return torch.cat(outputs, 2)
+        units = list(zip(*(x.chunk(self.count, 1) for x in (query, key, value)), strict=True))
+        outputs = [compute(*map(Tensor.contiguous, units[index]))[0] for index in self._apart()]
+        return torch.cat([_Contiguous.apply(output) for output in outputs], 2)
 
     def _drop(self, module: nn.Dropout, x: Tensor) -> Tensor:
         """Apply dropout to activations that are sharded in their last dimension."""
@@ -255,12 +251,10 @@ class Units:
     def _column(self, module: nn.Module, parts: int, x: Tensor) -> Tensor:
         """Compute a column-parallel layer with `parts` matrices in one weight, such as queries, keys and values."""
         self._inside = True
-        weights = self._rows(_weight(module), parts)
+        weights = self._rows(weight_of(module), parts)
         biases = self._rows(local(module.bias), parts) if module.bias is not None else [None] * self.count
         inputs = _Enter.apply(x, self.count, self.group)
-        outputs = []
-        for unit, weight, bias in zip(inputs, weights, biases, strict=True):
-            outputs.append(_Contiguous.apply(functional.linear(unit, weight, bias)))
+        outputs = [_Contiguous.apply(functional.linear(*unit)) for unit in zip(inputs, weights, biases, strict=True)]
         if torch.is_grad_enabled() and outputs[0].numel() % _VECTOR:
             raise ConfigError(
                 f"run.bitwise.width: a unit has {outputs[0].numel()} activations, which is no multiple of {_VECTOR}; "
@@ -270,11 +264,9 @@ class Units:
 
     def _row(self, module: nn.Module, x: Tensor) -> Tensor:
         self._inside = False
-        weights = _weight(module).unflatten(1, (self.count, -1)).unbind(1)
+        weights = weight_of(module).unflatten(1, (self.count, -1)).unbind(1)
         inputs = x.unflatten(-1, (self.count, -1)).unbind(-2)
-        products = []
-        for unit, weight in zip(inputs, weights, strict=True):
-            products.append(functional.linear(unit.contiguous(), weight.contiguous()))
+        products = [functional.linear(x.contiguous(), w.contiguous()) for x, w in zip(inputs, weights, strict=True)]
         y = _Leave.apply(self.group, *products)
         if module.bias is not None:
             y = y + module.bias.to(y.dtype)  # y has half precision under autocast
@@ -284,9 +276,3 @@ class Units:
         """Return each unit's rows of a weight or bias of `parts` parts."""
         units = tensor.unflatten(0, (parts, self.count, -1)).transpose(0, 1).flatten(1, 2)
         return [unit.contiguous() for unit in units.unbind()]
-
-
-def _weight(module: nn.Module) -> Tensor:
-    """Return this rank's weight as [out, in]."""
-    weight = local(module.weight)
-    return weight.T if isinstance(module, Conv1D) else weight

@@ -54,7 +54,7 @@ from .options import Options
 from .pipeline import Pipeline, Stage, replace_modules, spread, stubs, tied_names, width_of
 from .plan import Resolved, ShardSpec, ends_of, resolve, shard_specs
 from .rng_tracker import RngTracker
-from .tensor_parallel import ParallelHead, TensorParallel, local, shard_model
+from .tensor_parallel import ParallelHead, TensorParallel, local, modules_on_parts, shard_model
 
 
 @dataclass
@@ -226,10 +226,7 @@ class MegatronRunner(Runner):
         """Return the names of the replicated parameters that each rank applies to its part of the sequence."""
         if not self.options.sequence_parallel:
             return set()
-        ends = ends_of(model, "sequence_parallel")
-        closing = map(model.get_submodule, ends.last[:-1])  # without the head
-        modules = [*model.structure.decoder_blocks(), *closing]
-        there = {id(p) for module in modules for p in module.parameters()}
+        there = {id(p) for module in modules_on_parts(model) for p in module.parameters()}
         return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
 
     def _keep_own_stage(self, model: Model) -> set[str]:

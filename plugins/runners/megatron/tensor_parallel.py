@@ -98,8 +98,7 @@ class TensorParallel:
                 continue
             if style == "experts":
                 # Expert parallelism may have replaced the forward.
-                forward = vars(module).get("forward", partial(local_forward, module))
-                module.forward = partial(_experts, self, forward)
+                module.forward = partial(_experts, self, vars(module).get("forward", partial(local_forward, module)))
                 continue
             parent = model.get_submodule(user_of(model, name))
             if parent not in regions:
@@ -166,9 +165,17 @@ class TensorParallel:
         if first is not None:
             first.register_forward_pre_hook(lambda _, x: (self.split_sequence(x[0]), *x[1:]), prepend=True)
         if last is None:
-            closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
-            last = model.get_submodule(closing[-1]) if closing else model.structure.decoder_blocks()[-1]
+            last = modules_on_parts(model)[-1]
         last.register_forward_hook(self.set_aside)
+
+
+def modules_on_parts(model: Model) -> list[nn.Module]:
+    """Return the modules that sequence parallelism runs on parts of the sequence: the blocks, and all after them.
+
+    The head is left out, because it gets its input from `TensorParallel.taken`.
+    """
+    closing = ends_of(model, "sequence_parallel").last[:-1]
+    return [*model.structure.decoder_blocks(), *map(model.get_submodule, closing)]
 
 
 class TPRegion:
@@ -223,10 +230,14 @@ class TPRegion:
         return y if module.bias is None else y + module.bias.to(y.dtype)  # y has half precision under autocast
 
 
-def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+def weight_of(module: nn.Module) -> Tensor:
+    """Return this rank's weight as [out, in]."""
     weight = local(module.weight)
-    weight = weight.T if isinstance(module, Conv1D) else weight  # Conv1D weights are [in, out]
-    return functional.linear(x, weight, None if bias is None else local(bias))
+    return weight.T if isinstance(module, Conv1D) else weight  # Conv1D weights are [in, out]
+
+
+def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight_of(module), None if bias is None else local(bias))
 
 
 def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
