@@ -1,7 +1,5 @@
 """A backend for torch's process groups that sums floating-point numbers in a fixed tree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,7 +42,7 @@ class Rounds:
         finally:
             self.active = False
 
-    def sums(self, backend: TreeBackend) -> PartialSums:
+    def sums(self, backend: "TreeBackend") -> PartialSums:
         """Return the partial sums of the next collective in the backward; rounds call collectives in the same order."""
         self._call += 1
         return self._sums.setdefault((id(backend), self._call), PartialSums())
@@ -87,9 +85,8 @@ class TreeBackend(Backend):
         flat, size = tensor.reshape(-1), self.size()
         width = -(-flat.numel() // size)
         padded = torch.cat([flat, flat.new_zeros(width * size - flat.numel())])
-        total = self._sum(list(padded.split(width)))
         out = torch.empty_like(padded)
-        self.inner._allgather_base(out, total).wait()
+        self.inner._allgather_base(out, self._sum(list(padded.split(width)))).wait()
         tensor.copy_(out[: flat.numel()].view(tensor.shape))
         return _done(tensors)
 

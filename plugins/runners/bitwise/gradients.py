@@ -48,9 +48,8 @@ class WholeGradients:
                 parameter.grad = torch.zeros_like(parameter) if total is None else total
             return
         for bucket in self._buckets():
-            total = self._exchanged(bucket)
-            sizes = [parameter.numel() for parameter in bucket]
-            for parameter, gradient in zip(bucket, total.split(sizes), strict=True):
+            gradients = self._exchanged(bucket).split([parameter.numel() for parameter in bucket])
+            for parameter, gradient in zip(bucket, gradients, strict=True):
                 parameter.grad = gradient.view_as(parameter)
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from crosstrain import ConfigError, Layout, MakeOptimizer, Model, PlanContext, RunOptions
 from crosstrain.engine.optimizer import unscale_and_clip_
@@ -77,15 +78,12 @@ def _reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
     Each tensor is padded at the end, and split into one equal part per rank.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = []
-    for tensor in tensors:
-        width = -(-tensor.numel() // size)
-        flat = tensor.new_zeros(size * width)
-        flat[: tensor.numel()] = tensor.flatten()
-        rows.append(flat.view(size, width))
+    widths = [-(-tensor.numel() // size) for tensor in tensors]
+    rows = [
+        pad(t.flatten(), (0, -t.numel() % size)).view(size, width) for t, width in zip(tensors, widths, strict=True)
+    ]
     sent = torch.cat(rows, 1)
     out = sent.new_empty(sent.shape[1])
     dist.reduce_scatter_tensor(out, sent.flatten(), group=group)
-    parts = out.split([row.shape[1] for row in rows])
-    lengths = [max(0, min(row.shape[1], t.numel() - rank * row.shape[1])) for row, t in zip(rows, tensors, strict=True)]
-    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+    lengths = [max(0, min(width, t.numel() - rank * width)) for t, width in zip(tensors, widths, strict=True)]
+    return [part[:length] for part, length in zip(out.split(widths), lengths, strict=True)]
