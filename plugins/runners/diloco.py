@@ -252,8 +252,7 @@ class DiLoCo(Runner):
         if self.leaders.process_group is None:
             return Transfer(None, [sent] if self.team.size == self.world.size else [])
         received = [torch.empty_like(sent) for _ in self.weights]
-        work = dist.all_gather(received, sent, group=self.leaders.process_group, async_op=True)
-        return Transfer(work, received)
+        return Transfer(dist.all_gather(received, sent, group=self.leaders.process_group, async_op=True), received)
 
     def _mean(self, transfer: Transfer, codec: Codec, like: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Wait for an exchange, and return this rank's part of the teams' mean. Collective within the team."""

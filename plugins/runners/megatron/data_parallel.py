@@ -251,8 +251,7 @@ class FSDPStrategy(DDPStrategy):
     def pieces(self, share: Share, held: Tensor) -> list[Piece]:
         if not held.numel():
             return []
-        offset = (share.start, *[0] * (held.ndim - 1))
-        return [Piece(Box(offset, tuple(held.shape)), held.detach())]
+        return [Piece(Box((share.start, *[0] * (held.ndim - 1)), tuple(held.shape)), held.detach())]
 
     def before_backward(self, last: bool) -> None:
         """Reduce gradients only in the last backward of a step."""

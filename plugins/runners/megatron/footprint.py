@@ -36,8 +36,11 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
     """Return the layouts of the first rank of a pipeline (most activations) and of the last rank (with the head)."""
     tensor = None
     if options.tensor_parallel > 1:
-        group = dist.new_group(list(range(options.tensor_parallel)))
-        tensor = TensorParallel(group, options.sequence_parallel, RngTracker(torch.device("cpu"), 0))
+        tensor = TensorParallel(
+            dist.new_group(list(range(options.tensor_parallel))),
+            options.sequence_parallel,
+            RngTracker(torch.device("cpu"), 0),
+        )
     return [_layout(options, at, tensor, rank) for rank in dict.fromkeys((0, options.pipeline_parallel - 1))]
 
 
@@ -71,8 +74,7 @@ def _layout(options: Options, at: PlanContext, tensor: TensorParallel | None, ra
     if tensor is not None and options.sequence_parallel:
         tensor.hook(model, first if is_first else None, None if is_last else last)
     out = _with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
-    full = {name: math.prod(cut.full) for name, cut in cuts.items()}
-    out.whole = sum(full.get(name, p.numel()) for name, p in at.model.named_parameters())
+    out.whole = sum(math.prod(cuts[n].full) if n in cuts else p.numel() for n, p in at.model.named_parameters())
     out.head, out.model = head, model if tensor is not None or stages > 1 or experts > 1 else None
     if out.model is not None:
         cut = options.tensor_parallel, experts, options.sequence_parallel, options.plan
@@ -133,9 +135,7 @@ def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int
     count = at.batch.accumulation
     out.bubble = bubble(options.pipeline_parallel, options.pipeline_chunks, count)
     out.in_flight = in_flight(options, rank, count)
-    neighbours = 0
-    for stage in options.stages_of(rank):
-        for other in (stage - 1, stage + 1):
-            neighbours += 0 <= other < options.stages and options.rank_of(other) != rank
+    others = [other for stage in options.stages_of(rank) for other in (stage - 1, stage + 1)]
+    neighbours = sum(0 <= other < options.stages and options.rank_of(other) != rank for other in others)
     out.buffers += neighbours * count * hidden
     out.sent += neighbours * count * hidden

@@ -65,10 +65,11 @@ class Options(ContextOptions):
 
     def replicas(self, world_size: int) -> list[list[int]]:
         _, copies, tensor = self.mesh_shape(world_size)
-        groups = []
-        for stage in range(0, world_size, copies * tensor):
-            groups += [[*range(stage + rank, stage + copies * tensor, tensor)] for rank in range(tensor)]
-        return groups
+        return [
+            list(range(stage + rank, stage + copies * tensor, tensor))
+            for stage in range(0, world_size, copies * tensor)
+            for rank in range(tensor)
+        ]
 
     def copies(self, world_size: int) -> int:
         """Return the number of data-parallel copies. Raises ConfigError if the layout does not fit the ranks."""

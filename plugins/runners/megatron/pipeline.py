@@ -99,8 +99,7 @@ def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
         given = [share + (stage < rest) for stage in range(stages)]
     if sum(given) != blocks:
         raise ConfigError(f"run.runner.pipeline_layers: {given} are {sum(given)} blocks, but the model has {blocks}")
-    starts = [sum(given[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, given, strict=True)]
+    return [range(sum(given[:stage]), sum(given[: stage + 1])) for stage in range(stages)]
 
 
 def tied_names(model: Model, ends: Ends) -> set[str]:

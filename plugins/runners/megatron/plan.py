@@ -132,8 +132,10 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
         value = getattr(model.get_submodule(module_name), attribute)
         common = math.gcd(common, value)
         if value % size:
-            name = model.weights.canonical_name(module_name)
-            problem = problem or f"{name}.{attribute}, which is {value}, cannot be divided by {size} ranks"
+            problem = problem or (
+                f"{model.weights.canonical_name(module_name)}.{attribute}, which is {value}, cannot be divided by "
+                f"{size} ranks"
+            )
     for module_name, style in plan.modules.items():
         owner = model.get_submodule(module_name)
         for attribute, parameter in owner.named_parameters(recurse=False):
@@ -148,8 +150,8 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
                 dim = 1 + (attribute.startswith("down") != owner.is_transposed)
                 parts = 2 if attribute.startswith("gate_up") else 1
             else:
-                transposed = isinstance(owner, Conv1D)  # Conv1D weights are [in, out]
-                dim = int((style == "row") != transposed) if attribute != "bias" else 0
+                # Conv1D weights are [in, out].
+                dim = int((style == "row") != isinstance(owner, Conv1D)) if attribute != "bias" else 0
                 parts = 3 if style == "fused_qkv" else 1
             # An attention head must not be split across ranks.
             unit = getattr(model.get_submodule(user_of(model, module_name)), "head_dim", 1)
