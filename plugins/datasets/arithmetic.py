@@ -77,8 +77,7 @@ class Arithmetic(Prompts):
             if not folder.exists():
                 with new_folder(folder) as partial:
                     _write(partial, np.random.default_rng(options.data_seed))
-        files, kind = cls.files(options), Chat if options.guesses else Prompts
-        kind.prepare(files)
+        (Chat if options.guesses else Prompts).prepare(cls.files(options))
 
 
 def _write(folder: Path, rng: np.random.Generator) -> None:

@@ -97,9 +97,8 @@ class ConversationDataset(Dataset):
         self.notice = "; ".join([*said, f"see {self.folder / 'report.json'}"] if said else [])
         self.file = TokenFile(self.folder / "tokens")
         rows = given.rows(split, self.file.num_documents // self.row_documents, f"rows of {options.path}")
-        first = range(min(self.file.num_documents, 1000))
         special = [number for number, t in self.tokenizer.backend.get_added_tokens_decoder().items() if t.special]
-        targets = (~ids[ids < 0] for ids in map(self.file.document, first))
+        targets = (~ids[ids < 0] for ids in map(self.file.document, range(min(self.file.num_documents, 1000))))
         ends = {int(ids[np.isin(ids, special)][-1]) for ids in targets if np.isin(ids, special).any()}
         self.end_tokens = tuple(sorted({self.tokenizer.end_id} | ends))
         self.start, self.count = rows.start * self.row_documents, len(rows) * self.row_documents  # in conversations

@@ -117,8 +117,7 @@ class TokenFile:
         for start in range(0, self.num_sequences, _CHUNK):
             self._check(start, min(start + _CHUNK, self.num_sequences))
         for start in range(0, self.num_documents, _CHUNK):
-            part = self.document_index[start : start + _CHUNK + 1]
-            if (wrong := np.flatnonzero(np.diff(part) < 0)).size:
+            if (wrong := np.flatnonzero(np.diff(self.document_index[start : start + _CHUNK + 1]) < 0)).size:
                 raise DataError(f"{self.idx_path} is damaged: document {start + int(wrong[0])} ends before it begins")
 
     @property

@@ -210,8 +210,10 @@ class Mixture(VqaDataset):
         builders = [kind.prompt_builder(part.dataset.options, tokenizer, encode) for part, kind in talking]
         forms = [builder.ask([Message("user", "a")], [])["input_ids"].tolist() for builder in builders]
         if any(form != forms[0] for form in forms):
-            name = talking[0][0].label or talking[0][0].dataset.name
-            log.warning("the mixture's parts have different conversation formats; chats use the format of %s", name)
+            log.warning(
+                "the mixture's parts have different conversation formats; chats use the format of %s",
+                talking[0][0].label or talking[0][0].dataset.name,
+            )
         return builders[0]
 
 

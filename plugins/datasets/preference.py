@@ -63,8 +63,10 @@ class Preference(ConversationDataset):
         else:
             rows = [self.tokens(index), self._mismatched(index)]
             kinds = [1 if self.answers[index] & 1 else -1, 0]
-        sample: Sample = {"rows": [{"input_ids": ids[:-1], "labels": targets[1:]} for ids, targets in rows]}
-        sample["preferred"] = np.array(kinds)
+        sample: Sample = {
+            "rows": [{"input_ids": ids[:-1], "labels": targets[1:]} for ids, targets in rows],
+            "preferred": np.array(kinds),
+        }
         if self.reference is not None:
             sample["reference"] = self.reference[index]
         return sample
@@ -76,10 +78,11 @@ class Preference(ConversationDataset):
         others, other_targets = self.tokens((index + after) % self.count)
         prompt = int((targets != IGNORE_INDEX).argmax())
         answer = int((other_targets != IGNORE_INDEX).argmax())
-        ignored = np.full(prompt, IGNORE_INDEX)
         most = self.options.seq_length + 1
-        joined = np.concatenate([ids[:prompt], others[answer:]]), np.concatenate([ignored, other_targets[answer:]])
-        return joined[0][:most], joined[1][:most]
+        return (
+            np.concatenate([ids[:prompt], others[answer:]])[:most],
+            np.concatenate([np.full(prompt, IGNORE_INDEX), other_targets[answer:]])[:most],
+        )
 
     def collate(self, samples: list[Sample]) -> Batch:
         batch = padded_rows([row for sample in samples for row in sample["rows"]], self.options.seq_length)

@@ -47,8 +47,10 @@ class Summary:
         """Raise DataError unless a prepared folder contains the tokenizer that encoded its tokens."""
         path = folder / "tokenizer" / "tokenizer.json"
         if not path.is_file() or hash_of(path) != self.tokenizer_sha256:
-            problem = f"{path} is not the tokenizer that encoded the tokens beside it"
-            raise DataError(f"{problem}: put the original back, or prepare the data again")
+            raise DataError(
+                f"{path} is not the tokenizer that encoded the tokens beside it: put the original back, or prepare the "
+                f"data again"
+            )
 
     def write(self, folder: Path) -> None:
         write_json(folder / "dataset.json", asdict(self))

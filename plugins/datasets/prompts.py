@@ -49,8 +49,9 @@ class Prompts(ConversationDataset):
         """Return `input_ids` and `answer`, each [rows, longest]; shorter rows end with IGNORE_INDEX."""
         batch = {}
         for key in ("input_ids", "answer"):
-            rows = [torch.from_numpy(sample[key]) for sample in samples]
-            batch[key] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX)
+            batch[key] = torch.nn.utils.rnn.pad_sequence(
+                [torch.from_numpy(sample[key]) for sample in samples], batch_first=True, padding_value=IGNORE_INDEX
+            )
         return batch
 
     def texts(self, rows: list[list[int]]) -> list[str]:
@@ -69,8 +70,9 @@ class Prompts(ConversationDataset):
         """
         template, turn = self._template, {"role": role, "content": text}
         template.check([turn], None)
-        problem = f"chat_template: it takes no turn of the role {role} after an answer"
-        with os_errors_as(DataError, problem, SampleError):
+        with os_errors_as(
+            DataError, f"chat_template: it takes no turn of the role {role} after an answer", SampleError
+        ):
             before, spans, _ = template.located(_TURNS, None)
             whole, stop = template.render([*_TURNS, turn], answering=True), spans[0][1]
             refuse_if(whole[:stop] != before[:stop], "it renders earlier turns differently when a turn follows")

@@ -117,12 +117,13 @@ def describe(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
         if sum(t.colour == thing.colour for t in scene) == 1:
             questions.append(_q("shape", f"what shape is {thing.colour}", thing.shape))
     for thing in scene:
-        questions.append(_q("where", f"where is the {thing}", _place(thing)))
-        questions.append(_q("what", f"what is {_place(thing)}", str(thing)))
+        questions += [
+            _q("where", f"where is the {thing}", _place(thing)),
+            _q("what", f"what is {_place(thing)}", str(thing)),
+        ]
     for kind, axis in (("above", "row"), ("left", "column")):
         pairs = [(a, b) for a, b in itertools.combinations(scene, 2) if getattr(a, axis) != getattr(b, axis)]
-        for i in rng.permutation(len(pairs))[:3]:
-            questions.append(_relation(kind, axis, *pairs[i], rng))
+        questions += [_relation(kind, axis, *pairs[i], rng) for i in rng.permutation(len(pairs))[:3]]
     by_columns = sorted(scene, key=lambda t: (t.column, t.row))
     columns = " , ".join(f"{COLUMNS[t.column]} {ROWS[t.row]} {t}" for t in by_columns)
     questions.append(_q("columns", "describe the columns", columns))
@@ -148,15 +149,14 @@ def _relation(kind: str, axis: str, a: Thing, b: Thing, rng: np.random.Generator
 def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]]:
     """Return turns that build on each other: `it` refers to the subject of the previous question."""
     thing = scene[rng.integers(len(scene))]
-    turns = [
-        ("how many things are there", NUMBERS[len(scene)]),
-        (f"where is the {thing}", _place(thing)),
-        ("is it large or small", "large" if thing.large else "small"),
+    return [
+        {"from": "human", "value": "how many things are there"},
+        {"from": "gpt", "value": NUMBERS[len(scene)]},
+        {"from": "human", "value": f"where is the {thing}"},
+        {"from": "gpt", "value": _place(thing)},
+        {"from": "human", "value": "is it large or small"},
+        {"from": "gpt", "value": "large" if thing.large else "small"},
     ]
-    out = []
-    for question, answer in turns:
-        out += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    return out
 
 
 def words() -> list[str]:

@@ -202,13 +202,12 @@ def split_bounds(split: list[float], documents: int, rounding: str = "core") -> 
     the size of each split, then subtract the total rounding error from all three ends, like
     `get_train_valid_test_split_` in megatron/data/dataset_utils.py.
     """
-    bounds, shares = [0], [*split, 0.0, 0.0][:3]
+    shares = [*split, 0.0, 0.0][:3]
     if rounding == "core":
-        return bounds + [round(end * documents) for end in accumulate((np.array(shares) / np.sum(shares)).tolist())]
-    for share in shares:
-        bounds.append(bounds[-1] + round(share / sum(split) * documents))
-    error = bounds[-1] - documents
-    return [0, *(max(bound - error, 0) for bound in bounds[1:])]
+        return [0, *(round(end * documents) for end in accumulate((np.array(shares) / np.sum(shares)).tolist()))]
+    ends = list(accumulate(round(share / sum(split) * documents) for share in shares))
+    error = ends[-1] - documents
+    return [0, *(max(end - error, 0) for end in ends)]
 
 
 @lru_cache(maxsize=4)

@@ -249,8 +249,10 @@ class Shards:
         """Return (path of the shard, key, files) of a sample."""
         shard = int(np.searchsorted(self.starts, number, "right")) - 1
         index = _index_path(self.paths[shard], self.cache)
-        problem = f"the shard index {index} changed while it was being read"
-        with os_errors_as(DataError, problem, ValueError, IndexError), open(index, "rb") as file:
+        with (
+            os_errors_as(DataError, f"the shard index {index} changed while it was being read", ValueError, IndexError),
+            open(index, "rb") as file,
+        ):
             file.seek(8 * (number - int(self.starts[shard + 1])), os.SEEK_END)
             file.seek(int(np.fromfile(file, np.int64, 1)[0]))
             return self.paths[shard], *json.loads(file.readline())

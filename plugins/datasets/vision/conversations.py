@@ -134,8 +134,10 @@ class ConversationEncoder:
             labels += _labels(tokens)[shared:]
             segments += [number] * len(own)
             positions += range(shared, shared + len(own))
-        more = {"segments": np.array(segments, np.int64), "position_ids": np.array(positions, np.int64)}
-        return _arrays(ids, labels) | more
+        return _arrays(ids, labels) | {
+            "segments": np.array(segments, np.int64),
+            "position_ids": np.array(positions, np.int64),
+        }
 
     def _shared(self, encoded: list[EncodedChat]) -> int:
         """Return the length of the common prefix of all conversations, up to the token before the first target."""

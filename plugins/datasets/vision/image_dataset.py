@@ -431,8 +431,12 @@ def measured(rows: ImageDataset) -> np.ndarray:
         if path.exists():
             return np.load(path, allow_pickle=False)
         workers = cores() if len(rows) > _MANY else 0
-        context = CheckedForkContext() if workers else None
-        loader: Any = DataLoader(_Lengths(rows), None, num_workers=workers, multiprocessing_context=context)
+        loader: Any = DataLoader(
+            _Lengths(rows),
+            None,
+            num_workers=workers,
+            multiprocessing_context=CheckedForkContext() if workers else None,
+        )
         lengths = np.fromiter(map(int, loader), np.int64, len(rows))
         partial = path.with_suffix(".partial.npy")
         np.save(partial, lengths)

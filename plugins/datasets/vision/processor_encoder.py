@@ -237,8 +237,8 @@ class ProcessorEncoder:
         if not any(sample.keys() - _PER_TOKEN.keys() for sample in samples):
             shortest = min(range(len(samples)), key=lambda number: len(samples[number]["input_ids"]))
             samples = [*samples[:shortest], joined([samples[shortest], self.blank]), *samples[shortest + 1 :]]
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        longest = -(-longest // 8) * 8  # for tensor cores
+        # A multiple of 8, for tensor cores.
+        longest = -(-max(len(sample["input_ids"]) for sample in samples) // 8) * 8
         rows = []
         for sample in samples:
             room = longest - len(sample["input_ids"])
