@@ -182,14 +182,14 @@ class AdaptedExport(Around):
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
         """Write the adapter in peft's format; `PeftModel.from_pretrained` opens the folder."""
         base = self.model.weights.folder()
-        targets = [self.model.weights.canonical_name(name) for name in self.adapter.targets]
         settings = {
             "base_model_name_or_path": base and str(base),
             "task_type": "CAUSAL_LM",
             "inference_mode": True,
             "init_lora_weights": True,
+            "target_modules": [self.model.weights.canonical_name(name) for name in self.adapter.targets],
         }
-        config = self.adapter.config.to_dict() | settings | {"target_modules": targets}
+        config = self.adapter.config.to_dict() | settings
         # peft turns lists into sets for models with renamed weights, such as mixtures of experts.
         write_json(folder / _CONFIG, {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()})
         tensors = {_saved_name(name): read(name) for name in sorted(names) if is_adapter(name)}

@@ -86,8 +86,7 @@ class CausalLM(TransformersModel):
         try:
             config = _config(options, source)
             self.check_config(config)
-            multiple = options.make_vocab_size_divisible_by
-            lm = build_transformers(self.auto, config, multiple, options.attention)
+            lm = build_transformers(self.auto, config, options.make_vocab_size_divisible_by, options.attention)
         except UserError:
             raise
         except Exception as error:  # transformers raises errors of many types

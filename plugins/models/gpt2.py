@@ -76,8 +76,9 @@ class GPT2(TransformersModel):
 
 class _Structure(TransformersStructure):
     def ends(self) -> Ends:
-        first = ["lm.transformer.wte", "lm.transformer.wpe", "lm.transformer.drop"]
-        return Ends(first, ["lm.transformer.ln_f", "lm.lm_head"])
+        return Ends(
+            ["lm.transformer.wte", "lm.transformer.wpe", "lm.transformer.drop"], ["lm.transformer.ln_f", "lm.lm_head"]
+        )
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Return Megatron-LM's plan (Shoeybi et al., 2019, section 3): shard heads, MLP width and vocabulary."""

@@ -83,8 +83,10 @@ class InfoNCE(OfPairs):
         starts = dict(zip(order, itertools.accumulate((len(everyone[n]) for n in order), initial=0), strict=False))
         for micro, rows in zip(step, own, strict=True):
             start, stop = starts[micro.numbers], starts[micro.numbers] + len(rows)
-            value = losses[start // 2 : stop // 2].sum().detach()
-            micro.data = micro.data | {"pull": gradient[start:stop], "value": value}
+            micro.data = micro.data | {
+                "pull": gradient[start:stop],
+                "value": losses[start // 2 : stop // 2].sum().detach(),
+            }
         return step
 
     def losses(self, queries: Tensor, documents: Tensor) -> Tensor:

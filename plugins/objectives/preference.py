@@ -71,8 +71,7 @@ class ORPO(OfPairs):
     options: Options
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
-        lengths = (batch["labels"] != IGNORE_INDEX).sum(1).clamp(min=1)
-        means = log_probabilities(losses) / lengths
+        means = log_probabilities(losses) / (batch["labels"] != IGNORE_INDEX).sum(1).clamp(min=1)
         odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log(p / (1 - p))
         chosen, rejected = odds[0::2], odds[1::2]
         self.record_rewards(self.options.beta * means[0::2], self.options.beta * means[1::2])

@@ -75,8 +75,10 @@ class Blip2Qwen(Model):
         super().__init__(options)
         language = registry.get("model", options.language_model.model.name)(options.language_model.model.options)
         if not isinstance(language, LanguageModel):
-            name = options.language_model.model.name
-            raise ConfigError(f"model.language_model.model: {name} is not a language model that takes embeddings")
+            raise ConfigError(
+                f"model.language_model.model: {options.language_model.model.name} is not a language model that takes "
+                f"embeddings"
+            )
         self.vision = vision.make_encoder(options.vision)
         self.image_size: tuple[int, int] = tuple(map(int, self.vision.patch_embed.img_size))  # type: ignore
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
@@ -271,8 +273,10 @@ class _Structure(Structure):
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Return the language model's plan; the other parts are replicated."""
-        plan = self.model.language_model.structure.tensor_parallel_plan()
-        return {_PREFIXES["language_model"] + key: style for key, style in plan.items()}
+        return {
+            _PREFIXES["language_model"] + key: style
+            for key, style in self.model.language_model.structure.tensor_parallel_plan().items()
+        }
 
     @property
     def reads_across(self) -> bool:  # type: ignore[override]
@@ -297,8 +301,10 @@ class _Weights(Weights):
         return _PREFIXES[part] + inner
 
     def quantized(self) -> dict[str, Quantized]:
-        inner = self.model.language_model.weights.quantized()
-        return {_PREFIXES["language_model"] + name: kept for name, kept in inner.items()}
+        return {
+            _PREFIXES["language_model"] + name: kept
+            for name, kept in self.model.language_model.weights.quantized().items()
+        }
 
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
         inner = name.removeprefix(_PREFIXES["language_model"])

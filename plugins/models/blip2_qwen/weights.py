@@ -45,8 +45,9 @@ def sized(options: Any, found: dict[str, Path]) -> Any:
             given, theirs = getattr(options, part), _sizes(part, found[source])
             for key, value in theirs.items():
                 if (mine := getattr(given, key)) not in (None, value):
-                    where = f"{value} in {found[source]}"
-                    raise ConfigError(f"model.{part}.{key}: {mine} differs from {where}; set it to {value}")
+                    raise ConfigError(
+                        f"model.{part}.{key}: {mine} differs from {value} in {found[source]}; set it to {value}"
+                    )
             options = replace(options, **{part: replace(given, **theirs)})
     return options
 

@@ -355,8 +355,9 @@ def register_attention(name: str, masked: str) -> str:
         if q_length != kv_length and kwargs["q_offset"] == 0:  # from `Documents.arguments`: this rank has parts of rows
             q_length, attention_mask = kv_length, None
         seen_by = masked if attention_mask is not None or q_length != kv_length or detect_fake_mode() else name
-        make = ALL_MASK_ATTENTION_FUNCTIONS[seen_by]
-        return make(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+        return ALL_MASK_ATTENTION_FUNCTIONS[seen_by](
+            q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
+        )
 
     def attend(
         module: nn.Module,

@@ -163,8 +163,9 @@ class TransformersModel(LanguageModel):
         """Return what `mode` asks for, from the output of the library's module."""
         if self.product is not None:
             head = self.lm.get_output_embeddings()
-            logits = Logits(head.bias, *self.product)
-            return mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+            return mode.output(
+                out.last_hidden_state, head.weight, labels, self.vocab_size, Logits(head.bias, *self.product)
+            )
         result = mode.output(out.logits, None, labels, self.vocab_size)
         if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
             # If config.output_router_logits is set and the routers are not watched, add transformers' router loss.
@@ -281,8 +282,10 @@ class TransformersStructure(Structure):
         (prefix,) = (name for name, module in self.model.lm.named_modules() if module is self.model.decoder)
         plan = {f"{prefix}.{pattern}".removeprefix("."): _STYLES[style] for pattern, style in theirs.items()}
         # A plan is shared by a model family, and may name layers that this configuration does not have.
-        everything = (*self.model.named_modules(), *self.model.named_parameters())
-        names = [self.model.weights.canonical_name(name) for name, _ in everything]
+        names = [
+            self.model.weights.canonical_name(name)
+            for name, _ in (*self.model.named_modules(), *self.model.named_parameters())
+        ]
         plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
         words, head = self.model.lm.get_input_embeddings(), self.model.lm.get_output_embeddings()
         cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)

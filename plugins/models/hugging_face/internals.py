@@ -133,8 +133,7 @@ def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
     kept = [blocks for blocks in lists.values() if any(type(block).__name__ in whole for block in blocks)]
     if len(kept) > 1 and lm.config.get_text_config() is not lm.config:  # a model of images and text
         return kept
-    count = getattr(lm.config, "num_hidden_layers", None)
-    counted = [blocks for blocks in lists.values() if len(blocks) == count]
+    counted = [blocks for blocks in lists.values() if len(blocks) == getattr(lm.config, "num_hidden_layers", None)]
     return [*planned, *kept, *counted][:1]
 
 
