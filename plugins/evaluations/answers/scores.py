@@ -115,5 +115,7 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
     bleu = require("pycocoevalcap.bleu.bleu", "BLEU")
     cider = require("pycocoevalcap.cider.cider", "CIDEr")
     true, found = ({i: [" ".join(t.lower().split())] for i, t in enumerate(texts)} for texts in (truths, captions))
-    scores = {"cider": float(cider.Cider().compute_score(true, found)[0])}
-    return scores | {"bleu4": float(bleu.Bleu(4).compute_score(true, found, verbose=0)[0][3])}
+    return {
+        "cider": float(cider.Cider().compute_score(true, found)[0]),
+        "bleu4": float(bleu.Bleu(4).compute_score(true, found, verbose=0)[0][3]),
+    }

@@ -36,6 +36,7 @@ class Tasks(Evaluation):
         from .lm_eval_harness import Subject, run_tasks
         from .remembered import key_of
 
-        key = key_of(model, given["weights"])
-        subject = Subject(model.runner, model.tokenizer, partial(model.encoders.encode, "text"), key)
+        subject = Subject(
+            model.runner, model.tokenizer, partial(model.encoders.encode, "text"), key_of(model, given["weights"])
+        )
         return run_tasks(subject, given["tasks"], given["task_path"], given["max_samples"])

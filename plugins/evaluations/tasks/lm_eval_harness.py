@@ -90,8 +90,7 @@ class HarnessModel(TemplateLM):
         texts = [self.tok_encode(request.args[0]) for request in requests]
         pairs, owners = list[Pair](), list[int]()
         for owner, ids in enumerate(texts):
-            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._length, 1)
-            pairs += [make_disjoint_window(window) for window in windows]
+            pairs += map(make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self._length, 1))
             owners += [owner] * (len(pairs) - len(owners))
         totals = [0.0] * len(texts)
         for owner, (likelihood, _) in zip(owners, self._likelihoods(pairs, disable_tqdm), strict=True):
