@@ -34,7 +34,7 @@ from . import vision, weights
 from .model import Queries, check_image_sizes, qformer_config
 from .options import QFormer, Vision
 
-_PREFIXES = {"vision": "vision_model.", "qformer": "qformer."}
+_PREFIXES = {"vision": weights.VISION, "qformer": "qformer."}
 
 
 @registry.register_model("blip2")
@@ -189,16 +189,10 @@ class _Weights(Weights):
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """Fill in the initial values of timm and BERT; the temperature is that of the options."""
         options = self.model.options
-        if name.startswith(_PREFIXES["vision"]):
-            vision.initialize(name.removeprefix(_PREFIXES["vision"]), value, rng, options.vision)
-        elif name == "log_temperature":
+        if name == "log_temperature":
             value.fill_(options.temperature).log_()
-        elif name == "query_tokens":
-            value.normal_(0.0, options.qformer.query_std, generator=rng)
-        elif value.ndim > 1:
-            value.normal_(0.0, options.qformer.initializer_range, generator=rng)
         else:
-            value.fill_(0.0 if name.endswith("bias") else 1.0)
+            weights.initialize(name, value, rng, options, options.qformer.initializer_range)
 
     def sources(self) -> list[Source]:
         found = self.model.folders

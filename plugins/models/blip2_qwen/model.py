@@ -46,10 +46,10 @@ from .options import Language, Part, Projector, QFormer, Vision
 # Part (also the name of its module) -> prefix of its parameters' canonical names. Canonical names are the parameter
 # names of transformers' Blip2ForConditionalGeneration; inside the vision transformer, they are timm's names.
 _PREFIXES = {
-    "vision": "vision_model.", "qformer": "qformer.", "projector": "language_projection.",
+    "vision": weights.VISION, "qformer": "qformer.", "projector": "language_projection.",
     "language_model": "language_model.",
 }  # fmt: skip
-_QUERIES, _MODULE_OF_QUERIES = "query_tokens", "queries"
+_MODULE_OF_QUERIES = "queries"
 
 
 @registry.register_model("blip2_qwen")
@@ -312,19 +312,13 @@ class _Weights(Weights):
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """Fill in initial values as timm, transformers or the language model does, depending on the part."""
-        prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
-        inner = name.removeprefix(prefix)
-        if name == _QUERIES:
-            value.normal_(0.0, self.model.options.qformer.query_std, generator=rng)
-        elif prefix == _PREFIXES["vision"]:
-            vision.initialize(inner, value, rng, self.model.options.vision)
-        elif prefix == _PREFIXES["language_model"]:
+        options = self.model.options
+        if name.startswith(_PREFIXES["language_model"]):
+            inner = name.removeprefix(_PREFIXES["language_model"])
             self.model.language_model.weights.initialize(inner, value, rng)
-        elif value.ndim > 1:
-            part = self.model.options.qformer if prefix == _PREFIXES["qformer"] else self.model.options.projector
-            value.normal_(0.0, part.initializer_range, generator=rng)
         else:
-            value.fill_(0.0 if name.endswith("bias") else 1.0)
+            part = options.projector if name.startswith(_PREFIXES["projector"]) else options.qformer
+            weights.initialize(name, value, rng, options, part.initializer_range)
 
     def sources(self) -> list[Source]:
         return weights.sources(self.model.folders, _PREFIXES, self.model.width, self.model.language_model)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Blip2Config, PreTrainedConfig
 
 from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, find_checkpoint, pretrained_folder
@@ -15,7 +15,7 @@ from crosstrain.checkpoint.manifest import MANIFEST
 from . import vision
 from .options import QFormer, Vision
 
-_QUERIES = "query_tokens"
+VISION, _QUERIES = "vision_model.", "query_tokens"  # canonical names: prefix in the vision transformer, the queries
 _RUN, _BLIP2 = "a run of this model", "a Hugging Face BLIP-2 folder"
 _KINDS = {"model": (_RUN,), "vision": (_RUN, _BLIP2, ""), "qformer": (_RUN, _BLIP2), "projector": (_RUN,)}
 
@@ -123,6 +123,19 @@ def sources_of_parts(found: dict[str, Path], prefixes: dict[str, str], width: in
         else:
             out.append(Source(found[part], _as_it_is, lambda name, names=names: name.startswith(names)))
     return out
+
+
+def initialize(name: str, value: Tensor, rng: torch.Generator, options: Any, matrix_std: float) -> None:
+    """Fill in initial values: in the vision transformer as timm does, elsewhere as BERT does.
+
+    matrix_std: standard deviation of matrices outside of the vision transformer; the queries have their own.
+    """
+    if name.startswith(VISION):
+        vision.initialize(name.removeprefix(VISION), value, rng, options.vision)
+    elif value.ndim > 1:
+        value.normal_(0.0, options.qformer.query_std if name == _QUERIES else matrix_std, generator=rng)
+    else:
+        value.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
