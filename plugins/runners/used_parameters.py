@@ -16,7 +16,6 @@ class UsedParameters(set[nn.Parameter]):
 
     def check(self, problem: str) -> None:
         """Raise TrainingError if a trainable parameter received no gradient; the message ends with `problem`."""
-        parameters = self._model.weights.parameters().items()
-        if unused := [name for name, p in parameters if p.requires_grad and p not in self]:
+        if unused := [n for n, p in self._model.weights.parameters().items() if p.requires_grad and p not in self]:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise TrainingError(f"{', '.join(unused[:5])}{more} took no part in the loss of a micro batch, {problem}")

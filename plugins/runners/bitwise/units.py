@@ -44,8 +44,13 @@ def check_units(model: Model, over: dict[str, str], width: int) -> None:
         shard_specs(model, plan, width)
     except ConfigError as error:
         raise ConfigError(f"run.bitwise.width: {str(error).partition(': ')[2]}") from None
-    for name in plan.modules:
-        _check_dropout(model, name)
+    for user in dict.fromkeys(user_of(model, name) for name in plan.modules):
+        for key, rate in _rates(model.get_submodule(user)).items():
+            if "att" not in key:
+                raise ConfigError(
+                    f"run.bitwise.width: {model.weights.canonical_name(user)}.{key} is {rate:g}, but only dropout of "
+                    f"attention and of adapters can be drawn for each unit; set it to 0"
+                )
 
 
 def check_sequence(model: Model, over: dict[str, str]) -> None:
@@ -60,17 +65,6 @@ def check_sequence(model: Model, over: dict[str, str]) -> None:
             raise ConfigError(
                 f"run.bitwise: with sequence_parallel, {model.weights.canonical_name(name)} would be applied to a part "
                 f"of the sequence; leave sequence_parallel out"
-            )
-
-
-def _check_dropout(model: Model, name: str) -> None:
-    """Refuse dropout between sharded layers that `Units` cannot draw for each unit."""
-    user = user_of(model, name)
-    for key, rate in _rates(model.get_submodule(user)).items():
-        if "att" not in key:
-            raise ConfigError(
-                f"run.bitwise.width: {model.weights.canonical_name(user)}.{key} is {rate:g}, but only dropout of "
-                f"attention and of adapters can be drawn for each unit; set it to 0"
             )
 
 

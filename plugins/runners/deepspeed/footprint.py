@@ -91,9 +91,8 @@ def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
     ranks, rounds, mine = at.world_size, at.batch.accumulation, share(sizes.parameters, at.world_size)
     elements = share(sizes.trainable_elements, ranks)
     part, whole = elements * _width(options), sizes.trainable_elements * _width(options)
-    offloads, where = options.offloads_optimizer, "device"
-    if offloads:
-        where = "disk" if options.offload_optimizer.device == "nvme" else "host"
+    offloads = options.offloads_optimizer
+    where = {"none": "device", "cpu": "host", "nvme": "disk"}[options.offload_optimizer.device if offloads else "none"]
     parameters = options.offload_param.device if options.offload_param is not None else "none"
     return Layout(
         parameters=mine if parameters == "none" else 0,
