@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from tempfile import TemporaryDirectory
 
-from crosstrain.config.load import load_config
+from crosstrain import load_config
 from crosstrain.data.splits import prepare_data
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
