@@ -96,10 +96,8 @@ def _sent_at(folder: Path, step: int, links: SlowLinks, processes: list[subproce
 
 
 def losses(folder: Path, steps: int, batch: int, first: int) -> None:
-    validated, rows = (
-        (f"run.global_batch_size={batch}", f"run.lr_decay_iters={steps}", f"run.eval_interval={steps}"),
-        [],
-    )
+    validated = (f"run.global_batch_size={batch}", f"run.lr_decay_iters={steps}", f"run.eval_interval={steps}")
+    rows = []
     ddp = run(folder / "ddp", 2, "run.runner=ddp", steps, None, *validated)
     for groups in (2, 4):
         for exchange in ("bf16", "int8"):
@@ -147,7 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="samples per step of the part `loss`")
-    parser.add_argument("--first", type=int, default=0, help="steps of ddp before the groups of the part `loss` part")
+    parser.add_argument(
+        "--first", type=int, default=0, help="steps of ddp before the groups train apart, in the part `loss`"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", choices=("loss", "sent", "overlap"))
     asked = parser.parse_args()

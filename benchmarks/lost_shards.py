@@ -28,6 +28,7 @@ from common import ROOT
 from forks import train
 from tiny import GPT2, write_data, write_project
 
+from conftest import logged_step
 from crosstrain.checkpoint.digests import digests
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import find_checkpoint
@@ -42,12 +43,6 @@ RUN = {
 CALM = 3  # steps of all ranks between two kills
 
 
-def last_step(folder: Path) -> int:
-    rows = folder / "metrics.jsonl"
-    lines = rows.read_text().splitlines() if rows.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
-
-
 def changes(folder: Path) -> list[tuple[int, int]]:
     """Return (ranks, step from which they go on) of each change."""
     log = (folder / "log.txt").read_text() if (folder / "log.txt").exists() else ""
@@ -56,7 +51,7 @@ def changes(folder: Path) -> list[tuple[int, int]]:
 
 def wait_for(process: subprocess.Popen[bytes], folder: Path, step: int, ranks: int | None) -> None:
     """Wait until a step is complete, with this number of ranks (None: any)."""
-    while last_step(folder) < step or (ranks and changes(folder) and changes(folder)[-1][0] != ranks):
+    while logged_step(folder) < step or (ranks and changes(folder) and changes(folder)[-1][0] != ranks):
         if process.poll() is not None:
             raise SystemExit(f"the run ended; see {folder}.log")
         time.sleep(0.01)
@@ -73,7 +68,7 @@ def storm(project: Path, folder: Path, kills: int, rng: random.Random) -> list[f
         wait_for(process, folder, 10, None)
         for _ in range(kills):
             time.sleep(rng.random())
-            before, killed = last_step(folder), time.monotonic()
+            before, killed = logged_step(folder), time.monotonic()
             os.kill(rng.choice(workers(process.pid)), signal.SIGKILL)
             known = len(changes(folder))
             while len(changes(folder)) == known and process.poll() is None:
@@ -122,7 +117,7 @@ def main() -> None:
         seconds = storm(project, folder / "storm", given.kills, random.Random(given.seed))
         made = changes(folder / "storm")
         reader = Reader.open(find_checkpoint(folder / "storm"))
-        last = last_step(folder / "storm")
+        last = logged_step(folder / "storm")
         lost = sum(later <= earlier for (_, earlier), (_, later) in pairwise(made))
         planned(project, folder / "planned", made, last)
         apart = first_difference(folder / "storm", folder / "planned")

@@ -169,25 +169,26 @@ class Freezes(Callback):
 """
 
 
+def said_of_a_freeze(workspace: Workspace, callback: str, *options: str) -> str:
+    """The error of a run of two workers, one of which is stopped by a callback."""
+    plugin = workspace.path / "freezes.py"
+    plugin.write_text(callback)
+    frozen = f"run.plugins=[{plugin}]", "run.callbacks=[freezes]", "run.collective_timeout=8"
+    return sentence(workspace.train("out", *frozen, *options, nproc=2, fails=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["ddp", "fsdp"])
 def test_a_process_that_is_stopped_is_named(workspace: Workspace, runner: str) -> None:
-    plugin = workspace.path / "freezes.py"
-    plugin.write_text(FREEZES)
-    frozen = f"run.plugins=[{plugin}]", "run.callbacks=[freezes]", f"run.runner={runner}", "run.collective_timeout=8"
-    said = sentence(workspace.train("out", *frozen, nproc=2, fails=True))
+    said = said_of_a_freeze(workspace, FREEZES, f"run.runner={runner}")
     assert re.match(r"rank 1 (did not answer for|never entered .* which rank 0 waited in for) \d+ s", said)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["ddp", "fsdp"])
 def test_a_stopped_process_that_hosts_the_store_does_not_hold_the_others_up(workspace: Workspace, runner: str) -> None:
-    plugin = workspace.path / "freezes.py"
-    plugin.write_text(FREEZES_AGAIN)
-    frozen = f"run.plugins=[{plugin}]", "run.callbacks=[freezes]", f"run.runner={runner}", "run.collective_timeout=8"
     began = time.monotonic()
-    frozen += ("run.max_restarts=1",)
-    said = sentence(workspace.train("out", *frozen, nproc=2, fails=True))
+    said = said_of_a_freeze(workspace, FREEZES_AGAIN, f"run.runner={runner}", "run.max_restarts=1")
     assert re.match(r"the process that hosts the ranks' store \(rank 0, or its launcher\) did not answer for 8 s", said)
     assert time.monotonic() - began < 90
 
