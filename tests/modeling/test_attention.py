@@ -19,6 +19,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX
+from fixtures_families import tiny
 from fixtures_qwen import use
 from fixtures_ranks import mostly_slow
 from fixtures_training import PLUGINS, TOLERANCE, assert_equal_training, follow
@@ -35,6 +36,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "some windows": (
         "causal_lm", {"config": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8, **SIZES}},
     ),
+    "gated delta rule": ("causal_lm", {"config": tiny("qwen3_5_text")}),
+    "mamba 2": ("causal_lm", {"config": tiny("mamba2")}),
+    "mamba 2 beside attention": ("causal_lm", {"config": tiny("falcon_h1")}),
+    "mamba 2 between attention": ("causal_lm", {"config": tiny("nemotron_h")}),
 }  # fmt: skip
 FLASH_2, FLASH_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 LENGTHS = [[13, 27, 24], [30, 34]]  # documents of two rows
@@ -91,13 +96,13 @@ def kernels() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *((name, "sdpa") for name in MODELS),
+        *((name, None if name == "mamba 2" else "sdpa") for name in MODELS),
         *((name, "eager") for name in ("gpt2", "qwen", "llama")),
         *((name, kernel) for name in ("qwen", "llama", "windows", "some windows") for kernel in (FLASH_2, FLASH_3)),
     ],
 )
 def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(
-    name: str, attention: str, kernels: None
+    name: str, attention: str | None, kernels: None
 ) -> None:
     model = build(name, attention=attention)
     model.structure.check_documents()
@@ -221,7 +226,9 @@ def test_blocks_that_ignore_documents_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}, "takes no position_ids"),
+        (tiny("mamba"), "mamba cannot keep documents apart: it takes no position_ids, or its layers cross boundaries"),
+        (tiny("jamba"), "jamba cannot keep documents apart"),
+        (tiny("rwkv"), "rwkv cannot keep documents apart"),
         ({"model_type": "gemma2", **SIZES, "head_dim": 8, "sliding_window": 8}, "eager cannot keep documents apart"),
     ],
 )

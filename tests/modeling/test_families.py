@@ -107,6 +107,37 @@ def test_a_family_begins_and_trains_as_in_transformers(family: str) -> None:
         seen = 0 if cache is None else end
 
 
+def _gradients(model: Model, batches: list[dict[str, Tensor]]) -> tuple[float, Tensor]:
+    """The sum of the batches' losses, and its gradient as one vector."""
+    model.zero_grad()
+    loss = torch.stack([model(**batch) for batch in batches]).sum()
+    loss.backward()
+    return loss.item(), torch.cat([gradient.flatten() for gradient in logical(model, gradients=True).values()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in BUILDS if family not in REFUSED])
+def test_a_family_keeps_documents_apart_or_is_refused_before_training(family: str) -> None:
+    model = ours(config=tiny(family))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    try:
+        model.structure.check_documents()
+    except ConfigError:
+        return
+    model.eval().to(torch.float32 if model.structure.experts() else torch.float64)  # torch has no experts in fp64
+    ids = torch.randint(3, 100, (1, 31), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": torch.arange(31)[None]}
+    batch["labels"][0, 19] = -100
+    batch["position_ids"][0, 20:] -= 20
+    apart = [{key: value[:, place] for key, value in batch.items()} for place in (slice(20), slice(20, 31))]
+    loss, gradient = _gradients(model, [batch])
+    expected, expected_gradient = _gradients(model, apart)
+    # Sums in another order; a token that sees the other document makes more than 1e-3 of the gradient.
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert (gradient - expected_gradient).norm() < 1e-4 * expected_gradient.norm()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", NOT_TINY)
 def test_what_is_not_built_tiny(family: str) -> None:

@@ -17,7 +17,9 @@ from torch import Tensor
 from crosstrain import Completion, Component, Environment, Episode, SampleError
 from crosstrain.checkpoint.digests import recorded
 from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.config.load import preset_files
 from crosstrain.config.registry import registry
+from crosstrain.config.sources import read_yaml
 from crosstrain.utils.types import IGNORE_INDEX, MicroBatch
 from fixtures_policy import make_guesser
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
@@ -29,8 +31,11 @@ END = 1
 
 
 def objective(name: str, training: bool = True, **options: Any) -> Any:
-    kind = registry.get("objective", name)
-    made = kind(kind.Options(rewards=[Component("matches", registry.get("reward", "matches").Options())], **options))
+    preset = preset_files("objective").get(name)
+    given = {} if preset is None else read_yaml(preset, ()).tree
+    kind = registry.get("objective", given.pop("name", name))
+    rewards = [Component("matches", registry.get("reward", "matches").Options())]
+    made = kind(kind.Options(rewards=rewards, **given | options))
     made.model = SimpleNamespace(training=training, max_length=None, record=lambda *_: None)
     return made
 
@@ -96,14 +101,13 @@ def by_the_paper(name: str, made: dict[str, Any], kl: float) -> Tensor:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "grpo": {"kl": 0.05}, "dr_grpo": {}, "dapo": {}, "gspo": {}, "rloo": {},
-    "cispo": {"ratio": "detached", "average": "tokens"},
+    "grpo": {"kl": 0.05}, "dr_grpo": {}, "dapo": {}, "gspo": {}, "rloo": {}, "cispo": {},
 }  # fmt: skip
 
 
 def ours_of(name: str, made: dict[str, Any], **options: Any) -> tuple[Any, Tensor]:
     """The objective and its loss."""
-    ours = objective("grpo" if name == "cispo" else name, max_new_tokens=LONGEST, completions=GROUP, **options)
+    ours = objective(name, max_new_tokens=LONGEST, completions=GROUP, **options)
     module = __import__(type(ours).__module__, fromlist=["advantages"])
     rewards = made["rewards"].view(PROMPTS, GROUP)
     equal = (rewards == rewards[:, :1]).all(1).repeat_interleave(GROUP)

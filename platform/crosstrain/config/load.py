@@ -28,7 +28,7 @@ from crosstrain.utils.trust import Trust
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
 _SIZED = "model with its preset's sizes"  # internal key of the configuration tree, next to the user's sections
 # Kind of component that has presets -> folder in configs/.
-_PRESETS = {kind: f"{kind}s" for kind in ("runner", "dataset", "processor", "lr_scheduler")}
+_PRESETS = {kind: f"{kind}s" for kind in ("runner", "dataset", "processor", "lr_scheduler", "objective")}
 # Dataset key that is missing in configurations of older releases -> value that those releases used.
 _EARLIER = {"split_rounding": "legacy"}
 _SIDE_BY_SIDE = "side_by_side"  # the preset that combines several datasets of a project

@@ -201,9 +201,13 @@ class Documents:
         return {"documents": self} | _lengths(self.starts, self.starts, device)
 
     def check_seen(self, blocks: Iterable[nn.Module]) -> None:
-        """Raise ConfigError for a block that has parameters but no module that respects the document boundaries."""
+        """Raise ConfigError for a block that has parameters but no module that respects the document boundaries.
+
+        Blocks of an MLP alone compute each token by itself.
+        """
         for number, block in enumerate(blocks):
-            if next(block.parameters(), None) is not None and not any(id(m) in self.seen for m in block.modules()):
+            by_token = next(block.parameters(), None) is None or getattr(block, "block_type", "") in ("mlp", "moe")
+            if not by_token and not any(id(module) in self.seen for module in block.modules()):
                 raise ConfigError(
                     f"model: block {number} ({type(block).__name__}) ignores document boundaries and cannot split a "
                     f"sequence across ranks; use a different model, or train without packing, document_mask and "

@@ -36,6 +36,7 @@ from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 
 from . import internals
 from .attention import Documents, choose_attention, register_attention
+from .recurrent import KINDS, recurrent_layers, split_recurrent
 
 # Keys that determine the shapes of weights, under the names that all configurations share.
 SIZES = (
@@ -79,15 +80,18 @@ class TransformersModel(LanguageModel):
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
         self._block_lists = internals.block_lists(lm)
+        self.recurrent = split_recurrent(self.blocks())
         self.text_config = text = config.get_text_config()
         self.attention = self._under_masks = lm.config._attn_implementation
         if self.attention not in ("sdpa", "eager"):  # other kernels take no masks, but generation needs masks
             self._under_masks = choose_attention(None, type(lm), lm.config)
         if self.attention != "sdpa" or config.model_type not in internals.COMPARE_NAMES:
             lm.config._attn_implementation = register_attention(self.attention, self._under_masks)
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - (KINDS if self.recurrent else set())
+        if not kinds:  # without attention, it does not matter that transformers would choose eager
+            self.attention = "sdpa"
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
-        self.sees_all = kinds == {"full_attention"} and not any(windows)  # every block uses full causal attention
+        self.sees_all = kinds <= {"full_attention"} and not any(windows)  # all attention is full and causal
         # False: a rank that has a part of a row cannot make the masks of whole rows. transformers makes the masks of
         # windows, but families without flash attention may change these masks.
         has_masks = kinds <= {"full_attention", "sliding_attention"} and lm._supports_flash_attn
@@ -99,6 +103,9 @@ class TransformersModel(LanguageModel):
         self.product = internals.head_product(lm)  # None: logits come from the model's own forward
         takes = inspect.signature((lm if self.product is None else lm.base_model).forward).parameters
         self.takes_positions = "position_ids" in takes
+        self.mixes_documents = config.model_type in internals.WITHOUT_DOCUMENTS or (
+            not self.recurrent and (not self.takes_positions or getattr(lm, "_is_stateful", False))
+        )
         # transformers 5.24 renamed this parameter. A model without the parameter recomputes all tokens in every step.
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
         self.structure, self.weights = TransformersStructure(self), TransformersWeights(self)
@@ -126,7 +133,9 @@ class TransformersModel(LanguageModel):
                 input_ids = context.padded(input_ids, 0) if self.splits_embeddings else context.part(input_ids)
             elif inputs_embeds is not None:
                 inputs_embeds = context.part(inputs_embeds.mT).mT
-        more: dict[str, Any] = others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        more: dict[str, Any] = others | {"inputs_embeds": inputs_embeds}
+        if self.takes_positions or self.mixes_documents:  # a model without attention needs no positions
+            more["position_ids"] = position_ids
         if self._cache_name is not None:
             more[self._cache_name] = cache
         documents, attention = None, self.attention
@@ -140,6 +149,8 @@ class TransformersModel(LanguageModel):
                 more["documents"] = documents = Documents(rows, length, [*range(0, rows * length + 1, length)], context)
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
             more |= documents.arguments(attention, self.sees_all, position_ids.device)
+            if self.recurrent:
+                more["documents"] = documents
         if rotary is not None:
             more["position_ids"] = rotary if context is None else context.part(rotary)
         if "attention_mask" in more:
@@ -152,8 +163,9 @@ class TransformersModel(LanguageModel):
         # If the head is a plain linear layer, skip it, so that the full logits are never materialized.
         called: nn.Module = self.lm if self.product is None else self.lm.base_model
         out = called(input_ids, use_cache=cache is not None, **more)
-        if documents is not None and attention != "eager" and has_values(out[0]):  # a plan skips this check
-            documents.check_seen(self.structure.decoder_blocks())
+        if documents is not None and has_values(out[0]):  # a plan skips this check
+            blocks = self.structure.decoder_blocks()
+            documents.check_seen([*recurrent_layers(blocks), *(blocks if attention != "eager" else [])])
         result = self._result(out, labels, mode)
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
@@ -231,10 +243,10 @@ class TransformersStructure(Structure):
 
     def check_documents(self) -> None:
         family = self.model.config.model_type
-        if not self.model.takes_positions:
-            raise ConfigError(f"model: {family} takes no position_ids, so it cannot keep documents apart")
-        if getattr(self.model.lm, "_is_stateful", False):
-            raise ConfigError(f"model: {family} carries its state across documents, so it cannot keep them apart")
+        if self.model.mixes_documents:
+            raise ConfigError(
+                f"model: {family} cannot keep documents apart: it takes no position_ids, or its layers cross boundaries"
+            )
         if self.model.attention == "eager" and not self.model.sees_all:
             raise ConfigError(
                 "model.attention: eager cannot keep documents apart in a model with sliding-window or chunked attention"
@@ -242,15 +254,11 @@ class TransformersStructure(Structure):
 
     def check_context(self, ranks: int) -> None:
         family = self.model.config.model_type
-        if (
-            not self.model.takes_positions
-            or getattr(self.model.lm, "_is_stateful", False)
-            or not self.model.shares_rows
-        ):
+        if self.model.mixes_documents or not self.model.shares_rows:
             raise ConfigError(
                 f"run.runner.context_parallel: ranks cannot share sequences of {family}, because this needs "
-                f"position_ids, full or sliding-window causal attention in every block and no recurrent state; leave "
-                f"context_parallel out"
+                f"position_ids, full or sliding-window causal attention, and recurrent layers that take documents; "
+                f"leave context_parallel out"
             )
         if self.model.attention == "eager":
             raise ConfigError(
@@ -318,7 +326,7 @@ class TransformersStructure(Structure):
         length = sequence_length or self.model.max_length
         layers, heads = (getattr(self.model.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
         composite = self.model.text_config is not self.model.config
-        if composite or not self.model.sees_all or not (length and layers and heads):
+        if composite or self.model.recurrent or not self.model.sees_all or not (length and layers and heads):
             return None
         width = heads * (getattr(self.model.config, "head_dim", None) or self.model.hidden_size // heads)
         used = sum(elements * share for elements, share in self._matrices(experts=False))
