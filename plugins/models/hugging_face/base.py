@@ -36,7 +36,7 @@ from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 
 from . import internals
 from .attention import Documents, choose_attention, register_attention
-from .recurrent import KINDS, recurrent_layers, split_recurrent
+from .recurrent import FULL_OR_NO_ATTENTION, recurrent_layers, split_recurrent
 
 # Keys that determine the shapes of weights, under the names that all configurations share.
 SIZES = (
@@ -87,9 +87,13 @@ class TransformersModel(LanguageModel):
             self._under_masks = choose_attention(None, type(lm), lm.config)
         if self.attention != "sdpa" or config.model_type not in internals.COMPARE_NAMES:
             lm.config._attn_implementation = register_attention(self.attention, self._under_masks)
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - (KINDS if self.recurrent else set())
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"]) - (
+            FULL_OR_NO_ATTENTION if self.recurrent else set()
+        )
         if not kinds:  # without attention, it does not matter that transformers would choose eager
             self.attention = "sdpa"
+        if config.model_type in internals.DENSE_MASKS:
+            self.attention = "eager"
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self.sees_all = kinds <= {"full_attention"} and not any(windows)  # all attention is full and causal
         # False: a rank that has a part of a row cannot make the masks of whole rows. transformers makes the masks of

@@ -38,7 +38,7 @@ PRODUCTS = {*_TABLE["plain"], *SCALES, *SOFTCAPS}
 PREFIX_MODELS, POSITIONS_FROM_ONE = set(_TABLE["prefix_models"]), set(_TABLE["positions_from_one"])
 ROPE_KEYS = set(_TABLE["rope_keys"])
 NOT_CAUSAL, COMPARE_NAMES = set(_TABLE["not_causal"]), set(_TABLE["compare_names"])
-WITHOUT_DOCUMENTS = set(_TABLE["without_documents"])
+WITHOUT_DOCUMENTS, DENSE_MASKS = set(_TABLE["without_documents"]), set(_TABLE["dense_masks"])
 
 
 def keys_beside_fields(family: str) -> set[str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .attention import Documents
 
 # transformers' names in `layer_types` for blocks without attention, and for blocks that also have full attention
-KINDS = {"linear_attention", "conv", "moe", "mlp", "hybrid"}
+FULL_OR_NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp", "hybrid"}
 
 
 def recurrent_layers(blocks: list[nn.Module]) -> list[nn.Module]:
