@@ -1,9 +1,9 @@
 """Compare diloco with ddp over slow links: loss, bytes and step times of quickstart's model and data.
 
-    python benchmarks/diloco.py [--steps 300] [--batch 32] [--first 100] [--part loss|sent|overlap]
+    python benchmarks/diloco.py [--steps 400] [--batch 32] [--first 100] [--momentum 0.5] [--part loss|sent|overlap]
 
-Each group is one rank. `loss`: validation losses after equal numbers of samples; with `--first N`, the first N
-steps are those of ddp, and the run then changes its runner. `sent` and `overlap` put each rank into a network
+Each group is one rank. `loss`: validation losses after equal numbers of samples; the first steps (`--first`) are those
+of ddp, and the run then changes its runner. `sent` and `overlap` put each rank into a network
 namespace of its own, with links of 20 Mbit/s and a latency of 50 ms, which needs root. `overlap` measures step
 times in turns: without an exchange, with an exchange of the whole model, and with fragments that are exchanged
 while the next steps run.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from slow_links import SlowLinks
 LATENCY, RATE = 0.05, 20e6
 PORT = 29500
 WINDOW = (60, 110)  # steps between which bytes are counted, with one exchange
-OUTER = {"outer_lr": 1.0, "outer_momentum": 0.0}  # local SGD, the best in runs this short
 # run.grad_norm_clip and the rest are quickstart's
 OPTIONS = (
     "datasets.stdlib.seq_length=128",
@@ -95,17 +95,16 @@ def _sent_at(folder: Path, step: int, links: SlowLinks, processes: list[subproce
     return links.sent()
 
 
-def losses(folder: Path, steps: int, batch: int, first: int) -> None:
+def losses(folder: Path, steps: int, batch: int, first: int, momentum: float) -> None:
     validated = (f"run.global_batch_size={batch}", f"run.lr_decay_iters={steps}", f"run.eval_interval={steps}")
     rows = []
     ddp = run(folder / "ddp", 2, "run.runner=ddp", steps, None, *validated)
+    run(folder / "first", 2, "run.runner=ddp", first, None, *validated)
     for groups in (2, 4):
         for exchange in ("bf16", "int8"):
-            chosen = runner(groups=groups, every=50, exchange=exchange, **OUTER)
-            name = folder / f"{exchange}{groups}"
-            if first:
-                run(name, groups, "run.runner=ddp", first, None, *validated)
-            found = run(name, groups, chosen, steps, None, *validated, fresh=not first)
+            chosen = runner(groups=groups, every=50, exchange=exchange, outer_lr=1.0, outer_momentum=momentum)
+            name = shutil.copytree(folder / "first", folder / f"{exchange}{groups}")
+            found = run(name, groups, chosen, steps, None, *validated, fresh=False)
             rows.append([f"{groups} groups, {exchange}", f"{found['loss']:.4f}", f"{found['loss'] / ddp['loss']:.3f}"])
             print(rows[-1], file=sys.stderr, flush=True)
     print(table(["", "loss", "of ddp's"], [["ddp", f"{ddp['loss']:.4f}", "1"], *rows]))
@@ -143,17 +142,18 @@ def overlaps(folder: Path, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8, help="samples per step of the part `loss`")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=32, help="samples per step of the part `loss`")
     parser.add_argument(
-        "--first", type=int, default=0, help="steps of ddp before the groups train apart, in the part `loss`"
+        "--first", type=int, default=100, help="steps of ddp before the groups train apart, in the part `loss`"
     )
+    parser.add_argument("--momentum", type=float, default=0.5, help="of the outer SGD, in the part `loss`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", choices=("loss", "sent", "overlap"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if asked.part in ("loss", None):
-            losses(Path(folder), asked.steps, asked.batch, asked.first)
+            losses(Path(folder), asked.steps, asked.batch, asked.first, asked.momentum)
         if asked.part in ("sent", None):
             sent(Path(folder))
         if asked.part in ("overlap", None):
