@@ -50,6 +50,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "inkling2_text": {"unpadded_vocab_size": 128},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "zaya": {"num_experts_per_tok": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "gemma4_text": {"vocab_size_per_layer_input": 128, "global_head_dim": 8, "hidden_size_per_layer_input": 8},

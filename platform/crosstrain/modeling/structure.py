@@ -57,6 +57,13 @@ class Structure:
         models = (module for module in self.model.modules() if hasattr(module, "structure"))
         return [model.routers for model in models if model.routers is not None]  # type: ignore[misc]
 
+    def by_document(self) -> list[nn.Module]:
+        """Modules that call their submodules once per document of the argument `documents`.
+
+        Ranks have different numbers of documents, so a runner cannot communicate in each call of these submodules.
+        """
+        return []
+
     def chains(self) -> list[list[nn.Module]]:
         """Chains of blocks: each block's first input is the output of the block before it in the chain.
 

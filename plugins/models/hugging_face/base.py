@@ -92,8 +92,7 @@ class TransformersModel(LanguageModel):
         )
         if not kinds:  # without attention, it does not matter that transformers would choose eager
             self.attention = "sdpa"
-        if config.model_type in internals.DENSE_MASKS:
-            self.attention = "eager"
+        self.has_dense_masks = config.model_type in internals.DENSE_MASKS
         windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self.sees_all = kinds <= {"full_attention"} and not any(windows)  # all attention is full and causal
         # False: a rank that has a part of a row cannot make the masks of whole rows. transformers makes the masks of
@@ -138,11 +137,12 @@ class TransformersModel(LanguageModel):
             elif inputs_embeds is not None:
                 inputs_embeds = context.part(inputs_embeds.mT).mT
         more: dict[str, Any] = others | {"inputs_embeds": inputs_embeds}
-        if self.takes_positions or self.mixes_documents:  # a model without attention needs no positions
+        # Without this parameter, recurrent layers need no positions. Other models must fail, not mix documents.
+        if self.takes_positions or self.mixes_documents:
             more["position_ids"] = position_ids
         if self._cache_name is not None:
             more[self._cache_name] = cache
-        documents, attention = None, self.attention
+        documents, attention = None, "eager" if self.has_dense_masks else self.attention
         given = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None or cache is not None or (given is not None and not has_values(given)):
             attention = self._under_masks  # also in a memory plan, because only torch's kernels can be traced
@@ -169,7 +169,7 @@ class TransformersModel(LanguageModel):
         out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and has_values(out[0]):  # a plan skips this check
             blocks = self.structure.decoder_blocks()
-            documents.check_seen([*recurrent_layers(blocks), *(blocks if attention != "eager" else [])])
+            documents.check_seen([*(blocks if attention != "eager" else []), *recurrent_layers(blocks)])
         result = self._result(out, labels, mode)
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
@@ -251,14 +251,17 @@ class TransformersStructure(Structure):
             raise ConfigError(
                 f"model: {family} cannot keep documents apart: it takes no position_ids, or its layers cross boundaries"
             )
-        if self.model.attention == "eager" and not self.model.sees_all:
+        if (self.model.attention == "eager" and not self.model.sees_all) or (
+            self.model.has_dense_masks and self.model.attention not in ("sdpa", "eager")
+        ):
             raise ConfigError(
-                "model.attention: eager cannot keep documents apart in a model with sliding-window or chunked attention"
+                f"model.attention: {self.model.attention} cannot keep documents apart in this {family} model; use "
+                f"sdpa, or a model with full attention"
             )
 
     def check_context(self, ranks: int) -> None:
         family = self.model.config.model_type
-        if self.model.mixes_documents or not self.model.shares_rows:
+        if self.model.mixes_documents or self.model.has_dense_masks or not self.model.shares_rows:
             raise ConfigError(
                 f"run.runner.context_parallel: ranks cannot share sequences of {family}, because this needs "
                 f"position_ids, full or sliding-window causal attention, and recurrent layers that take documents; "
@@ -280,6 +283,9 @@ class TransformersStructure(Structure):
         at = theirs.index(blocks[0])
         head = next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings())
         return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
+
+    def by_document(self) -> list[nn.Module]:
+        return recurrent_layers(self.model.blocks())
 
     def experts(self) -> dict[str, nn.Module]:
         return {name: module for name, module in self.model.named_modules() if internals.holds_experts(module)}

@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.utils import combine_grad_norm_groups
-from torch import Tensor
+from torch import Tensor, nn
 
 from crosstrain import (
     PLAIN,
@@ -136,6 +136,8 @@ class DeepSpeedRunner(Runner):
         plan = None
         if self.options.stage == 3:
             self.partition = SwappedStage3(self) if self.options.nvme_paths else Stage3(self)
+            for module in model.structure.by_document():
+                module.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
         elif self.options.stage > 0 and make_optimizer is not None:
             self.partition = Stage12(self)
         if make_optimizer is not None:
@@ -289,3 +291,12 @@ class DeepSpeedRunner(Runner):
     def loaded(self) -> None:
         if self.partition is not None:
             self.partition.loaded()
+
+
+def _refuse_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError if the module would compute documents one by one, so that ranks gather different weights."""
+    if kwargs.get("documents") is not None:
+        raise ConfigError(
+            f"run.runner.stage: 3 cannot gather the weights of {type(module).__name__} once per document; use stage 2 "
+            f"or fsdp, or train without packing, document_mask and context_parallel"
+        )
