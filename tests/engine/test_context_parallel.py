@@ -125,6 +125,7 @@ def reference(request: Any, tmp_path_factory: pytest.TempPathFactory, dataset: P
     return workspace, options, run
 
 
+@pytest.mark.slow
 def test_zero_3_refuses_recurrent_layers_that_compute_documents_one_by_one(workspace: Workspace) -> None:
     use_heads(workspace, "a gated delta rule")
     with pytest.raises(AssertionError, match=r"stage: 3 cannot gather the weights of Qwen3_5GatedDelta"):
