@@ -38,7 +38,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gated delta rule": ("causal_lm", {"config": tiny("qwen3_5_text")}),
     "mamba 2": ("causal_lm", {"config": tiny("mamba2")}),
-    "mamba 2 beside attention": ("causal_lm", {"config": tiny("falcon_h1")}),
     "mamba 2 between attention": ("causal_lm", {"config": tiny("nemotron_h")}),
 }  # fmt: skip
 FLASH_2, FLASH_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
