@@ -3,10 +3,9 @@
     python benchmarks/diloco.py [--steps 400] [--batch 32] [--first 100] [--momentum 0.5] [--part loss|sent|overlap]
 
 Each group is one rank. `loss`: validation losses after equal numbers of samples; the first steps (`--first`) are those
-of ddp, and the run then changes its runner. `sent` and `overlap` put each rank into a network
-namespace of its own, with links of 20 Mbit/s and a latency of 50 ms, which needs root. `overlap` measures step
-times in turns: without an exchange, with an exchange of the whole model, and with fragments that are exchanged
-while the next steps run.
+of ddp, and the run then changes its runner. `sent` and `overlap` put each rank into a network namespace of its own,
+with links of 20 Mbit/s and a latency of 50 ms, which needs root. `overlap` measures step times in turns: without an
+exchange, with an exchange of the whole model, and with fragments that are exchanged while the next steps run.
 """
 
 from __future__ import annotations

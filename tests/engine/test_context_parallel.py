@@ -273,6 +273,7 @@ def test_every_family_computes_alike_or_is_refused(ranks: int) -> None:
     [
         (tiny("llama4_text"), 2, "ranks cannot share sequences of llama4_text"),  # its attention is chunked
         (tiny("doge"), 2, "ranks cannot share sequences of doge"),  # it changes transformers' masks
+        (tiny("mamba"), 2, "ranks cannot share sequences of mamba"),
         (tiny("jamba"), 2, "ranks cannot share sequences of jamba"),  # transformers gives its layers no documents
     ],
 )

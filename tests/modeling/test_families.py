@@ -126,7 +126,7 @@ def test_a_family_keeps_documents_apart_or_is_refused_before_training(family: st
     except ConfigError:
         return
     # torch has no experts in fp64, and these masks are fp32
-    in_fp32 = model.structure.experts() or getattr(model, "attention", "eager") == "eager" or family == "xglm"
+    in_fp32 = model.structure.experts() or model.has_dense_masks or family == "xglm"
     model.eval().to(torch.float32 if in_fp32 else torch.float64)
     ids = torch.randint(3, 100, (1, 31), generator=torch.Generator().manual_seed(3))
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": torch.arange(31)[None]}

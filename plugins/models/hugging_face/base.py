@@ -169,7 +169,7 @@ class TransformersModel(LanguageModel):
         out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and has_values(out[0]):  # a plan skips this check
             blocks = self.structure.decoder_blocks()
-            documents.check_seen([*(blocks if attention != "eager" else []), *recurrent_layers(blocks)])
+            documents.check_seen([*(blocks if attention != "eager" else []), *self.structure.by_document()])
         result = self._result(out, labels, mode)
         if context is not None and result.ndim == 0:  # otherwise `result` is hidden states for a later pipeline stage
             result = context.total(result)
@@ -285,7 +285,7 @@ class TransformersStructure(Structure):
         return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
 
     def by_document(self) -> list[nn.Module]:
-        return recurrent_layers(self.model.blocks())
+        return recurrent_layers(self.decoder_blocks())
 
     def experts(self) -> dict[str, nn.Module]:
         return {name: module for name, module in self.model.named_modules() if internals.holds_experts(module)}
