@@ -133,8 +133,8 @@ def test_recurrent_layers_train_as_in_one_process(workspace: Workspace, layout: 
     one, other = follow(workspace, "ddp@1", *options), shared(workspace, layout, *options)
     for key in ("loss", "grad_norm"):
         assert relative(other.column(key), one.column(key)) < TOLERANCE
-    # Parts of a decay's few gradients cancel, so single tensors are off by more than GRADIENT_TOLERANCE: fp32 rounds the
-    # parts on each rank. All gradients together are compared.
+    # Parts of a decay's few gradients cancel, so single tensors are off by more than GRADIENT_TOLERANCE: fp32 rounds
+    # the parts on each rank. All gradients together are compared.
     ours, theirs = (np.concatenate([run.gradients[name].ravel() for name in one.gradients]) for run in (other, one))
     assert np.linalg.norm(ours - theirs) <= GRADIENT_TOLERANCE * np.linalg.norm(theirs)
 
