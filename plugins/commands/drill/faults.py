@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import psutil
 
@@ -18,13 +19,9 @@ _SLOW = 5.0  # seconds for which a worker is slow
 _TURN = 0.2  # seconds of standing and of running, in turns
 
 
-def kill(worker: int) -> None:
-    os.kill(worker, signal.SIGKILL)
-
-
-def freeze(worker: int) -> None:
-    """Stop the process; the launcher kills it when the other workers miss it."""
-    os.kill(worker, signal.SIGSTOP)
+def send(number: signal.Signals, worker: int) -> None:
+    """Send a signal to the process."""
+    os.kill(worker, number)
 
 
 def slow(worker: int) -> None:
@@ -33,11 +30,6 @@ def slow(worker: int) -> None:
         for number in [signal.SIGSTOP, signal.SIGCONT] * int(_SLOW / _TURN / 2):
             os.kill(worker, number)
             time.sleep(_TURN)
-
-
-def close(worker: int) -> None:
-    """Ask the process to end, as an operator or a scheduler does by mistake."""
-    os.kill(worker, signal.SIGTERM)
 
 
 def cut(worker: int) -> None:
@@ -54,4 +46,10 @@ def cut(worker: int) -> None:
     os.close(process)
 
 
-FAULTS: dict[str, Callable[[int], None]] = {"kill": kill, "freeze": freeze, "slow": slow, "close": close, "cut": cut}
+FAULTS: dict[str, Callable[[int], None]] = {
+    "kill": partial(send, signal.SIGKILL),
+    "freeze": partial(send, signal.SIGSTOP),  # the launcher kills the worker when the other workers miss it
+    "slow": slow,
+    "close": partial(send, signal.SIGTERM),  # as an operator or a scheduler does by mistake
+    "cut": cut,
+}
