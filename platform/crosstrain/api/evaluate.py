@@ -49,7 +49,8 @@ def evaluate(
     samples. given: flags of evaluations, such as tasks=["piqa"] and answers=["test"]. The workers are separate
     processes. Raises UserError for mistakes, and KeyboardInterrupt if the workers were stopped.
     """
-    flags = with_defaults(given, evaluations().values(), "evaluate", "evaluations")
+    declare = (evaluation.add_arguments for evaluation in evaluations().values())
+    flags = with_defaults(given, declare, "evaluate", "evaluations")
     with tempfile.TemporaryDirectory() as folder, main_hidden():
         output = Path(folder) / "results.json"
         job = flags | {
