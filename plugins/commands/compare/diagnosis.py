@@ -216,8 +216,8 @@ class _Judge:
         usual = None if noise is None else steps_of(noise)[number]["routing"]["near"]
         tie, module = flipped(mine["near"], theirs["near"], usual), self._first_module(number, step, expected)[0]
         block = next((int(part) for part in module.split(".") if part.isdigit()), None)
-        if tie is not None and (block is None or block >= tie.layer):  # a difference in an earlier block is no tie
-            return str(tie)
+        if tie is not None and (block is None or block >= tie[0]):  # a difference in an earlier block is no tie
+            return tie[1]
         if module or not self._differs(mine["loss"], theirs["loss"]):
             return None
         return (

@@ -6,7 +6,7 @@ Rounding may change the choice of experts at a near tie. Such a difference does 
 from collections.abc import Iterable
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,25 +135,8 @@ def _moved(mine: Near, theirs: Near, layer: int) -> float:
     return median(changes) if changes else 0.0
 
 
-class Tie(NamedTuple):
-    """A near tie that two runs decide differently."""
-
-    layer: int
-    sample: int
-    token: int
-    margin: float
-    more: int  # number of further tokens with such ties
-
-    def __str__(self) -> str:
-        more = f" and for {self.more} more tokens" if self.more else ""
-        return (
-            f"routing differs at layer {self.layer}, token {self.token} of sample {self.sample}, by a margin of "
-            f"{self.margin:.1e}{more}: a tie that rounding decides, not a wrong gradient"
-        )
-
-
-def flipped(mine: Near, theirs: Near, noise: Near | None) -> Tie | None:
-    """Return the near tie in the first layer where two runs choose different experts.
+def flipped(mine: Near, theirs: Near, noise: Near | None) -> tuple[int, str] | None:
+    """Return the first layer where two runs choose different experts at a near tie, and a sentence about the tie.
 
     noise: of a run that differs from `theirs` only by rounding; None: not measured. Returns None if all choices agree,
     or if rounding alone does not move the margins so far.
@@ -164,4 +147,8 @@ def flipped(mine: Near, theirs: Near, noise: Near | None) -> Tie | None:
     layer, sample, token = min(tuple(map(int, key.split())) for key in keys)
     if noise is not None and _moved(mine, theirs, layer) > 16 * _moved(noise, theirs, layer):
         return None
-    return Tie(layer, sample, token, abs(theirs[f"{layer} {sample} {token}"][0]), len(keys) - 1)
+    more = f" and for {len(keys) - 1} more tokens" if len(keys) > 1 else ""
+    return layer, (
+        f"routing differs at layer {layer}, token {token} of sample {sample}, by a margin of "
+        f"{abs(theirs[f'{layer} {sample} {token}'][0]):.1e}{more}: a tie that rounding decides, not a wrong gradient"
+    )
