@@ -52,8 +52,8 @@ def measure(project: str, tokens: int) -> tuple[float, list[Any]]:
     runner = make_runner(config)
     runner.setup()
     build_model(config, runner, None, for_training=False)
-    subject = harness.Subject(runner, SimpleNamespace(eos_token_id=0), encode=lambda _: [])
-    model, asked = harness.HarnessModel(subject, quiet=True), requests()
+    model = harness.HarnessModel(runner, SimpleNamespace(eos_token_id=0), encode=lambda _: [], quiet=True)
+    asked = requests()
     with runner.evaluating():
         model._loglikelihood_tokens(asked[:20])
         begun = time.perf_counter()

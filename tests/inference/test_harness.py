@@ -33,9 +33,9 @@ harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason
 
 
 def subject(runner: Any, tokenizer: Any) -> Any:
-    from crosstrain_plugins.builtin.evaluations.tasks.lm_eval_harness import Subject
+    from crosstrain_plugins.builtin.evaluations.tasks.lm_eval_harness import HarnessModel
 
-    return Subject(runner, tokenizer, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+    return HarnessModel(runner, tokenizer, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.fixture(scope="module")

@@ -26,21 +26,20 @@ class EvalTasks(Callback):
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
-        from .lm_eval_harness import Subject
-
         folder = trainer.dataset.tokenizer_path
         if folder is None:
             raise ConfigError("run.callbacks: eval_tasks needs a dataset with a tokenizer")
-        tokenizer = open_tokenizer(folder)
-        self._subject = Subject(trainer.runner, tokenizer, text_encoder(tokenizer))
+        self._tokenizer = open_tokenizer(folder)
+        self._encode = text_encoder(self._tokenizer)
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         """Run the tasks. Collective."""
-        from .lm_eval_harness import run_tasks
-
         chosen = self.options
         with self.trainer.throughput.paused():
-            found = run_tasks(self._subject, chosen.tasks, chosen.task_path, chosen.max_samples, quiet=True)
+            from .lm_eval_harness import HarnessModel, run_tasks
+
+            model = HarnessModel(self.trainer.runner, self._tokenizer, self._encode, quiet=True)
+            found = run_tasks(model, chosen.tasks, chosen.task_path, chosen.max_samples)
         scores = {
             f"{task}/{name.removesuffix(',none')}": value
             for task, values in found.items()

@@ -33,10 +33,9 @@ class Tasks(Evaluation):
         return bool(given["tasks"])
 
     def run(self, model: "OpenModel", given: Mapping[str, Any]) -> Any:
-        from .lm_eval_harness import Subject, run_tasks
+        from .lm_eval_harness import HarnessModel, run_tasks
         from .remembered import key_of
 
-        subject = Subject(
-            model.runner, model.tokenizer, partial(model.encoders.encode, "text"), key_of(model, given["weights"])
-        )
-        return run_tasks(subject, given["tasks"], given["task_path"], given["max_samples"])
+        encode, key = partial(model.encoders.encode, "text"), key_of(model, given["weights"])
+        made = HarnessModel(model.runner, model.tokenizer, encode, key=key)
+        return run_tasks(made, given["tasks"], given["task_path"], given["max_samples"])

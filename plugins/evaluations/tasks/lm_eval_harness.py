@@ -5,7 +5,6 @@ This module needs the package lm_eval. Every rank has all requests, and computes
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,28 +44,24 @@ T, R = TypeVar("T"), TypeVar("R")
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model under test."""
-
-    runner: Runner
-    tokenizer: Any  # for decoding
-    encode: Callable[[str], list[int]]
-    key: str | None = None  # of log-likelihoods that a later evaluation may use; None: it must not use them
-
-
 class HarnessModel(TemplateLM):
     """Adapter to lm-evaluation-harness; a log-likelihood is the negative of the training loss.
 
-    Use this class inside `runner.evaluating()`.
+    Use its methods inside `runner.evaluating()`.
     """
 
-    def __init__(self, subject: Subject, quiet: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, tokenizer: Any, encode: Callable[[str], list[int]], *,
+        key: str | None = None, quiet: bool = False,
+    ) -> None:  # fmt: skip
+        """tokenizer: for decoding. key: of log-likelihoods that a later evaluation may use; None: it must not use them.
+
+        quiet: without progress bars and lines in the log.
+        """
         super().__init__()
-        self._runner, self.tokenizer, self._encode = subject.runner, subject.tokenizer, subject.encode
-        self._length = self._runner.model.max_length or _LENGTH
-        self._quiet = quiet or self._runner.world.rank > 0
-        self._remembered = Remembered(subject.key, self._runner.world)
+        self.runner, self.tokenizer, self._encode, self.quiet = runner, tokenizer, encode, quiet
+        self._length = runner.model.max_length or _LENGTH
+        self._remembered = Remembered(key, runner.world)
 
     @property
     def eot_token_id(self) -> int:
@@ -128,11 +123,13 @@ class HarnessModel(TemplateLM):
         """
         left, batches = sorted(range(len(requests)), key=lambda i: (-length(requests[i]), i)), list[list[int]]()
         while left:
-            rows = max(1, _TOKENS // max(length(requests[left[0]]), 1)) if self._runner.model.takes_positions else 1
+            rows = max(1, _TOKENS // max(length(requests[left[0]]), 1)) if self.runner.model.takes_positions else 1
             batches.append(left[:rows])
             left = left[rows:]
-        ranks, found = self._runner.dp, dict[int, R]()
-        for first in tqdm(range(0, len(batches), ranks.size), disable=quiet or self._quiet):
+        ranks, found = self.runner.dp, dict[int, R]()
+        for first in tqdm(
+            range(0, len(batches), ranks.size), disable=quiet or self.quiet or self.runner.world.rank > 0
+        ):
             turn = first + ranks.rank
             batch = batches[turn] if turn < len(batches) else batches[first][:1]  # a forward may be collective
             results = compute([requests[i] for i in batch])
@@ -166,7 +163,7 @@ class HarnessModel(TemplateLM):
             right[targets.to(losses.device)] = hits[0].to(losses.dtype)
             return torch.stack([losses.double().sum(1), right.double().sum(1)])
 
-        found = self._runner.evaluate({"input_ids": ids, "labels": labels}, ForwardMode(reduce=both, hits=hits.append))
+        found = self.runner.evaluate({"input_ids": ids, "labels": labels}, ForwardMode(reduce=both, hits=hits.append))
         counts = targets.sum(1).tolist()
         return [(-loss, right == count) for loss, right, count in zip(*found.tolist(), counts, strict=True)]
 
@@ -185,7 +182,7 @@ class HarnessModel(TemplateLM):
         )
         stops = [until] if isinstance(until, str) else until
         rows = [Sequence(sampling, 0, [self.eot_token_id], TextStream(self.tokenizer, stops)) for _ in prompts]
-        decode(self._runner, prompts, rows, group=self._runner.dp)
+        decode(self.runner, prompts, rows, group=self.runner.dp)
         for row in rows:
             row.text.finish()
         return [row.text.text for row in rows]
@@ -200,13 +197,11 @@ def known_tasks(folder: str | None) -> TaskManager:
     return TaskManager(include_path=[str(paths.home() / "configs" / "tasks"), *([folder] if folder else [])])
 
 
-def run_tasks(
-    subject: Subject, tasks: list[str], folder: str | None, limit: int | None, quiet: bool = False
-) -> dict[str, Any]:
+def run_tasks(model: HarnessModel, tasks: list[str], folder: str | None, limit: int | None) -> dict[str, Any]:
     """Return task -> metrics; the values are the same on every rank. Collective.
 
-    `folder`: additional task files for the harness. `limit`: number of documents per task; None: all. `quiet`: without
-    progress bars and lines in the log. Raises UserError for unknown tasks and missing data.
+    `folder`: additional task files for the harness. `limit`: number of documents per task; None: all. Raises UserError
+    for unknown tasks and missing data.
     """
     manager = known_tasks(folder)
     known = manager.all_tasks
@@ -214,12 +209,11 @@ def run_tasks(
         if name not in known:
             hint = did_you_mean(name, known, "--task-path adds a folder of task files")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
-    runner = subject.runner
-    if runner.context.size > 1:
+    if model.runner.context.size > 1:
         raise UserError("--tasks: every rank needs whole sequences; set run.runner.context_parallel=1")
-    with runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or broken
+    with model.runner.evaluating(), explained("--tasks: the harness failed"):  # a task's files may be missing or broken
         found = simple_evaluate(
-            HarnessModel(subject, quiet),
+            model,
             tasks=tasks,
             task_manager=manager,
             limit=limit,
@@ -230,6 +224,6 @@ def run_tasks(
     for name, metrics in (found or {"results": {}})["results"].items():  # only rank 0 gets results from the harness
         results[name] = {key: finite(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         known = ((key, value) for key, value in results[name].items() if value is not None and "," in key)
-        if not quiet:
+        if not model.quiet:
             log.info("%s | %s", name, " | ".join(f"{key.removesuffix(',none')} {value:.6g}" for key, value in known))
-    return runner.world.broadcast(results)
+    return model.runner.world.broadcast(results)
