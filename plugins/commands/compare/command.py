@@ -42,28 +42,30 @@ class CompareCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Compare the runners and return 0. Raises UserError if a runner fails or differs from the first one."""
-        a = arguments
         from .compare import compare
 
         failures, results = compare(
-            a.cfg_path,
-            a.runners,
-            a.options,
-            nproc_per_node=a.nproc_per_node,
-            steps=a.steps,
-            deep=a.deep,
-            scratch=a.scratch,
+            arguments.cfg_path,
+            arguments.runners,
+            arguments.options,
+            nproc_per_node=arguments.nproc_per_node,
+            steps=arguments.steps,
+            deep=arguments.deep,
+            scratch=arguments.scratch,
         )
-        if a.output:
-            a.output.write_text(json.dumps(finite(results), indent=1) + "\n", encoding="utf-8")
+        if arguments.output:
+            arguments.output.write_text(json.dumps(finite(results), indent=1) + "\n", encoding="utf-8")
         if failures:
             failed = [label for label in failures if "error" in results[label]]
-            told = {f"do not train like {a.runners[0]}": [f for f in failures if f not in failed], "failed": failed}
-            number = len(a.runners) - 1
+            told = {
+                f"do not train like {arguments.runners[0]}": [f for f in failures if f not in failed],
+                "failed": failed,
+            }
+            number = len(arguments.runners) - 1
             raise UserError("; ".join(f"{len(f)} of {number} {what}: {', '.join(f)}" for what, f in told.items() if f))
         apart = not all(record["exact"] for record in results.values())
         print(
-            f"all train like {a.runners[0]}"
+            f"all train like {arguments.runners[0]}"
             + ", as far as runners whose ranks step independently can be compared" * apart
         )
         return 0

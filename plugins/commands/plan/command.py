@@ -42,18 +42,17 @@ class PlanCommand(Command):
         """Print the plan of a project, write the plan to --output, and return the exit code."""
         from .api import plan
 
-        a = arguments
         made = plan(
-            a.cfg_path,
-            a.options,
-            world_size=a.world_size or a.nproc_per_node,
-            presets=not a.no_presets,
-            device_memory=a.device_memory,
-            throughput=a.throughput,
-            tokens_per_second=a.tokens_per_second,
-            tokens=a.tokens,
+            arguments.cfg_path,
+            arguments.options,
+            world_size=arguments.world_size or arguments.nproc_per_node,
+            presets=not arguments.no_presets,
+            device_memory=arguments.device_memory,
+            throughput=arguments.throughput,
+            tokens_per_second=arguments.tokens_per_second,
+            tokens=arguments.tokens,
         )
         print(made)
-        if a.output:
-            a.output.write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
+        if arguments.output:
+            arguments.output.write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
         return 0

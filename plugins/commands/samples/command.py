@@ -29,7 +29,6 @@ class SamplesCommand(Command):
         """Print the samples; return the exit code."""
         from .samples import samples
 
-        a = arguments
-        for view in samples(a.cfg_path, a.split, a.number or [0], a.options):
-            print(f"{printable(view.title)}\n{view.text(ids=a.ids, colour=sys.stdout.isatty())}\n")
+        for view in samples(arguments.cfg_path, arguments.split, arguments.number or [0], arguments.options):
+            print(f"{printable(view.title)}\n{view.text(ids=arguments.ids, colour=sys.stdout.isatty())}\n")
         return 0
