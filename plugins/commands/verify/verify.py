@@ -124,9 +124,8 @@ class _Acceptance:
         return "no", f"losses {here[0]:.7g} and {here[1]:.7g} instead of {there[0]:.7g} and {there[1]:.7g}"
 
     def _save(self) -> tuple[str, str]:
-        if self.finding:
-            return "no", self.finding.sentence
-        return "yes", "every tensor bit by bit, and the files beside them"
+        kept = "every tensor bit by bit, and the files beside them"
+        return ("no", self.finding.sentence) if self.finding else ("yes", kept)
 
     def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
         """Resume from an earlier run's checkpoint, and compare the resumed run with the uninterrupted reference."""

@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate texts, greedily unless the task samples. Raises UserError for an unknown setting of a task."""
-        prompts, found = list[Sample](), [""] * len(requests)
+        prompts, found = list[Sample](), dict[int, str]()
         alike: dict[str, list[int]] = {}  # settings -> numbers of requests
         for number, request in enumerate(requests):
             context, given = request.args
@@ -110,9 +110,8 @@ class HarnessModel(TemplateLM):
                 partial(self._generate, given=requests[numbers[0]].args[1]),
                 disable_tqdm,
             )
-            for number, text in zip(numbers, texts, strict=True):
-                found[number] = text
-        return found
+            found |= zip(numbers, texts, strict=True)
+        return [found[number] for number in range(len(requests))]
 
     def _dealt(
         self, requests: list[T], length: Callable[[T], int], compute: Callable[[list[T]], list[R]], quiet: bool
