@@ -86,7 +86,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError, to_plain
-    from crosstrain.data.chat import Conversation, Message, PromptBuilder, SampleError
+    from crosstrain.data.chat import Conversation, EncodeText, Message, PromptBuilder, SampleError
     from crosstrain.data.dataset import SPLITS, Dataset, Split, SplitOptions
     from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer
     from crosstrain.distributed.group import Group

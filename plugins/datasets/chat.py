@@ -1,6 +1,5 @@
 """Conversations for instruction tuning, rendered by a chat template."""
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from crosstrain import (
 from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_audit
 from ..commands.prepare.chat_template import load_with_template
 from .indexed_dataset import TokenFile
-from .packing import pack
+from .packing import pack, padded_rows
 
 
 @dataclass
@@ -54,11 +53,7 @@ class ConversationDataset(Dataset):
     Options = ConversationOptions
     options: ConversationOptions
     row_documents = 1  # conversations per row of the input files
-
-    @classmethod
-    @abstractmethod
-    def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        """Return the source of the conversations, with the rules for rendering them."""
+    preferences: ClassVar = False  # True: rows have good and bad answers
 
     @classmethod
     def tokenizer_of(cls, options: Any) -> str | None:
@@ -80,10 +75,13 @@ class ConversationDataset(Dataset):
     def prepared(cls, options: Any) -> Path:
         """Return the folder with the rendered conversations, and create it if needed.
 
-        Raises DataError if too many rows are dropped.
+        The targets are those of the option `train_on`; without this option, the last assistant turn. Raises DataError
+        if too many rows are dropped.
         """
         tokenizer = load_with_template(options.tokenizer, options.chat_template)[1]
-        folder = prepare_chat(cls.source(options, _paths(options), tokenizer))
+        train_on = getattr(options, "train_on", "last")
+        source = ChatSource(_paths(options), tokenizer, train_on, options.seq_length, cls.preferences)
+        folder = prepare_chat(source)
         row_audit(folder, ()).check(" and ".join(_paths(options)), options.max_dropped)
         return folder
 
@@ -108,31 +106,16 @@ class ConversationDataset(Dataset):
         stored = self.file.document(self.start + number).astype(np.int64)
         return np.where(stored < 0, ~stored, stored), np.where(stored < 0, ~stored, IGNORE_INDEX)
 
-    @abstractmethod
+    def __len__(self) -> int:
+        return self.count // self.row_documents
+
     def numbers(self, index: int) -> list[int]:
         """Return the indices of a sample's conversations."""
+        return [index]
 
     def location(self, index: int) -> str:
         places = _places(self.folder)
         return " and ".join(dict.fromkeys(places[self.start + number] for number in self.numbers(index)))
-
-
-def padded_rows(rows: list[Sample], most: int) -> Batch:
-    """Right-pad rows of arrays [length] to equal length; the padding is a separate document.
-
-    For tensor cores and sequence parallelism, the length is rounded up to a multiple of 8, but not above `most`.
-    """
-    longest = max(len(row["input_ids"]) for row in rows)
-    longest = max(longest, min(-(-longest // 8) * 8, most))
-    batch = {key: torch.zeros(len(rows), longest, dtype=torch.long) for key in rows[0]}
-    batch["labels"].fill_(IGNORE_INDEX)
-    for number, row in enumerate(rows):
-        length = len(row["input_ids"])
-        for key, values in row.items():
-            batch[key][number, :length] = torch.from_numpy(values)
-        if "position_ids" in row:
-            batch["position_ids"][number, length:] = torch.arange(longest - length)
-    return batch
 
 
 @registry.register_dataset("chat")
@@ -151,10 +134,6 @@ class Chat(ConversationDataset):
         packing: bool = False  # True: pack several conversations into a sample, without attention between them
 
     options: Options
-
-    @classmethod
-    def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        return ChatSource(paths, tokenizer, options.train_on, options.seq_length)
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:

@@ -17,6 +17,7 @@ from crosstrain import (
     DataError,
     Dataset,
     EmptySplit,
+    EncodeText,
     Example,
     Message,
     NonNegativeFloat,
@@ -30,7 +31,6 @@ from crosstrain import (
     log,
     registry,
 )
-from crosstrain.data.chat import EncodeText
 from crosstrain.data.splits import open_dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 

@@ -1,8 +1,11 @@
-"""Pack whole documents into sequences of bounded length."""
+"""Pack whole documents into sequences of bounded length, and pad sequences to equal length."""
 
 import bisect
 from collections.abc import Sequence
 
+import torch
+
+from crosstrain import IGNORE_INDEX, Batch, Sample
 from crosstrain.data.shuffle import Permutation
 
 _OPEN = 512  # maximum number of sequences that can still take documents
@@ -31,3 +34,23 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             if len(rooms) > _OPEN:
                 rooms.pop(0)
     return sequences
+
+
+def padded_rows(rows: list[Sample], most: int | None = None) -> Batch:
+    """Right-pad rows of arrays [length] to equal length, with IGNORE_INDEX in `labels` and 0 in the other arrays.
+
+    For tensor cores and sequence parallelism, the length is rounded up to a multiple of 8, but not above `most`.
+    The padding is a separate document: its position_ids restart, unless the rows have `segments`.
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
+    rounded = -(-longest // 8) * 8
+    longest = rounded if most is None else max(longest, min(rounded, most))
+    batch = {key: torch.zeros(len(rows), longest, dtype=torch.long) for key in rows[0]}
+    batch["labels"].fill_(IGNORE_INDEX)
+    for number, row in enumerate(rows):
+        length = len(row["input_ids"])
+        for key, values in row.items():
+            batch[key][number, :length] = torch.from_numpy(values)
+        if "position_ids" in row and "segments" not in row:
+            batch["position_ids"][number, length:] = torch.arange(longest - length)
+    return batch

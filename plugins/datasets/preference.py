@@ -1,15 +1,14 @@
 """Preference data for `run.objective`: chosen and rejected answers, or answers labelled good or bad."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, Split, registry
 
-from ..commands.prepare.chat import ChatSource
-from .chat import ConversationDataset, ConversationOptions, padded_rows
+from .chat import ConversationDataset, ConversationOptions
+from .packing import padded_rows
 
 
 @registry.register_dataset("preference")
@@ -29,10 +28,7 @@ class Preference(ConversationDataset):
         pairs: bool = True  # True: chosen and rejected answers (dpo, orpo); False: single answers, good or bad (kto)
 
     options: Options
-
-    @classmethod
-    def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        return ChatSource(paths, tokenizer, "last", options.seq_length, preferences=True)
+    preferences = True
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:
@@ -50,9 +46,6 @@ class Preference(ConversationDataset):
             )
         self.answers = answers[self.start : self.start + self.count]
         self.digest = f"{self.folder.name}-{self.start}-{self.count}-{options.pairs}"
-
-    def __len__(self) -> int:
-        return self.count // self.row_documents
 
     def numbers(self, index: int) -> list[int]:
         return [2 * index, 2 * index + 1] if self.options.pairs else [index]

@@ -1,7 +1,6 @@
 """Prompts with reference answers, for objectives that sample answers while they train."""
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 
 from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, SampleError, os_errors_as, registry
 
-from ..commands.prepare.chat import ChatSource
 from ..commands.prepare.chat_template import ChatTemplate, refuse_if
 from .chat import ConversationDataset
 
@@ -27,18 +25,8 @@ class Prompts(ConversationDataset):
     row_layout = "prompts"
 
     @classmethod
-    def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        return ChatSource(paths, tokenizer, "last", options.seq_length)
-
-    @classmethod
     def shapes(cls, options: Any) -> Batch:
         return {"input_ids": torch.zeros(1, options.seq_length - 1, dtype=torch.int64, device="meta")}
-
-    def __len__(self) -> int:
-        return self.count
-
-    def numbers(self, index: int) -> list[int]:
-        return [index]
 
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         ids, targets = self.tokens(index)

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from crosstrain import IGNORE_INDEX, Batch, Conversation, DataError, Sample, SampleError, TextTokenizer
-from crosstrain.data.chat import EncodeText
+from crosstrain import IGNORE_INDEX, Batch, Conversation, DataError, EncodeText, Sample, SampleError, TextTokenizer
 
 from ...commands.prepare.chat_template import EncodedChat
+from ..packing import padded_rows
 
 IMAGE, VIDEO = "<image>", "<video>"  # placeholders of an image and of a video in a message's text
 IMAGE_ID = -200  # placeholder of one image embedding in input_ids, as in LLaVA
@@ -99,32 +98,17 @@ class ConversationEncoder:
     def sample(self, conversations: Sequence[Conversation], pixels: np.ndarray | None = None) -> Sample:
         """Return input_ids and labels [length], and pixel_values [images, 3, height, width] if there are images.
 
-        Several conversations share their common prefix; see `_joined`. Raises SampleError if there are no targets.
-        """
-        return self._joined(conversations) | ({} if pixels is None else {"pixel_values": pixels})
-
-    def cut(self, sample: Sample, limit: int) -> Sample | None:
-        """Return the first `limit` tokens of a sample; None if an image would be cut."""
-        if (sample["input_ids"][limit:] < 0).any():
-            return None
-        return {key: value if key == "pixel_values" else value[:limit] for key, value in sample.items()}
-
-    def collate(self, samples: list[Sample]) -> Batch:
-        return collate(samples)
-
-    def _joined(self, conversations: Sequence[Conversation]) -> Sample:
-        """Return input_ids and labels [length]. Several conversations about the same images share their common prefix.
-
-        For several conversations, `segments` gives the conversation of each token (`SHARED`, 1, 2, ...), and
-        `position_ids` restart after the prefix for each conversation. If tokens attend only to the shared tokens and to
-        their own segment, each conversation gives the same results as in a sample of its own. Raises SampleError if
-        there are no targets.
+        Several conversations about the same images share their common prefix. For several conversations, `segments`
+        gives the conversation of each token (`SHARED`, 1, 2, ...), and `position_ids` restart after the prefix for each
+        conversation. If tokens attend only to the shared tokens and to their own segment, each conversation gives the
+        same results as in a sample of its own. Raises SampleError if there are no targets.
         """
         encoded = [self.encode(c) for c in conversations]
         if not encoded or not all(any(tokens.is_target) for tokens in encoded):
             raise SampleError("there is no assistant turn to train on")
+        seen = {} if pixels is None else {"pixel_values": pixels}
         if len(encoded) == 1:
-            return _arrays(encoded[0].ids[:-1], _labels(encoded[0]))
+            return _arrays(encoded[0].ids[:-1], _labels(encoded[0])) | seen
         shared = self._shared(encoded)
         ids, labels = encoded[0].ids[:shared], [IGNORE_INDEX] * shared
         segments, positions = [SHARED] * shared, list(range(shared))
@@ -134,10 +118,16 @@ class ConversationEncoder:
             labels += _labels(tokens)[shared:]
             segments += [number] * len(own)
             positions += range(shared, shared + len(own))
-        return _arrays(ids, labels) | {
-            "segments": np.array(segments, np.int64),
-            "position_ids": np.array(positions, np.int64),
-        }
+        return _arrays(ids, labels, segments=segments, position_ids=positions) | seen
+
+    def cut(self, sample: Sample, limit: int) -> Sample | None:
+        """Return the first `limit` tokens of a sample; None if an image would be cut."""
+        if (sample["input_ids"][limit:] < 0).any():
+            return None
+        return {key: value if key == "pixel_values" else value[:limit] for key, value in sample.items()}
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        return collate(samples)
 
     def _shared(self, encoded: list[EncodedChat]) -> int:
         """Return the length of the common prefix of all conversations, up to the token before the first target."""
@@ -159,8 +149,8 @@ def _labels(tokens: EncodedChat) -> list[int]:
     return [token if learned else IGNORE_INDEX for token, learned in pairs]
 
 
-def _arrays(ids: list[int], labels: list[int]) -> Sample:
-    return {"input_ids": np.array(ids, np.int64), "labels": np.array(labels, np.int64)}
+def _arrays(ids: list[int], labels: list[int], **more: list[int]) -> Sample:
+    return {key: np.array(row, np.int64) for key, row in {"input_ids": ids, "labels": labels, **more}.items()}
 
 
 def check_images(conversation: Conversation, images: int, videos: int = 0) -> None:
@@ -183,11 +173,10 @@ def collate(samples: list[Sample]) -> Batch:
     The length is a multiple of 8, for tensor cores and sequence parallelism. Padding is at the end and is not a target,
     so a causal model needs no mask for it. The batch has `segments` and `position_ids` only if a sample has segments.
     """
-    batch = {"input_ids": _padded(samples, "input_ids", 0), "labels": _padded(samples, "labels", IGNORE_INDEX)}
-    if any("segments" in s for s in samples):
-        whole = [_one_segment(s) for s in samples]
-        batch["segments"] = _padded(whole, "segments", SHARED)
-        batch["position_ids"] = _padded(whole, "position_ids", 0)
+    rows = [{key: row for key, row in s.items() if key != "pixel_values"} for s in samples]
+    if any("segments" in row for row in rows):
+        rows = [_one_segment(row) for row in rows]
+    batch = padded_rows(rows)
     if images := [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]:
         batch["pixel_values"] = torch.cat(images)
     return batch
@@ -196,8 +185,3 @@ def collate(samples: list[Sample]) -> Batch:
 def _one_segment(sample: Sample) -> Sample:
     length = len(sample["input_ids"])
     return {"segments": np.full(length, SHARED), "position_ids": np.arange(length)} | sample
-
-
-def _padded(samples: list[Sample], key: str, value: int) -> torch.Tensor:
-    rows = pad_sequence([torch.from_numpy(s[key]).long() for s in samples], batch_first=True, padding_value=value)
-    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8), value=value)

@@ -18,6 +18,7 @@ from crosstrain import (
     Conversation,
     DataError,
     Dataset,
+    EncodeText,
     FilePath,
     PositiveFloat,
     PositiveInt,
@@ -31,7 +32,6 @@ from crosstrain import (
     log,
     registry,
 )
-from crosstrain.data.chat import EncodeText
 from crosstrain.data.tokenizer import load_cached
 from crosstrain.utils.forks import CheckedForkContext
 

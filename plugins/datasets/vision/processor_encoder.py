@@ -25,10 +25,10 @@ from crosstrain import (
 from crosstrain.data.join import join_padded
 
 from ...commands.prepare.chat_template import ChatError, ChatTemplate, EncodedChat, load_with_template
+from ..packing import padded_rows
 from .conversations import IMAGE, VIDEO, Style
 
-# Fields of a sample with one value per token -> value of the padding.
-_PER_TOKEN = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "mm_token_type_ids": 0}
+_PER_TOKEN = {"input_ids", "labels", "position_ids", "mm_token_type_ids"}  # fields with one value per token
 _OF_TEXT = {"attention_mask", "token_type_ids", "text_replacement_offsets", *_PER_TOKEN}  # not of images
 _BLANK = 32  # height and width in pixels of the image in micro batches without images
 
@@ -234,18 +234,12 @@ class ProcessorEncoder:
         several documents, the batch has `position_ids`, and padding is a document of its own.
         """
         restarts = any((sample["position_ids"][1:] == 0).any() for sample in samples)
-        if not any(sample.keys() - _PER_TOKEN.keys() for sample in samples):
+        if not any(sample.keys() - _PER_TOKEN for sample in samples):
             shortest = min(range(len(samples)), key=lambda number: len(samples[number]["input_ids"]))
             samples = [*samples[:shortest], joined([samples[shortest], self.blank]), *samples[shortest + 1 :]]
-        # A multiple of 8, for tensor cores.
-        longest = -(-max(len(sample["input_ids"]) for sample in samples) // 8) * 8
-        rows = []
-        for sample in samples:
-            room = longest - len(sample["input_ids"])
-            row = {key: np.pad(sample[key], (0, room), constant_values=v)[None] for key, v in _PER_TOKEN.items()}
-            row["position_ids"][0, longest - room :] = np.arange(room)
-            rows.append(sample | row)
-        batch = {key: torch.from_numpy(value) for key, value in joined(rows).items()}
+        rows = padded_rows([{key: sample[key] for key in sample if key in _PER_TOKEN} for sample in samples])
+        images = joined([{key: sample[key] for key in sample if key not in _PER_TOKEN} for sample in samples])
+        batch = rows | {key: torch.from_numpy(value) for key, value in images.items()}
         return batch if restarts else {key: value for key, value in batch.items() if key != "position_ids"}
 
 
