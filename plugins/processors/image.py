@@ -20,10 +20,14 @@ from crosstrain import Fraction, OptionError, PositiveFloat, Text, registry
 class _Transform:
     """Base class of image processors: applies one of timm's transforms."""
 
-    def __init__(self, encoder: str | None, **arguments: Any) -> None:
+    def __init__(self, options: "_Options", **arguments: Any) -> None:
+        """arguments: those of `create_transform` that only one of the image processors has."""
+        size = None if options.image_size is None else (3, options.image_size, options.image_size)
+        mean, std = (None if values is None else tuple(values) for values in (options.mean, options.std))
+        arguments |= {"input_size": size, "mean": mean, "std": std, "interpolation": options.interpolation}
         given = {key: value for key, value in arguments.items() if value is not None}
-        if encoder is not None:
-            config = resolve_data_config(pretrained_cfg=_published(encoder))
+        if options.encoder is not None:
+            config = resolve_data_config(pretrained_cfg=_published(options.encoder))
             given = {k: config[k] for k in ("input_size", "mean", "std", "interpolation", "crop_pct")} | given
         self.transform = create_transform(**given)
 
@@ -87,12 +91,6 @@ class _Options:
         if self.encoder is not None:
             _published(self.encoder)
 
-    def common(self) -> dict[str, Any]:
-        """Return the arguments common to both transforms."""
-        size = None if self.image_size is None else (3, self.image_size, self.image_size)
-        mean, std = (None if v is None else tuple(v) for v in (self.mean, self.std))
-        return {"input_size": size, "mean": mean, "std": std, "interpolation": self.interpolation}
-
 
 @registry.register_processor("image_train")
 class ImageTrain(_Transform):
@@ -116,13 +114,12 @@ class ImageTrain(_Transform):
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.encoder,
+            options,
             is_training=True,
             scale=options.scale,
             ratio=options.ratio,
             hflip=options.hflip,
             color_jitter=options.color_jitter,
-            **options.common(),
         )
         if options.augment:
             self.transform.transforms.insert(-2, _random_augment())  # augment before the conversion to a tensor
@@ -146,9 +143,8 @@ class ImageEval(_Transform):
 
     def __init__(self, options: Options) -> None:
         super().__init__(
-            options.encoder,
+            options,
             is_training=False,
             crop_mode=options.crop_mode,
             crop_pct=options.crop_pct,
-            **options.common(),
         )
