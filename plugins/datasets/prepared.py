@@ -3,12 +3,12 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from crosstrain import DataError, cache_folder, read_regular, write_atomically, write_json
+from crosstrain import DataError, cache_folder, read_regular, write_atomically
 from crosstrain.utils import storage
 from crosstrain.utils.program import command
 
@@ -51,9 +51,6 @@ class Summary:
                 f"{path} is not the tokenizer that encoded the tokens beside it: put the original back, or prepare the "
                 f"data again"
             )
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / "dataset.json", asdict(self))
 
 
 def hash_of(tokenizer: Path) -> str:

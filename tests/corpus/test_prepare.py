@@ -132,8 +132,8 @@ def test_a_second_writer_is_told_so(tokenizer: Path, tmp_path: Path) -> None:
 
 def test_writers_that_wait_share_one_result(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = json_lines(tmp_path / "t.jsonl", TEXTS)
-    built, build = [], pipeline.build
-    monkeypatch.setattr(pipeline, "build", lambda *arguments: built.append(1) or build(*arguments))
+    built, run = [], pipeline.Pipeline.run
+    monkeypatch.setattr(pipeline.Pipeline, "run", lambda self: built.append(1) or run(self))
     summaries: list[Summary] = []
 
     def work() -> None:

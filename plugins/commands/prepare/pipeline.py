@@ -7,7 +7,7 @@ options, so a later run finds finished work by name even if the earlier run was 
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,9 @@ from .train_bpe import train_bpe
 _SMALL = 16 << 20  # bytes; for smaller inputs, starting processes takes longer than the work
 
 
-def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
-    """Make the dataset in `folder`/out, and reuse the finished work of earlier calls in `folder`."""
-    return _Pipeline(options, folder, progress).run()
+class Pipeline:
+    """Makes a dataset in `folder`/out, and reuses the finished work of earlier pipelines in `folder`."""
 
-
-class _Pipeline:
     def __init__(self, options: PrepareOptions, folder: Path, progress: bool) -> None:
         self.options, self.folder, self.progress = options, folder, progress
         self.filters = [to_plain(component) for component in options.clean]
@@ -100,7 +97,7 @@ class _Pipeline:
                 "lengths": {unit: bins(sums) for unit, sums in lengths.items()},
             },
         )
-        summary.write(out)
+        write_json(out / "dataset.json", asdict(summary))
         for path in (file for file in out.rglob("*") if file.is_file()):
             fsync(path)
         return summary

@@ -34,7 +34,7 @@ def prepare(
     the dataset exists, return its summary. Raises DataError if `output` exists or a process is making it, if an input
     is missing, damaged or has no document, or if a disk is full.
     """
-    from .pipeline import build
+    from .pipeline import Pipeline
 
     if isinstance(output, str) and storage.is_url(output):
         return _prepare_remote(options, output.rstrip("/"), progress, overwrite, wait)
@@ -45,7 +45,7 @@ def prepare(
         _check_output(output, overwrite)
         partial = output.with_name(f"{output.name}.partial")
         try:
-            summary = build(options, partial, progress)
+            summary = Pipeline(options, partial, progress).run()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
