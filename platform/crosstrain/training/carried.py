@@ -1,11 +1,9 @@
 """The state of a run in the memory of its ranks, from which it goes on when ranks were lost or added."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +35,10 @@ class Carried:
 
     state: dict[str, Any]  # fields of `State`
     saved_step: int | None
-    tensors: dict[Holding, torch.Tensor]
+    tensors: dict[Holding, Any]  # None in place of each tensor in the copies that ranks exchange
 
     @staticmethod
-    def of(trainer: Trainer) -> Carried | None:
+    def of(trainer: "Trainer") -> "Carried | None":
         """Return this rank's state; None if the rank was interrupted within an update."""
         if trainer.settled != trainer.runner.updates:
             return None
@@ -53,30 +51,21 @@ class Carried:
         return sha256(repr((self.state["step"], list(self.tensors))).encode()).hexdigest()
 
 
-class _Offer(NamedTuple):
-    """A rank's `Carried` without its tensors."""
-
-    state: dict[str, Any]
-    saved_step: int | None
-    boxes: list[Holding]
-
-
 class Handover:
     """The newest state that ranks carry, and the rank that sends each box of its tensors to the others."""
 
-    def __init__(self, carried: Carried | None, offers: list[_Offer | None], group: Group) -> None:
+    def __init__(self, carried: Carried | None, offers: list[Carried | None], group: Group) -> None:
         self._carried, self._group = carried, group
         newest = max(offer.state["step"] for offer in offers if offer)
         givers = [offer if offer and offer.state["step"] == newest else None for offer in offers]
         first = next(offer for offer in givers if offer)
         self.state, self.saved_step = first.state, first.saved_step
-        self._givers = assign([offer.boxes if offer else [] for offer in givers])
+        self._givers = assign([list(offer.tensors) if offer else [] for offer in givers])
 
     @staticmethod
-    def of(carried: Carried | None, group: Group) -> Handover | None:
+    def of(carried: Carried | None, group: Group) -> "Handover | None":
         """Return the handover; None if the ranks' memory does not hold a whole state. Collective."""
-        offer = _Offer(carried.state, carried.saved_step, list(carried.tensors)) if carried else None
-        offers = group.all_gather(offer)
+        offers = group.all_gather(carried and replace(carried, tensors=dict.fromkeys(carried.tensors)))
         if not any(offers):
             return None
         handover = Handover(carried, offers, group)
@@ -97,7 +86,7 @@ class Handover:
         state.give_to(runner)
         return state
 
-    def restore_hooks(self, trainer: Trainer) -> None:
+    def restore_hooks(self, trainer: "Trainer") -> None:
         """Load the states of callbacks. Collective."""
         for name, callback in trainer.hooks.callbacks.items():
             callback.state |= trainer.state.callbacks[name]
