@@ -3,7 +3,6 @@
 import signal
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from crosstrain.checkpoint import folders
 from crosstrain.monitor.metrics import StepMetrics
@@ -42,7 +41,11 @@ class Saving(Callback):
             return
         with trainer.throughput.paused(), trainer.runner.merged():
             trainer.hooks.call("on_save", folders.step_folder(trainer.folder.checkpoints, trainer.state.step))
-            document = self._document()
+            trainer.agree_to_end()  # so that the last checkpoint records that a callback ended the run
+            config = trainer.config.plain
+            document = asdict(trainer.complete_state()) | {"world_size": trainer.runner.world.size, "config": config}
+            if trainer.is_main:
+                document["signature"] = signature(config)
             log.info("saving %s/checkpoints/step_%06d", trainer.folder.address, trainer.state.step)
             shards = [s for s in trainer.runner.held.saved() if s.name not in trainer.frozen]
             trainer.checkpointer.save(
@@ -63,11 +66,3 @@ class Saving(Callback):
         with suppress(CheckpointError):  # if the last save failed or its checkpoint was deleted, save again
             trainer.checkpointer.wait()
         return folders.step_folder(trainer.folder.checkpoints, trainer.state.step).exists()
-
-    def _document(self) -> dict[str, Any]:
-        """Return the content of state.json. Collective."""
-        trainer, config = self.trainer, self.trainer.config.plain
-        trainer.agree_to_end()  # so that the last checkpoint records that a callback ended the run
-        state = trainer.complete_state()
-        signed = {"signature": signature(config)} if trainer.is_main else {}
-        return asdict(state) | {"world_size": trainer.runner.world.size, "config": config} | signed

@@ -40,18 +40,19 @@ class Validation(Callback):
         """Log the final perplexity, and the loss on the test split, if there is one."""
         trainer = self.trainer
         if trainer.val_dataset is not None and self.at_end and not trainer.stopped:
-            self._log_perplexity(trainer.val_dataset)
+            metrics = self.last
+            if metrics is None:  # a resumed run has no steps left
+                metrics = self.measure(trainer.val_dataset)
+                log.info("validation %s", metrics.line(".6E"))
+            if metrics.of_tokens:
+                log.info(
+                    "validation perplexity %.2f (loss %.4f, %d tokens)",
+                    metrics.perplexity,
+                    metrics.loss,
+                    metrics.targets,
+                )
         if "test" in named_splits(trainer.config) and not trainer.stopped:
             log.info("test %s", self.measure(open_split(trainer.config, "test")).line(".6E"))
-
-    def _log_perplexity(self, dataset: Dataset) -> None:
-        metrics = self.last
-        if metrics is None:  # a resumed run has no steps left
-            metrics = self.measure(dataset)
-            log.info("validation %s", metrics.line(".6E"))
-        if metrics.of_tokens:
-            perplexity, loss, tokens = metrics.perplexity, metrics.loss, metrics.targets
-            log.info("validation perplexity %.2f (loss %.4f, %d tokens)", perplexity, loss, tokens)
 
     def measure(self, dataset: Dataset) -> LossMetrics:
         """Measure the loss on the first `eval_iters` global batches of a split. Collective."""
