@@ -4,7 +4,7 @@ The optimizer updates plain tensors that share memory with the model's parameter
 ranges of slices under ZeRO-1, rows of slices under FSDP. Gradients are summed over the data-parallel ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -125,13 +125,7 @@ class DDPStrategy:
         """Start the reduction of a bucket's gradients; the returned function waits for it and sets the gradients."""
         flat = torch.cat([_take_gradient(share).reshape(-1) for share in shares])
         work = dist.all_reduce(flat, group=self.group.process_group, async_op=True)
-
-        def finish() -> None:
-            work.wait()
-            for share, gradient in zip(shares, flat.split([s.owned.numel() for s in shares]), strict=True):
-                share.owned.grad = gradient.view_as(share.owned)
-
-        return finish
+        return partial(_deliver, work, shares, flat.split([share.owned.numel() for share in shares]))
 
     def sync_params(self) -> None:
         """Send updated parameters to the ranks that compute with them. Called after each update."""
@@ -171,13 +165,7 @@ class ZeRO1Strategy(DDPStrategy):
         del rows
         mine = torch.empty_like(everybody[0])
         work = dist.reduce_scatter_single(mine, everybody.view(-1), group=self.group.process_group, async_op=True)
-
-        def finish() -> None:
-            work.wait()
-            for share, gradient in zip(shares, mine.split(widths), strict=True):
-                share.owned.grad = gradient[: share.owned.numel()]
-
-        return finish
+        return partial(_deliver, work, shares, mine.split(widths))
 
     def _padded(self, tensor: Tensor) -> Tensor:
         """Return the ranges of all ranks as [ranks, width], with zeros after the last element."""
@@ -196,6 +184,13 @@ class ZeRO1Strategy(DDPStrategy):
             dist.all_gather_single(everybody.view(-1), mine, group=self.group.process_group)
             for tensor, ranges in zip(slices, everybody.split(widths, dim=1), strict=True):
                 tensor.copy_(ranges.reshape(-1)[: tensor.numel()].view_as(tensor))
+
+
+def _deliver(work: dist.Work, shares: list[Share], gradients: Sequence[Tensor]) -> None:
+    """Wait for a reduction, and set the gradient of each share; a gradient may have padding at its end."""
+    work.wait()
+    for share, gradient in zip(shares, gradients, strict=True):
+        share.owned.grad = gradient[: share.owned.numel()].view_as(share.owned)
 
 
 def _take_gradient(share: Share) -> Tensor:
