@@ -96,7 +96,13 @@ class Bitwise(Runner):
         if self.run.threads is None:
             torch.set_num_threads(1)  # the same for every number of ranks
         if self.device.type == "cuda":
-            use_deterministic_kernels()
+            # Make torch choose kernels whose results do not change between runs; an operation without one raises an
+            # error. See https://docs.pytorch.org/docs/stable/notes/randomness.html.
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False  # the fastest kernel could differ between ranks
+            log.warning(
+                "run.bitwise was not tried on GPUs yet; compare the digests of your layouts (crosstrain compare)"
+            )
 
     @property
     def gradient_scale(self) -> float:
@@ -145,16 +151,6 @@ class Rounded(Bitwise):
         with rounds(self._round, self._last):
             super().backward(loss)
         self._reduced.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
-
-
-def use_deterministic_kernels() -> None:
-    """Make torch choose kernels whose results do not change between runs; an operation without one raises an error.
-
-    See https://docs.pytorch.org/docs/stable/notes/randomness.html.
-    """
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # the fastest kernel could differ between ranks
-    log.warning("run.bitwise was not tried on GPUs yet; compare the digests of your layouts (crosstrain compare)")
 
 
 def _of_adapters(options: Any, model: Model) -> Any:

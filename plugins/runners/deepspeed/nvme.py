@@ -102,9 +102,6 @@ class SwappedStage3(Stage3):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._forget()
-
-    def _forget(self) -> None:
         self._flats.clear()
         self._partitions.clear()
 
@@ -112,7 +109,8 @@ class SwappedStage3(Stage3):
         for parameter, partition in self._partitions.items():
             parameter.nvme_swapper.swap_out_partitioned_params([parameter], [partition])
         super().loaded()
-        self._forget()
+        self._flats.clear()
+        self._partitions.clear()
 
     def bring_up_to_date(self, group: int) -> None:
         if not self._swapped(group):

@@ -243,7 +243,14 @@ class DeepSpeedRunner(Runner):
     def optimizer_step(self, apply: bool = True) -> StepResult:
         if self.partition is None:
             return super().optimizer_step(apply)
-        result = self._zero_step(apply)
+        if apply:
+            self.engine.step()
+            result = StepResult(float(self.engine.get_global_grad_norm()), self.engine.was_step_applied())
+        else:
+            with self._refusal() as norm:
+                self.engine.step()
+            # DeepSpeed returns -1 for a norm that is not finite, or skips the computation.
+            result = StepResult(norm[0] / self.gradient_scale if norm and norm[0] >= 0 else math.inf, False)
         if not result.applied:
             self.partition.refused()
         self.precision.update_scale(apply, result.applied)
@@ -251,15 +258,6 @@ class DeepSpeedRunner(Runner):
 
     def update(self) -> None:
         self.engine.step()
-
-    def _zero_step(self, apply: bool) -> StepResult:
-        if apply:
-            self.engine.step()
-            return StepResult(float(self.engine.get_global_grad_norm()), self.engine.was_step_applied())
-        with self._refusal() as norm:
-            self.engine.step()
-        # DeepSpeed returns -1 for a norm that is not finite, or skips the computation.
-        return StepResult(norm[0] / self.gradient_scale if norm and norm[0] >= 0 else math.inf, False)
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:
