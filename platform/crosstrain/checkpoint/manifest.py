@@ -104,12 +104,6 @@ def manifest_text(content: dict[str, Any]) -> bytes:
     return body + hashlib.sha256(body).hexdigest().encode() + _SUM_ENDS
 
 
-def _is_intact(text: bytes) -> bool:
-    """Return True if a manifest's text ends with the correct SHA-256 hash."""
-    body, begins, end = text.rpartition(_SUM_BEGINS)
-    return end == hashlib.sha256(body + begins).hexdigest().encode() + _SUM_ENDS
-
-
 def read_manifest(folder: Path) -> tuple[Tensors, Files, dict[str, FrozenParameter]]:
     """Return the tensors, the files and the frozen parameters in the manifest of `folder`.
 
@@ -120,7 +114,9 @@ def read_manifest(folder: Path) -> tuple[Tensors, Files, dict[str, FrozenParamet
     """
     path = folder / MANIFEST
     text, manifest = _read(path, MOST_BYTES)
-    intact = _is_intact(text)  # verify first: before that, no value can be trusted, not even the version
+    body, begins, end = text.rpartition(_SUM_BEGINS)
+    # Verify first: before that, no value can be trusted, not even the version.
+    intact = end == hashlib.sha256(body + begins).hexdigest().encode() + _SUM_ENDS
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
             raise CheckpointError(f"{path}: contents do not match the SHA-256 checksum in it")

@@ -97,8 +97,9 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     if warmup >= decay:
         length = "run.lr_decay_iters" if run.lr_decay_iters else "the whole run"
         raise ConfigError(f"run.warmup_steps: a warmup of {warmup:g} steps must be shorter than {length}, {decay}")
-    make = registry.get("lr_scheduler", run.lr_sched.name)
-    shape = make(warmup_steps=warmup, decay_steps=decay, options=run.lr_sched.options)
+    shape = registry.get("lr_scheduler", run.lr_sched.name)(
+        warmup_steps=warmup, decay_steps=decay, options=run.lr_sched.options
+    )
 
     def rate(applied: int) -> float:
         if applied <= warmup and warmup > 0:

@@ -61,9 +61,7 @@ def parameter_groups(
             key = -p.element_size(), lr_scale(name), len(shape_of(p)) < 2, matrix
             groups.setdefault(key, []).append((name, p))
     result = []
-    for key in sorted(groups):
-        members = groups[key]
-        _, scale, vector, matrix = key
+    for (_, scale, vector, matrix), members in sorted(groups.items()):  # no two groups have the same key
         group: dict[str, Any] = {"params": [p for _, p in members], "weight_decay": 0.0 if vector else weight_decay}
         if scale != 1.0:
             group["lr_scale"] = scale

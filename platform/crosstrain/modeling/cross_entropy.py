@@ -196,7 +196,10 @@ class _Plan:
         self, function: TokenLosses, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None
     ) -> Tensor:
         with torch.enable_grad():
-            exact = self._gathered(logits).to(exact_dtype(logits.dtype), copy=True).requires_grad_(lift is not None)
+            whole = logits if self.group is None else gathered(logits, self.group).transpose(0, 1).flatten(1)
+            exact = (
+                whole[:, : self.vocab_size].to(exact_dtype(logits.dtype), copy=True).requires_grad_(lift is not None)
+            )
             found = function(exact, slice(chunk.start, chunk.start + len(logits)))
             total = found.sum()
         if lift is not None:
@@ -205,12 +208,6 @@ class _Plan:
             logits.zero_()
             logits[:, : self.columns] = gradient[:, self.first : self.first + self.columns].mul_(lift)
         return found.detach()
-
-    def _gathered(self, logits: Tensor) -> Tensor:
-        """Gather the full logits [n, vocab_size]; `logits` [n, V/P] are this rank's share."""
-        if self.group is not None:
-            logits = gathered(logits, self.group).transpose(0, 1).flatten(1)
-        return logits[:, : self.vocab_size]
 
     def likeliest(self, logits: Tensor) -> Tensor:
         """Return the token ID [n] of each row's highest logit; `logits` [n, V/P] are this rank's share."""

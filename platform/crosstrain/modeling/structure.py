@@ -87,8 +87,9 @@ class Structure:
 
     def check_context(self, ranks: int) -> None:
         """Raise ConfigError unless `forward` supports a `context` of `ranks` ranks that share rows and heads."""
-        name = type(self.model).__name__
-        raise ConfigError(f"run.runner.context_parallel: {name} cannot split a sequence among ranks")
+        raise ConfigError(
+            f"run.runner.context_parallel: {type(self.model).__name__} cannot split a sequence among ranks"
+        )
 
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         """Lists of blocks, each list with a checkpointing mode; default: all blocks with the run's `mode`."""

@@ -19,7 +19,6 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.membership import Regroup, ends_only_the_epoch
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, make_runner, make_schedule
 from crosstrain.engine.checks import check_tokenizer
@@ -56,7 +55,7 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         before = membership.current.epoch.number
         if membership.current.enter(kept.carried.part if kept.carried else None).number > before + 1:
             kept.carried = None  # this worker was left out of an epoch, so its state is old
-        with suppress(Regroup):
+        with suppress(membership.Regroup):
             return _train(config, under_launcher, kept)
         leave_groups()
 
@@ -74,14 +73,14 @@ def _train(config: Config, under_launcher: bool, kept: _Kept) -> int:
         trainer = build_trainer(config, runner, kept.stop, carried=kept.carried)
         return _fit(trainer)
     except Exception as error:
-        if not isinstance(error, Regroup) and not ends_only_the_epoch(error):
+        if not isinstance(error, membership.Regroup) and not membership.ends_only_the_epoch(error):
             raise
         if trainer is not None:
             with suppress(Exception):  # a save that needs a lost rank has failed
                 trainer.checkpointer.wait()
             trainer.folder.release()
             kept.carried = Carried.of(trainer)
-        raise Regroup from None
+        raise membership.Regroup from None
 
 
 def _fit(trainer: Trainer) -> int:

@@ -1,7 +1,5 @@
 """The launcher of a run that goes on in the same processes when a worker is lost."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -22,7 +20,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.elastic_agent import environment
-from crosstrain.distributed.launch.membership import Epoch, Membership
 from crosstrain.distributed.launch.signals import forwarded
 from crosstrain.distributed.launch.worker_errors import Failure, first_failure, run_worker
 from crosstrain.utils.errors import RankLost
@@ -55,7 +52,12 @@ class Members:
     """
 
     def __init__(
-        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, sizes: Sequence[int], limit: float | None
+        self,
+        worker: Callable[..., int],
+        args: tuple[Any, ...],
+        how: "Launch",
+        sizes: Sequence[int],
+        limit: float | None,
     ) -> None:
         self._worker, self._args, self._how, self._sizes = worker, args, how, sizes
         self._limit = float("inf") if limit is None else limit
@@ -211,12 +213,14 @@ class Members:
         self._number += 1
         for rank, slot in enumerate(slots):
             self._workers[slot].waits = False
-            self._workers[slot].connection.send(Epoch(self._number, rank, len(slots), self._store.port, self._reason))
+            self._workers[slot].connection.send(
+                membership.Epoch(self._number, rank, len(slots), self._store.port, self._reason)
+            )
         self._reason = ""
 
 
 def _member(worker: Callable[..., int], args: tuple[Any, ...], connection: Connection, slot: int, errors: str) -> None:
     """Run a worker in its process."""
     os.environ |= {"LOCAL_RANK": str(slot), "TORCHELASTIC_ERROR_FILE": errors}
-    membership.current = Membership(connection)
+    membership.current = membership.Membership(connection)
     membership.current.say("done", run_worker(worker, args))

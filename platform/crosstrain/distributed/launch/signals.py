@@ -15,7 +15,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.membership import Regroup
 
 if TYPE_CHECKING:  # the command line imports this file before torch
     from crosstrain.distributed.group import Group
@@ -112,4 +111,4 @@ class StopRequest:
     def confirm(self, ranks: "Group") -> None:
         """Raise Regroup if no rank got a signal, but ranks are asked to take up a new worker. Collective."""
         if self.members is not None and not any(ranks.all_gather(self.received)):
-            raise Regroup
+            raise membership.Regroup
