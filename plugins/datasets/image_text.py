@@ -58,6 +58,10 @@ class ImageText(ImageDataset):
     options: Options
 
     @classmethod
+    def named_splits(cls, options: Any) -> list[Split]:
+        return [split for split, shards in (("val", options.val), ("test", options.test)) if shards]
+
+    @classmethod
     def prepare(cls, options: Any) -> None:
         """Fetch and index the shards of every split."""
         for split in SPLITS:

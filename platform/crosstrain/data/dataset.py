@@ -106,11 +106,14 @@ class Dataset(ABC):
 
     @classmethod
     def named_splits(cls, options: Any) -> list[Split]:
-        """Return the splits for which `options` name separate files, in options `val` and `test` as in `SplitOptions`.
+        """Return the splits for which `options` name separate files, as in `SplitOptions`.
 
         If the test split has separate files, training evaluates the test split at the end.
         """
-        return [split for split in SPLITS[1:] if getattr(options, split, None)]
+        if not isinstance(options, SplitOptions):
+            return []
+        named: dict[Split, Any] = {"val": options.val, "test": options.test}
+        return [split for split, files in named.items() if files]
 
     @classmethod
     def tokenizer_of(cls, options: Any) -> str | None:
