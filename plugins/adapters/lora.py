@@ -1,9 +1,11 @@
-"""LoRA and DoRA: low-rank adapters on linear layers, saved in peft's format."""
+"""LoRA and DoRA: low-rank adapters on linear layers and stacked experts, saved in peft's format."""
 
-import fnmatch
 import math
 from dataclasses import dataclass, replace
+from fnmatch import filter as matching
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +38,8 @@ from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
 
+from .stacked import Stacked, StackedLora, matrices_of
+
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # name of the adapter in peft's modules
 _MAGNITUDE = ".lora_magnitude_vector."
@@ -43,7 +47,7 @@ _PREFIX = "base_model.model."  # prefix of parameter names in peft's files
 # Keys of peft's configuration that may differ from peft's defaults.
 _SUPPORTED = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout",
-    "peft_type", "peft_version", "r", "revision", "target_modules", "task_type", "use_dora",
+    "peft_type", "peft_version", "r", "revision", "target_modules", "target_parameters", "task_type", "use_dora",
 }  # fmt: skip
 # Values of `init_lora_weights` that leave the base weights unchanged.
 _INITIAL = (True, False, None, "gaussian", "orthogonal")
@@ -61,8 +65,9 @@ class Lora(Adapter):
         alpha: PositiveFloat | None = None  # the output is scaled by alpha / rank; None: as in `pretrained`, else 16
         dora: bool | None = None  # DoRA (Liu et al., 2024): also train norms; None: as in `pretrained`, else False
         dropout: DropRate = 0.0  # dropout rate of the adapters' input
-        # linear layers, as names, suffixes of names such as q_proj, or patterns; None: as in `pretrained`, else all in
-        # the blocks of the language model
+        # linear layers or stacked parameters of experts, as names, suffixes of names such as q_proj or
+        # experts.down_proj, or patterns; None: as in `pretrained`, else all linear layers in the blocks of the language
+        # model
         targets: Annotated[list[Text], MinLen(1)] | None = None
         pretrained: Text | None = None  # adapter to start from: a run, checkpoint or peft folder; None: a new adapter
 
@@ -74,7 +79,9 @@ class Lora(Adapter):
 
     def add(self, model: Model) -> None:
         peft = require("peft", "model.adapter")
-        self.targets = linear_maps(model, self.settings.targets)
+        self.targets, self.stacks = find_targets(model, self.settings.targets)
+        if self.stacks and (self.settings.dora or self.options.dropout):
+            raise OptionError("targets", f"{self.stacks[0]}: adapters of experts support neither dora nor dropout")
         maps = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
         weights = 2.0 * sum(module.weight.numel() for module in maps)
         self.config = peft.LoraConfig(
@@ -83,10 +90,17 @@ class Lora(Adapter):
             lora_dropout=self.options.dropout,  # type: ignore[arg-type]
             use_dora=bool(self.settings.dora),
             init_lora_weights=False,
-            target_modules=list(self.targets),
+            target_modules=self.targets,
+            target_parameters=self.stacks or None,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
         )
-        peft.inject_adapter_in_model(self.config, model, adapter_name=_NAME)
+        if self.targets:
+            on_layers = replace(self.config, target_parameters=None)
+            peft.inject_adapter_in_model(on_layers, model, adapter_name=_NAME)
+        for name in self.stacks:
+            path, _, parameter = name.rpartition(".")
+            wrapper = StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha / self.rank)
+            model.set_submodule(path, wrapper)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -102,7 +116,10 @@ class AdaptedWeights(Around):
     adapter: Lora
 
     def canonical_name(self, name: str) -> str:
-        return self.inner.canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
+        """Convert peft's name; an adapter of stacked experts keeps `base_layer`, which tells the parameters apart."""
+        stacked = is_adapter(name) and ".base_layer." in name
+        plain = name if stacked else name.replace(".base_layer", "")
+        return self.inner.canonical_name(plain.replace(f".{_NAME}.weight", ".weight"))
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """Fill in peft's initial values: A is drawn as in torch's linear layer, and B is zero (no effect yet)."""
@@ -140,7 +157,8 @@ class AdaptedStructure(Around):
 
     def __init__(self, inner: Any, adapter: Lora) -> None:
         super().__init__(inner)
-        self.adapter, self.reads_across = adapter, bool(adapter.settings.dora)
+        self.adapter = adapter
+        self.reads_across = bool(adapter.settings.dora) or any(isinstance(m, Stacked) for m in self.model.modules())
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Shard B of column-parallel layers by output features, and A of row-parallel layers by input features."""
@@ -150,7 +168,7 @@ class AdaptedStructure(Around):
         modules = {name.rpartition(".")[0] for name in self.model.weights.parameters()}
         sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
         patterns = {f"{key}.{sides[style]}": style for key, style in plan.items() if style in sides}
-        return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
+        return plan | {key: style for key, style in patterns.items() if matching(modules, key)}
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
         """Return the model's FLOPs per token, excluding the gradients of frozen weights."""
@@ -167,7 +185,13 @@ class AdaptedExport(Around):
         """Return the model's merges, and a merge of each adapter into the weight of its linear layer."""
         found = self.inner.merges()
         for name, module in self.model.named_modules():
-            if hasattr(module, "lora_A"):
+            if isinstance(module, StackedLora):
+                weight = self.model.weights.canonical_name(f"{name}.base_layer.{module.parameter}")
+                others = tuple(
+                    self.model.weights.canonical_name(f"{name}.{side}.{_NAME}.weight") for side in ("lora_A", "lora_B")
+                )
+                found[weight] = Merge(others, module.merged)
+            elif hasattr(module, "lora_A"):
                 weight = self.model.weights.canonical_name(f"{name}.base_layer.weight")
                 stem = weight.removesuffix("weight")
                 combine = partial(
@@ -188,6 +212,7 @@ class AdaptedExport(Around):
             "inference_mode": True,
             "init_lora_weights": True,
             "target_modules": [self.model.weights.canonical_name(name) for name in self.adapter.targets],
+            "target_parameters": [self.model.weights.canonical_name(name) for name in self.adapter.stacks] or None,
         }
         config = self.adapter.config.to_dict() | settings
         # peft turns lists into sets for models with renamed weights, such as mixtures of experts.
@@ -215,24 +240,30 @@ def _norms(weight: Tensor, transposed: bool) -> Tensor:
     return torch.linalg.norm(weight.T if transposed else weight, dim=1)
 
 
-def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
-    """Return the names of the linear layers in the model's blocks that match `targets`.
+def find_targets(model: Model, targets: list[str] | None) -> tuple[list[str], list[str]]:
+    """Return the names of the linear layers and of the experts' stacked parameters that match `targets`.
 
     A target is a full name, or a suffix that begins after a dot, and may have wildcards. None: all linear layers in the
     blocks of the language model. Raises OptionError for a target without a match.
     """
     blocks = model.blocks() if targets else model.structure.decoder_blocks()
     inside = {id(module) for block in blocks for module in block.modules()}
-    maps = [
+    layers = [
         n for n, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and id(module) in inside
     ]
-    found = {
-        target: [name for name in maps if fnmatch.fnmatchcase(f".{name}", f"*.{target}")] for target in targets or ()
-    }
-    if missing := [target for target, names in found.items() if not names]:
-        ends = ", ".join(sorted({name.rpartition(".")[2] for name in maps}))
-        raise OptionError("targets", f"{missing[0]!r} is not a linear layer of the blocks; they have {ends or 'none'}")
-    return maps if targets is None else [name for name in maps if any(name in names for names in found.values())]
+    if targets is None:
+        return layers, []
+    experts = model.structure.experts().items()
+    stacks = [f"{path}.{name}" for path, module in experts for name in matrices_of(module)]
+    matches = {target: [n for n in (*layers, *stacks) if fnmatchcase(f".{n}", f"*.{target}")] for target in targets}
+    if missing := [target for target, names in matches.items() if not names]:
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in (*layers, *stacks)}))
+        raise OptionError(
+            "targets",
+            f"{missing[0]!r} is not a linear layer or stack of experts of the blocks; they have {ends or 'none'}",
+        )
+    found = set(chain.from_iterable(matches.values()))
+    return [name for name in layers if name in found], [name for name in stacks if name in found]
 
 
 def adapter_folder(source: str) -> Path:
@@ -275,6 +306,7 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
     config["init_lora_weights"] = None if (start := config.get("init_lora_weights")) in _INITIAL else start
     if others := [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]:
         raise CheckpointError(f"{folder / _CONFIG}: adapters with {others[0]} are not supported")
+    targets = targets + (config.get("target_parameters") or [])
     theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": bool(config.get("use_dora"))}
     for key, value in theirs.items():
         if (given := getattr(options, key)) not in (None, value):

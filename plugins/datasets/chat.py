@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from crosstrain import (
 )
 
 from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_audit
-from ..commands.prepare.chat_template import load_with_template
+from ..commands.prepare.chat_template import TrainOn, load_with_template
 from .indexed_dataset import TokenFile
 from .packing import pack, padded_rows
 
@@ -72,15 +72,18 @@ class ConversationDataset(Dataset):
         return False
 
     @classmethod
+    def targets(cls, options: Any) -> TrainOn:
+        """Return the messages of a conversation that are targets; by default, the last assistant turn."""
+        return "last"
+
+    @classmethod
     def prepared(cls, options: Any) -> Path:
         """Return the folder with the rendered conversations, and create it if needed.
 
-        The targets are those of the option `train_on`; without this option, the last assistant turn. Raises DataError
-        if too many rows are dropped.
+        Raises DataError if too many rows are dropped.
         """
         tokenizer = load_with_template(options.tokenizer, options.chat_template)[1]
-        train_on = getattr(options, "train_on", "last")
-        source = ChatSource(_paths(options), tokenizer, train_on, options.seq_length, cls.preferences)
+        source = ChatSource(_paths(options), tokenizer, cls.targets(options), options.seq_length, cls.preferences)
         folder = prepare_chat(source)
         row_audit(folder, ()).check(" and ".join(_paths(options)), options.max_dropped)
         return folder
@@ -130,10 +133,14 @@ class Chat(ConversationDataset):
     class Options(ConversationOptions):
         """Conversation options, targets and packing."""
 
-        train_on: Literal["assistant", "last", "all"] = "assistant"  # turns to train on; last: the last assistant turn
+        train_on: TrainOn = "assistant"  # turns to train on; last: the last assistant turn
         packing: bool = False  # True: pack several conversations into a sample, without attention between them
 
     options: Options
+
+    @classmethod
+    def targets(cls, options: Options) -> TrainOn:
+        return options.train_on
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:

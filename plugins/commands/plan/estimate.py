@@ -188,8 +188,11 @@ class Project:
         inputs = int(traced.inputs * layout.in_flight) if mode == "offload" else 0
         update = int(layout.updated * self.state_bytes(layout.model or self.model))
         state = layout.masters + update
+        buffers = sum(
+            buffer.nbytes for buffer in (layout.model or self.model).buffers()
+        )  # such as scales of 4-bit weights
         always = {
-            "parameters": layout.parameters,
+            "parameters": layout.parameters + buffers,
             "optimizer": state if layout.optimizer == "device" else 0,
             "copies of weights": self.copies * layout.updated * _FP32,
         }

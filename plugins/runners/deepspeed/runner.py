@@ -88,7 +88,10 @@ class DeepSpeedRunner(Runner):
                 ", or choose device: cpu"
             )
         if options.stage == 3 and model.structure.reads_across:
-            raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
+            raise ConfigError(
+                "run.runner.stage: parts of the model (dora, adapters or four bits of experts) need whole weights; use "
+                "stage 2 or fsdp"
+            )
         if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
             raise ConfigError("run.runner.param_dtype: bf16 would round frozen parameters permanently; use amp")
 

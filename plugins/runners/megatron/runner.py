@@ -108,8 +108,12 @@ class MegatronRunner(Runner):
         if options.expert_parallel > 1:
             check_experts(model, options.expert_parallel)
         plan = resolve(model, options.plan)
-        if options.tensor_parallel > 1 and model.structure.reads_across:
-            raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
+        for key in ("tensor_parallel", "expert_parallel"):
+            if getattr(options, key) > 1 and model.structure.reads_across:
+                raise ConfigError(
+                    f"run.runner.{key}: parts of the model (dora, adapters or four bits of experts) need whole "
+                    f"weights; leave it out"
+                )
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
         if options.sequence_parallel:
