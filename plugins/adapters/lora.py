@@ -260,7 +260,7 @@ def find_targets(model: Model, targets: list[str] | None) -> tuple[list[str], li
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in (*layers, *stacks)}))
         raise OptionError(
             "targets",
-            f"{missing[0]!r} is not a linear layer or stack of experts of the blocks; they have {ends or 'none'}",
+            f"{missing[0]!r} is not a linear layer of the blocks or a stack of experts; they have {ends or 'none'}",
         )
     found = set(chain.from_iterable(matches.values()))
     return [name for name in layers if name in found], [name for name in stacks if name in found]

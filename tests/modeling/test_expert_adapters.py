@@ -189,7 +189,10 @@ def test_a_plan_has_the_bytes_of_the_run(based: Callable[[str], Workspace]) -> N
     [
         ((LORA.replace("rank", "dropout: 0.1, rank"),), "adapters of experts support neither dora nor dropout"),
         ((LORA.replace("rank", "dora: true, rank"),), "adapters of experts support neither dora nor dropout"),
-        ((LORA.replace("down_proj", "up_proj"),), "'experts.up_proj' is not a linear layer or stack of experts"),
+        (
+            (LORA.replace("down_proj", "up_proj"),),
+            "'experts.up_proj' is not a linear layer of the blocks or a stack of experts",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(based: Callable[[str], Workspace], options: tuple[str, ...], said: str) -> None:

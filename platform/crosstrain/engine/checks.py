@@ -130,6 +130,10 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     if (ranks := context_size(config.run.runner.options)) > 1:
         if config.run.objective is not None:
             raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; remove one of the two")
+        if config.run.amp.linear == "float8":
+            raise ConfigError(
+                "run.runner.context_parallel: float8 needs the scales of whole sequences; remove one of the two"
+            )
         model.structure.check_context(ranks)
     if model.weights.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
@@ -139,6 +143,4 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
             raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
-        if not runner.capabilities.takes_float8:
-            raise ConfigError(f"run.amp.linear: {config.run.runner.name} cannot train in float8; use ddp or fsdp")
         check_float8(model)

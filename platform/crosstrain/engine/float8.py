@@ -37,5 +37,6 @@ def convert(model: Model, device: torch.device) -> None:
     for block in model.blocks():
         float8.convert_to_float8_training(block, config=config, module_filter_fn=lambda module, _: fits(module))
     layers = [module for block in model.blocks() for module in block.modules() if isinstance(module, nn.Linear)]
+    torch.set_autocast_dtype("cuda", torch.bfloat16)  # torchao's layers read this dtype on every device
     count = sum(isinstance(layer, float8.float8_linear.Float8Linear) for layer in layers)
     log.info("%d of %d linear layers in the blocks compute in float8%s", count, len(layers), ", emulated" * emulate)

@@ -61,7 +61,6 @@ class Capabilities:
     extends: str | None = None  # option with a runner that forms teams: the class is combined with this runner's class
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
     takes_quantized: bool = True  # False: models with quantized parameters (`Model.weights.quantized`) are rejected
-    takes_float8: bool = True  # False: `run.amp.linear: float8`, which replaces modules in blocks, is rejected
     rejoins: bool = False  # True: a process may leave its groups, join others, and create another runner
     saves_memory: tuple[str, ...] = ()  # memory-saving settings, option=value, that `crosstrain plan` also tries
     cuts_models: bool = False  # True: a rank may compute with only a part of the model; `layouts` describes the part

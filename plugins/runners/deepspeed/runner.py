@@ -63,7 +63,6 @@ class DeepSpeedRunner(Runner):
         bitwise="crosstrain_plugins.builtin.runners.bitwise.zero:BitwiseZeRO",
         needs_process_group=True,
         takes_quantized=False,
-        takes_float8=False,
     )
     engine: Any = None  # None in evaluation below stage 3, where parameters are not sharded
     partition: Partition | None = None  # this rank's part of the state; None: nothing is sharded

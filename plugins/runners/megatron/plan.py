@@ -18,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from crosstrain import Box, ConfigError, Ends, Model, Piece
 from crosstrain.modeling.base import no_match
 
+from .float8 import in_float8
+
 CUT_STYLES = {
     "column": "its output features",
     "fused_qkv": "the output features of each of its three parts",
@@ -228,7 +230,7 @@ def _check_module(model: Model, name: str, style: str) -> None:
             )
         return
     known = (nn.Embedding, nn.Linear) if style == "vocabulary" else (nn.Linear, Conv1D)
-    if type(module).forward not in [kind.forward for kind in known]:
+    if type(module).forward not in [kind.forward for kind in known] and not in_float8(module):
         kinds = " and ".join(f"torch's {kind.__name__}" if kind is not Conv1D else "Conv1D" for kind in known)
         raise ConfigError(
             f"run.runner.plan: {model.weights.canonical_name(name)} belongs to a {type(module).__name__}, but the "

@@ -82,7 +82,6 @@ class MegatronRunner(Runner):
     capabilities: ClassVar = Capabilities(
         needs_process_group=True,
         takes_quantized=False,
-        takes_float8=False,
         cuts_models=True,
         bitwise="crosstrain_plugins.builtin.runners.bitwise.megatron:BitwiseMegatron",
     )

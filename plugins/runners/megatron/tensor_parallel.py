@@ -36,6 +36,7 @@ from crosstrain.modeling.context import (
 from crosstrain.modeling.meta_init import replace_parameters
 
 from .expert_parallel import local_forward
+from .float8 import float8_product, in_float8
 from .plan import Resolved, ShardSpec, ends_of, shard_specs, user_of
 from .rng_tracker import RngTracker
 
@@ -217,7 +218,7 @@ class TPRegion:
         return self.tensor.has_dropout and self.model.training
 
     def column(self, module: nn.Module, x: Tensor) -> Tensor:
-        y = _product(module, self._enter(x), module.bias)
+        y = self._product(module, self._enter(x), module.bias)
         if module is self.last_column and self._forks() and not self.tensor.splits_sequence:
             self.tensor.rng.enter()  # attention dropout comes after the projections
         return y
@@ -226,18 +227,21 @@ class TPRegion:
         if module is self.last_row and self._forks():
             self.tensor.rng.leave()
         self._entered.clear()
-        y = self.tensor.leave(_product(module, x, None))
+        y = self.tensor.leave(self._product(module, x, None))
         return y if module.bias is None else y + module.bias.to(y.dtype)  # y has half precision under autocast
+
+    def _product(self, module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight, bias = weight_of(module), None if bias is None else local(bias)
+        if not in_float8(module):
+            return functional.linear(x, weight, bias)
+        y = float8_product(module, x, weight, self.tensor.group)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return this rank's weight as [out, in]."""
     weight = local(module.weight)
     return weight.T if isinstance(module, Conv1D) else weight  # Conv1D weights are [in, out]
-
-
-def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    return functional.linear(x, weight_of(module), None if bias is None else local(bias))
 
 
 def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
