@@ -16,7 +16,7 @@ from crosstrain import UserError
 
 _PIDFD_GETFD = 438  # number of the system call on all Linux architectures; Python has no function for it
 _SLOW = 5.0  # seconds for which a worker is slow
-_TURN = 0.2  # seconds of standing and of running, in turns
+_TURN = 0.02  # seconds of standing and of running, in turns
 
 
 def send(number: signal.Signals, worker: int) -> None:
