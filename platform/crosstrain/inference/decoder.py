@@ -114,12 +114,12 @@ class Decoder:
 
 
 class KVSlots(Cache):
-    """A key/value cache with one sequence of any length per slot; one forward computes all slots.
+    """A key/value cache with one sequence of any length per slot; a forward computes the slots up to the last used.
 
-    A slot does not attend to other slots, so other slots affect its logits only through rounding. Fixed shapes keep
-    this effect small: a forward computes all slots, used or not, over a whole number of blocks of keys, and a masked
-    key adds an exact zero. Results are not bitwise reproducible: threads split a matmul, so the order of additions may
-    depend on the slot's index. Also, the longest sequence sets the number of blocks that all slots read.
+    A slot does not attend to other slots, so other slots affect its logits only through rounding. Results are not
+    bitwise reproducible: the order of additions in a matmul depends on the number of slots that are computed, and,
+    because threads split a matmul, on the slot's index. A forward reads a whole number of blocks of keys, which the
+    longest sequence sets; a masked key adds an exact zero.
     """
 
     def __init__(self, slots: int) -> None:
@@ -140,27 +140,28 @@ class KVSlots(Cache):
 
     def batch(self, tokens: dict[int, int]) -> dict[str, Any]:
         """Build the batch that appends a token to each slot in `tokens`; logits of the other slots are unused."""
-        new = torch.zeros(len(self.lengths), 1, dtype=torch.long)
+        rows = max(tokens) + 1
+        new = torch.zeros(rows, 1, dtype=torch.long)
         for slot, token in tokens.items():
             new[slot] = token
-        self._at = torch.tensor(self.lengths)
+        self._at = torch.tensor(self.lengths[:rows])
         self._span = -(-(max(self.lengths) + 1) // BLOCK) * BLOCK
         seen = torch.arange(self._span) <= self._at[:, None]
         return {
             "input_ids": new,
-            "position_ids": self._at[:, None] + torch.tensor(self.shifts)[:, None],
+            "position_ids": self._at[:, None] + torch.tensor(self.shifts[:rows])[:, None],
             "attention_mask": seen[:, None, None],
             "cache": self,
         }
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Store new keys and values [slots, heads, 1, width] of a layer; return all [slots, heads, span, width]."""
-        slots = torch.arange(len(self.lengths), device=key_states.device)
+        """Store new keys and values [rows, heads, 1, width] of a layer; return all [rows, heads, span, width]."""
         at = self._at.to(key_states.device)
+        slots = torch.arange(len(at), device=key_states.device)
         room = self._room(layer_idx, key_states, self._span)
         for held, new in zip(room, (key_states, value_states), strict=True):
             held[slots, :, at] = new[:, :, 0].to(held.dtype)
-        return tuple(held[:, :, : self._span] for held in room)
+        return tuple(held[: len(at), :, : self._span] for held in room)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)
