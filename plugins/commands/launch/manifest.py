@@ -13,6 +13,7 @@ from crosstrain.utils.storage import is_url
 from ..plan.api import plan
 from ..plan.fit import USABLE, needs
 from ..units import show_bytes
+from .command import FLAGS
 
 _HOST = 8  # GiB of host memory per rank, for libraries, the device's context and samples in flight
 _SHARED = 16  # GiB of shared memory, for NCCL and data loading
@@ -20,10 +21,6 @@ _SAVED = 5e8  # assumed minimum speed of saving a checkpoint, in bytes per secon
 _RESTARTS = 20
 _VOLUME = "/crosstrain"  # mount path of the volume in the pods' templates
 _GIB = 2**30
-_FLAGS: dict[str, Any] = {  # flag -> default; name and grace have computed defaults; a target uses only some flags
-    "name": None, "image": "crosstrain", "claim": "crosstrain", "gpu": None, "queue": None, "account": None,
-    "time": "24:00:00", "grace": None, "spot": False, "env": {}, "secret": None, "node_selector": {},
-}  # fmt: skip
 
 
 def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
@@ -34,7 +31,8 @@ def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
     """
     project, options, nodes = arguments.cfg_path, arguments.options, arguments.nodes
     template, wanted = _template(arguments.to)
-    given = {flag: value for flag in _FLAGS if (value := getattr(arguments, flag)) is not None}
+    defaults = {flags.split()[0][2:].replace("-", "_"): default for flags, (default, _) in FLAGS.items()}
+    given = {flag: value for flag in defaults if (value := getattr(arguments, flag)) is not None}
     if unused := [flag for flag in given if flag not in wanted]:
         raise UserError(f"--{unused[0].replace('_', '-')}: --to {arguments.to} does not use it; leave it out")
     config = load_config(project, options)
@@ -56,7 +54,7 @@ def manifest(arguments: argparse.Namespace, gpus: dict[str, int]) -> str:
     host = nproc * (_HOST + made.chosen.memory.on_host / _GIB) + _SHARED
     file = paths.find(project)
     restarts = config.run.max_restarts or _RESTARTS
-    facts = _FLAGS | {
+    facts = defaults | {
         "name": re.sub("[^a-z0-9]+", "-", file.stem.lower()).strip("-"),
         "grace": max(300, math.ceil(60 + made.project.checkpoint_bytes / nodes / _SAVED)),
     }
