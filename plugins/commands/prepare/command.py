@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import dataclass
 from functools import partial, reduce
+from typing import Any
 
 from crosstrain import Command, FilePath, UserError, printable, registry
 from crosstrain.cli.flags import add_options
@@ -15,7 +16,27 @@ from .options import PrepareOptions
 from .prepare import prepare
 from .tools import inspect
 
-_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "workers")
+# Options of a recipe that have a flag of the same name -> arguments for argparse.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "input": {
+        "nargs": "+", "metavar": "PATH",
+        "help": "text, JSON, CSV, Parquet, HTML or WARC files, folders of such files, or `stdlib`",
+    },
+    "output": {"metavar": "DIR"},
+    "tokenizer": {
+        "metavar": "NAME_OR_PATH",
+        "help": "Hugging Face name of a tokenizer, or a folder with tokenizer.json or vocab.json",
+    },
+    "train_tokenizer": {
+        "type": int, "metavar": "N",
+        "help": "train a byte-level BPE with a vocabulary of N tokens, in place of --tokenizer",
+    },
+    "text_key": {"metavar": "KEY", "help": "key of the text in a JSON line, or column of the text in a table"},
+    "separator": {
+        "metavar": "TEXT", "help": "text between documents of a .txt file (default: one document per file)",
+    },
+    "workers": {"type": int, "metavar": "N", "help": "number of processes (default: one per core)"},
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -37,31 +58,8 @@ class PrepareCommand(Command):
             "paths", nargs="*", metavar="DIR", help="with inspect: prepared folders, or prefixes of Megatron files"
         )
         parser.add_argument("--cfg-path", metavar="FILE", help="recipe file; the other flags override it")
-        parser.add_argument(
-            "--input",
-            nargs="+",
-            metavar="PATH",
-            help="text, JSON, CSV, Parquet, HTML or WARC files, folders of such files, or `stdlib`",
-        )
-        parser.add_argument("--output", metavar="DIR")
-        parser.add_argument(
-            "--tokenizer",
-            metavar="NAME_OR_PATH",
-            help="Hugging Face name of a tokenizer, or a folder with tokenizer.json or vocab.json",
-        )
-        parser.add_argument(
-            "--train-tokenizer",
-            type=int,
-            metavar="N",
-            help="train a byte-level BPE with a vocabulary of N tokens, in place of --tokenizer",
-        )
-        parser.add_argument(
-            "--text-key", metavar="KEY", help="key of the text in a JSON line, or column of the text in a table"
-        )
-        parser.add_argument(
-            "--separator", metavar="TEXT", help="text between documents of a .txt file (default: one document per file)"
-        )
-        parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+        for name, how in _FLAGS.items():
+            parser.add_argument(f"--{name.replace('_', '-')}", **how)
         parser.add_argument(
             "--document",
             type=int,
@@ -75,7 +73,14 @@ class PrepareCommand(Command):
     def run(self, arguments: argparse.Namespace) -> int:
         """Prepare or inspect; return the exit code."""
         if arguments.what == "inspect":
-            return _inspect(arguments)
+            if not arguments.paths:
+                raise UserError(
+                    f"prepare inspect: give a prepared folder or a Megatron prefix; `{command('samples')}` shows the "
+                    f"samples of a project"
+                )
+            for path in arguments.paths:
+                print(printable(inspect(path, arguments.document, arguments.tokenizer)))
+            return 0
         recipe = _read_recipe(arguments)
         summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
         print(
@@ -96,14 +101,3 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
     layers += [plain_layer("prepare", given), read_options(arguments.options)]
     tree = reduce(merge, (layer.tree for layer in layers))
     return Checker(partial(where, layers)).dataclass(Recipe, resolve(tree, layers), ())
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
-    if not arguments.paths:
-        raise UserError(
-            f"prepare inspect: give a prepared folder or a Megatron prefix; `{command('samples')}` shows the samples "
-            f"of a project"
-        )
-    for path in arguments.paths:
-        print(printable(inspect(path, arguments.document, arguments.tokenizer)))
-    return 0

@@ -104,17 +104,13 @@ class TokenizeStage(_Stage):
         report: dict[str, Any] = {"counts": counts.plain, "lengths": []}
         with shard.writing(report) as file:
             for text, source in texts.documents(set(dropped)):
-                tokens = self.encoder.encode(text)
-                if self._keeps(text, len(tokens), source, counts):
+                tokens, size = self.encoder.encode(text), len(text.encode())
+                counts.read(size)
+                for name, filter in self.filters:
+                    if (dropped_by := filter.tokens(len(tokens))) is not None:
+                        counts.drop(name, size, source, dropped_by.reason, text)
+                        break
+                else:
                     file.write(np.array([*tokens, self.encoder.end_id], self.dtype).data)
                     report["lengths"].append(len(tokens) + 1)
         return shard, report
-
-    def _keeps(self, text: str, length: int, source: str, counts: Counts) -> bool:
-        size = len(text.encode())
-        counts.read(size)
-        for name, filter in self.filters:
-            if (dropped := filter.tokens(length)) is not None:
-                counts.drop(name, size, source, dropped.reason, text)
-                return False
-        return True

@@ -175,13 +175,12 @@ def collate(samples: list[Sample]) -> Batch:
     """
     rows = [{key: row for key, row in s.items() if key != "pixel_values"} for s in samples]
     if any("segments" in row for row in rows):
-        rows = [_one_segment(row) for row in rows]
+        rows = [_one_segment(len(row["input_ids"])) | row for row in rows]
     batch = padded_rows(rows)
     if images := [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]:
         batch["pixel_values"] = torch.cat(images)
     return batch
 
 
-def _one_segment(sample: Sample) -> Sample:
-    length = len(sample["input_ids"])
-    return {"segments": np.full(length, SHARED), "position_ids": np.arange(length)} | sample
+def _one_segment(length: int) -> Sample:
+    return {"segments": np.full(length, SHARED), "position_ids": np.arange(length)}

@@ -187,8 +187,8 @@ class ImageDataset(VqaDataset):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
-        self.text_processor: TextProcessor = _processor(_of_split(options.text_processor, split))
-        vision = _processor(_of_split(options.vis_processor, split)) if options.processor is None else None
+        self.text_processor: TextProcessor = _processor(options.text_processor, split)
+        vision = _processor(options.vis_processor, split) if options.processor is None else None
         self.encoder = _encoder(options, self.text_processor, vision)
         self.image_processor: ImageProcessor | None = vision
         self.tokenizer_path, self.end_tokens = self.encoder.folder, self.encoder.end_tokens
@@ -213,7 +213,7 @@ class ImageDataset(VqaDataset):
         ids = torch.zeros(1, options.max_length, dtype=torch.int64, device="meta")
         if options.processor is not None:
             return {"input_ids": ids, "labels": ids, "mm_token_type_ids": ids}
-        pixels = _blank(_processor(options.vis_processor.eval))
+        pixels = _blank(_processor(options.vis_processor))
         return {"input_ids": ids, "labels": ids, "pixel_values": torch.empty(1, *pixels.shape, device="meta")}
 
     @property
@@ -226,7 +226,7 @@ class ImageDataset(VqaDataset):
     @classmethod
     def used(cls, options: Any, split: Split) -> frozenset[str]:
         """Return the annotation keys that are not reported as unused; empty if the processor declares no keys."""
-        keys = getattr(_processor(_of_split(options.text_processor, split)), "keys", ())
+        keys = getattr(_processor(options.text_processor, split), "keys", ())
         return frozenset(("images", "text_only", *keys, *options.ignore_columns) if keys else ())
 
     def state(self) -> list[Any]:
@@ -311,12 +311,10 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path, encode: EncodeText | None = None) -> PromptBuilder:
-        text: TextProcessor = _processor(options.text_processor.eval)
-        if options.processor is not None:
-            options = replace(options, processor=str(tokenizer))  # a checkpoint has the processor's files
-        else:
-            options = replace(options, tokenizer=str(tokenizer))
-        encoder = _encoder(options, text, _processor(options.vis_processor.eval), encode)
+        text: TextProcessor = _processor(options.text_processor)
+        key = "tokenizer" if options.processor is None else "processor"  # a checkpoint has the processor's files
+        options = replace(options, **{key: str(tokenizer)})
+        encoder = _encoder(options, text, _processor(options.vis_processor), encode)
         return ImagePrompts(encoder, getattr(text, "asked", list))  # a processor need not define `asked`
 
 
@@ -344,11 +342,8 @@ def _blank(processor: ImageProcessor) -> np.ndarray:
     return processor(Image.new("RGB", (64, 64)), np.random.default_rng(0))
 
 
-def _of_split(given: Processors, split: Split) -> Component:
-    return given.train if split == "train" else given.eval
-
-
-def _processor(component: Component) -> Any:
+def _processor(given: Processors, split: Split = "val") -> Any:
+    component = given.train if split == "train" else given.eval
     return registry.get("processor", component.name)(component.options)
 
 
@@ -408,33 +403,25 @@ def usable_sample(rows: ImageDataset, index: int) -> Sample:
     return rows.sample(*rows.read(index), np.random.default_rng(index))
 
 
-class _Lengths(torch.utils.data.Dataset):
-    """Numbers of tokens of samples; 0 for unusable ones."""
+def measured(rows: ImageDataset) -> np.ndarray:
+    """Return the numbers of tokens [samples], 0 for unusable ones; they are measured unless they are in the cache."""
 
-    def __init__(self, rows: ImageDataset) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> int:
+    def length(index: Any) -> int:
         try:
-            return len(usable_sample(self.rows, index)["input_ids"])
+            return len(usable_sample(rows, index)["input_ids"])
         except SampleError:
             return 0
 
-
-def measured(rows: ImageDataset) -> np.ndarray:
-    """Return the numbers of tokens [samples], 0 for unusable ones; they are measured unless they are in the cache."""
     path = cache_folder("lengths") / f"{key_of(_FORMAT, rows.state())[:16]}.npy"
     with output_lock(path, wait=True):
         if path.exists():
             return np.load(path, allow_pickle=False)
         workers = cores() if len(rows) > _MANY else 0
         loader: Any = DataLoader(
-            _Lengths(rows),
+            range(len(rows)),  # type: ignore[arg-type]
             None,
             num_workers=workers,
+            collate_fn=length,  # called in the worker processes
             multiprocessing_context=CheckedForkContext() if workers else None,
         )
         lengths = np.fromiter(map(int, loader), np.int64, len(rows))
