@@ -11,15 +11,12 @@ import torch
 from annotated_types import Interval
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear, normalize
-from transformers import Blip2QFormerModel
 
 from crosstrain import (
     IGNORE_INDEX,
     Batch,
     DataError,
-    Dataset,
     Export,
-    Model,
     PositiveFloat,
     PositiveInt,
     Source,
@@ -30,15 +27,15 @@ from crosstrain import (
     write_json,
 )
 
-from . import vision, weights
-from .model import Queries, check_image_sizes, qformer_config
+from . import weights
+from .model import WithQFormer
 from .options import QFormer, Vision
 
 _PREFIXES = {"vision": weights.VISION, "qformer": "qformer."}
 
 
 @registry.register_model("blip2")
-class Blip2(Model):
+class Blip2(WithQFormer):
     """A vision transformer and a Q-Former with text, trained with images and captions before there is a language model.
 
     A sample has one image and a caption: the targets of a dataset such as `image_text`. Each micro batch has a loss of
@@ -61,14 +58,9 @@ class Blip2(Model):
     options: Options
 
     def __init__(self, options: Options) -> None:
-        self.folders = weights.folders(options)
-        options = weights.sized(options, self.folders)
-        super().__init__(options)
-        self.vision = vision.make_encoder(options.vision)
-        self.image_size: tuple[int, int] = tuple(map(int, self.vision.patch_embed.img_size))  # type: ignore
-        config = qformer_config(options.qformer, self.vision.embed_dim, use_qformer_text_input=True)  # type: ignore
-        self.qformer, width = Blip2QFormerModel(config), config.hidden_size
-        self.queries = Queries(options.qformer.num_query_tokens or 32, width)
+        super().__init__(options, use_qformer_text_input=True)
+        config = self.qformer.config
+        width = config.hidden_size
         self.first_token, self.decode_token = (
             options.vocab_size,
             options.vocab_size + 1,
@@ -175,9 +167,6 @@ class Blip2(Model):
     def blocks(self) -> list[nn.Module]:
         return [*self.vision.blocks, *self.qformer.encoder.layer]  # type: ignore[misc]
 
-    def check_dataset(self, dataset: Dataset) -> None:
-        check_image_sizes(dataset, self.image_size)
-
 
 class _Weights(Weights):
     model: Blip2
@@ -196,7 +185,7 @@ class _Weights(Weights):
 
     def sources(self) -> list[Source]:
         found = self.model.folders
-        parts = weights.sources_of_parts(found, _PREFIXES, self.model.vision.embed_dim)  # type: ignore[arg-type]
+        parts = weights.sources_of_parts(found, _PREFIXES, self.model.width)
         if "model" not in found:
             return parts
         return [*parts, Source(found["model"], lambda name, _: name, of_model=True)]

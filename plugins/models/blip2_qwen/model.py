@@ -52,8 +52,49 @@ _PREFIXES = {
 _MODULE_OF_QUERIES = "queries"
 
 
+class Queries(nn.Module):
+    """The Q-Former's queries [1, queries, width]; a module of their own, so that pipeline stages can leave them out."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.query_tokens = nn.Parameter(torch.empty(1, count, width))
+
+
+class WithQFormer(Model):
+    """A model with a vision transformer and a Q-Former; folders with pretrained weights decide sizes that are None."""
+
+    def __init__(self, options: Any, **qformer: Any) -> None:
+        """qformer: further settings of transformers' configuration of the Q-Former."""
+        self.folders = weights.folders(options)
+        options = weights.sized(options, self.folders)
+        super().__init__(options)
+        self.vision = vision.make_encoder(options.vision)
+        self.image_size: tuple[int, int] = tuple(map(int, self.vision.patch_embed.img_size))  # type: ignore
+        self.width: int = self.vision.embed_dim  # type: ignore[assignment]
+        asking = options.qformer
+        config = Blip2QFormerConfig(
+            encoder_hidden_size=self.width,
+            hidden_dropout_prob=asking.dropout,
+            attention_probs_dropout_prob=asking.dropout,
+            attn_implementation=asking.attention,
+            **{key: size for key in asking.published if (size := getattr(asking, key)) is not None},
+            **qformer,
+        )
+        self.qformer = Blip2QFormerModel(config)
+        self.queries = Queries(asking.num_query_tokens or 32, config.hidden_size)
+
+    def check_dataset(self, dataset: Dataset) -> None:
+        """Raise ConfigError if a dataset's images do not have the encoder's image size."""
+        if others := sorted(getattr(dataset, "image_sizes", frozenset()) - {self.image_size}):
+            theirs, ours = (" x ".join(map(str, sides)) for sides in (others[0], self.image_size))
+            raise ConfigError(
+                f"datasets: images have {theirs} pixels, but the model takes {ours}: use the same image_size in every "
+                f"image processor and in the model"
+            )
+
+
 @registry.register_model("blip2_qwen")
-class Blip2Qwen(Model):
+class Blip2Qwen(WithQFormer):
     """EVA-ViT-g, BLIP-2's Q-Former and a projection in front of Qwen; by default, only the projection is trained."""
 
     @dataclass
@@ -70,8 +111,6 @@ class Blip2Qwen(Model):
     base_model_prefix: ClassVar = ""  # as in TransformersModel
 
     def __init__(self, options: Options) -> None:
-        self.folders = weights.folders(options)
-        options = weights.sized(options, self.folders)
         super().__init__(options)
         language = registry.get("model", options.language_model.model.name)(options.language_model.model.options)
         if not isinstance(language, LanguageModel):
@@ -79,13 +118,7 @@ class Blip2Qwen(Model):
                 f"model.language_model.model: {options.language_model.model.name} is not a language model that takes "
                 f"embeddings"
             )
-        self.vision = vision.make_encoder(options.vision)
-        self.image_size: tuple[int, int] = tuple(map(int, self.vision.patch_embed.img_size))  # type: ignore
-        self.width: int = self.vision.embed_dim  # type: ignore[assignment]
-        self.qformer = Blip2QFormerModel(qformer_config(options.qformer, self.width))
-        asked = self.qformer.config.hidden_size
-        self.queries = Queries(options.qformer.num_query_tokens or 32, asked)
-        self.projector = _projector(options.projector, asked, language.hidden_size)
+        self.projector = _projector(options.projector, self.qformer.config.hidden_size, language.hidden_size)
         self.language_model, self.takes_positions = language, language.takes_positions
         self.structure, self.weights, self.export = _Structure(self), _Weights(self), _Export(self)
         self._freeze()
@@ -219,18 +252,6 @@ class Blip2Qwen(Model):
     def new_cache(self) -> Any:
         return self.language_model.new_cache()
 
-    def check_dataset(self, dataset: Dataset) -> None:
-        """Raise ConfigError if a dataset's images do not have the encoder's image size."""
-        check_image_sizes(dataset, self.image_size)
-
-
-class Queries(nn.Module):
-    """The Q-Former's queries [1, queries, width]; a module of their own, so that pipeline stages can leave them out."""
-
-    def __init__(self, count: int, width: int) -> None:
-        super().__init__()
-        self.query_tokens = nn.Parameter(torch.empty(1, count, width))
-
 
 class _Structure(Structure):
     model: Blip2Qwen
@@ -347,29 +368,6 @@ class _Export(Export):
         prefix = _PREFIXES["language_model"]
         own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         self.model.language_model.export.save_parts(folder, own, lambda name: read(prefix + name))
-
-
-def check_image_sizes(dataset: Dataset, size: tuple[int, int]) -> None:
-    """Raise ConfigError if a dataset's images do not have the encoder's image size."""
-    if others := sorted(getattr(dataset, "image_sizes", frozenset()) - {size}):
-        theirs, ours = (" x ".join(map(str, sides)) for sides in (others[0], size))
-        raise ConfigError(
-            f"datasets: images have {theirs} pixels, but the model takes {ours}: use the same image_size in every "
-            f"image processor and in the model"
-        )
-
-
-def qformer_config(options: QFormer, encoder_width: int, **more: Any) -> Blip2QFormerConfig:
-    """Return transformers' configuration of a Q-Former."""
-    given = {key: size for key in options.published if (size := getattr(options, key)) is not None}
-    return Blip2QFormerConfig(
-        encoder_hidden_size=encoder_width,
-        hidden_dropout_prob=options.dropout,
-        attention_probs_dropout_prob=options.dropout,
-        attn_implementation=options.attention,
-        **given,
-        **more,
-    )
 
 
 def _projector(options: Projector, width: int, out: int) -> nn.Module:
