@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from crosstrain import Batch, Dataset, FilePath, NonNegativeInt, Split, registry, write_json
 
-from ..commands.prepare.prepare import new_folder, output_lock
+from ..commands.prepare.prepare import make_once
 from .chat import Chat, ConversationOptions
 from .prompts import Prompts
 
@@ -73,14 +74,11 @@ class Arithmetic(Prompts):
     def prepare(cls, options: Any) -> None:
         """Write the files into a new folder, unless it exists, and tokenize them."""
         folder = Path(options.path).expanduser().absolute()
-        with output_lock(folder, wait=True):
-            if not folder.exists():
-                with new_folder(folder) as partial:
-                    _write(partial, np.random.default_rng(options.data_seed))
+        make_once(folder, partial(_write, np.random.default_rng(options.data_seed)))
         (Chat if options.guesses else Prompts).prepare(cls.files(options))
 
 
-def _write(folder: Path, rng: np.random.Generator) -> None:
+def _write(rng: np.random.Generator, folder: Path) -> None:
     every = [digits for digits in itertools.product(range(_LARGEST + 1), repeat=_SUMMANDS) if sum(digits) < 10]
     order, problems = iter(rng.permutation(len(every))), dict[str, list[tuple[int, ...]]]()
     for split, number in _HELD_OUT.items():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from crosstrain import (
     write_json,
 )
 
-from ..commands.prepare.prepare import new_folder, output_lock
+from ..commands.prepare.prepare import make_once
 from .image_text import ImageText
 from .synthetic_scenes import CELL, describe, draw_scene, render, words
 from .webdataset import expand
@@ -94,15 +95,8 @@ class Shapes(ImageText):
         """
         made = {key: getattr(options, key) for key in ("images", "held_out", "data_seed", "curriculum")}
         folder = Path(options.path).expanduser().absolute()
-        with output_lock(folder, wait=True):
-            if folder.exists():
-                _check_made(folder, made)
-            else:
-                with new_folder(folder) as partial:
-                    write_tokenizer(partial)
-                    write_processor(partial)
-                    _write_shards(partial, options)
-                    write_json(partial / "dataset.json", {"options": made})
+        make_once(folder, partial(_write, options, made))
+        _check_made(folder, made)
         super().prepare(options)
 
     @classmethod
@@ -123,8 +117,11 @@ def _check_made(folder: Path, made: dict[str, Any]) -> None:
         )
 
 
-def _write_shards(folder: Path, options: Shapes.Options) -> None:
-    """Write SPLIT-NNNNNN.tar files."""
+def _write(options: Shapes.Options, made: dict[str, Any], folder: Path) -> None:
+    """Write the tokenizer, the processor, SPLIT-NNNNNN.tar files, and a file with the options `made`."""
+    write_tokenizer(folder)
+    write_processor(folder)
+    write_json(folder / "dataset.json", {"options": made})
     for split in ("train", "val", "test", "novel"):
         number = options.images if split == "train" else options.held_out
         with ShardWriter(str(folder / f"{split}-%06d.tar"), maxcount=_PER_SHARD, verbose=0) as writer:

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .conversation_files import Row, rows
 from .conversations import Conversation, conversations
 from .download import download
 from .pool import cores, run_stage
-from .prepare import new_folder, output_lock
+from .prepare import make_once
 from .shards import file_state, key_of
 
 _FORMAT = 4  # version of the folder's files; changing it rebuilds all folders
@@ -108,14 +108,11 @@ def prepare_chat(source: ChatSource) -> Path:
     """
     rules = [source.tokenizer.name, source.train_on, source.max_tokens, source.preferences]
     folder = cache_folder("chat") / key_of(_FORMAT, rules, *map(_state, source.paths))[:16]
-    with output_lock(folder, wait=True):
-        if not (folder / "report.json").exists():
-            with new_folder(folder) as made:
-                _write(made, source)
+    make_once(folder, partial(_write, source), last="report.json")
     return folder
 
 
-def _write(folder: Path, source: ChatSource) -> None:
+def _write(source: ChatSource, folder: Path) -> None:
     audit, places, answers = RowAudit(), list[str](), bytearray()
     copies = folder / "copies"
     size = sum(entry[1] for path in source.paths for entry in _state(path))

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -135,6 +135,17 @@ def new_folder(output: Path) -> Iterator[Path]:
         _replace(made, output)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def make_once(folder: Path, write: Callable[[Path], object], last: str = "") -> None:
+    """Call `write` with an empty folder that becomes `folder`, unless `folder` exists. Other processes wait.
+
+    last: name of a file; a folder without this file is replaced.
+    """
+    with output_lock(folder, wait=True):
+        if not (folder / last).exists():
+            with new_folder(folder) as made:
+                write(made)
 
 
 def _replace(made: Path, output: Path) -> None:
