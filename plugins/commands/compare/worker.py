@@ -90,14 +90,14 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
                     record["saved"] = probe.against(_checkpoint(trainer), runner.held.shards())
                 except CheckpointError as error:  # raised on all ranks
                     record["saved"] = {"error": str(error)}
-    record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
+    record |= _facts(trainer) | {"rows": rows, "steps": probe.steps}
     if runner.world.rank == 0:
         result.write_text(json.dumps(record))
     runner.close()
     return 0
 
 
-def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
+def _facts(trainer: Trainer) -> dict[str, Any]:
     """Describe the model and the parallel layout. Collective."""
     runner = trainer.runner
     held = runner.world.all_gather([*runner.model.weights.parameters()])

@@ -6,7 +6,6 @@ options, so a later run finds finished work by name even if the earlier run was 
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -65,12 +64,16 @@ class Pipeline:
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
+        tokens = self.folder / f"tokens-{key_of(folder.name, dtype.name, self.filters)}"
+        tokens.mkdir(exist_ok=True)
+        stage = TokenizeStage(tokens, self.filters, folder, dtype)
         counts, lengths = Counts(), {"tokens": Counter[int](), "bytes": Counter[int]()}
-        with TokenWriter(out / "tokens", dtype) as writer:
-            for shard, report in self._tokenized(dropped, folder, dtype):
+        with TokenWriter(out / "tokens", dtype) as writer, self._bar("tokenize", len(self.shards)) as bar:
+            for shard, report in run_stage(stage, zip(self.shards, dropped, strict=True), self.workers):
                 writer.append(np.array(report["lengths"], np.int64), shard.path)
                 lengths["tokens"].update((length - 1).bit_length() for length in report["lengths"])
                 counts.add(report["counts"])
+                bar.update()
         if not counts.kept:
             raise DataError(f"no documents are left of {self.options.input}: {counts.all_dropped()}")
         shutil.copytree(folder, out / "tokenizer")
@@ -159,18 +162,6 @@ class Pipeline:
                 size,
             )
         return tokenizer
-
-    def _tokenized(
-        self, dropped: list[list[int]], tokenizer: Path, dtype: np.dtype
-    ) -> Iterator[tuple[CorpusShard, dict[str, Any]]]:
-        """Yield each shard of tokens with its report."""
-        folder = self.folder / f"tokens-{key_of(tokenizer.name, dtype.name, self.filters)}"
-        folder.mkdir(exist_ok=True)
-        stage = TokenizeStage(folder, self.filters, tokenizer, dtype)
-        with self._bar("tokenize", len(self.shards)) as bar:
-            for found in run_stage(stage, zip(self.shards, dropped, strict=True), self.workers):
-                yield found
-                bar.update()
 
     def _bar(self, title: str, total: int | None, unit: str = " shards") -> tqdm:
         return tqdm(desc=title, total=total, unit=unit, unit_scale=unit == "B", disable=not self.progress)

@@ -158,7 +158,12 @@ class FileReader(ABC):
         size = 0
         for file in self.files():
             if self.chosen_by_ending and self.contents is not None:
-                self._check_content(file, self.contents)
+                kind, advice = io.kind_of(file)
+                if kind and kind not in self.contents:
+                    raise DataError(
+                        f"the content of {file} ({kind}) does not match its suffix ({'/'.join(self.suffixes)}): "
+                        f"{advice}; or name its reader, as {{name: ..., path: {file}}}"
+                    )
             for chunk in self.chunks(file):
                 if batch and size + chunk.stop - chunk.start > TASK_BYTES:
                     yield batch
@@ -167,14 +172,6 @@ class FileReader(ABC):
                 size += chunk.stop - chunk.start
         if batch:
             yield batch
-
-    def _check_content(self, file: Path, contents: tuple[str, ...]) -> None:
-        kind, advice = io.kind_of(file)
-        if kind and kind not in contents:
-            raise DataError(
-                f"the content of {file} ({kind}) does not match its suffix ({'/'.join(self.suffixes)}): {advice}; or "
-                f"name its reader, as {{name: ..., path: {file}}}"
-            )
 
     def read(self, task: list[Chunk]) -> Iterator[Document]:
         """Yield the documents of a task in order, and pass documents without valid text to `unusable`."""

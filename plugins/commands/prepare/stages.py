@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,30 +55,27 @@ class FilterStage(_Stage):
         reader.drops = counts.rows if self.drop_unusable else None
         report: dict[str, Any] = {"counts": counts.plain, "lengths": [], "hashes": [], "sources": []}
         with shard.writing(report) as file:
-            for text, place in self._kept(reader, task, counts):
-                file.write(text)
-                report["lengths"].append(len(text))
-                report["hashes"].append(hashlib.blake2b(text, digest_size=16).hexdigest())
-                report["sources"].append(place)
+            for document in reader.read(task):
+                counts.rows.row(document.source, document.unread)
+                text = document.text
+                if not text or text.isspace():
+                    counts.plain["blank"] += 1
+                    continue
+                length = len(text.encode())
+                counts.read(length)
+                for name, filter in self.filters:
+                    outcome = filter.text(text)
+                    if isinstance(outcome, Dropped):
+                        counts.drop(name, length, document.source, outcome.reason, text)
+                        break
+                    text = outcome
+                else:
+                    data = text.encode()
+                    file.write(data)
+                    report["lengths"].append(len(data))
+                    report["hashes"].append(hashlib.blake2b(data, digest_size=16).hexdigest())
+                    report["sources"].append(document.source)
         return number, size, shard, counts.plain
-
-    def _kept(self, reader: FileReader, task: list[Chunk], counts: Counts) -> Iterator[tuple[bytes, str]]:
-        for document in reader.read(task):
-            counts.rows.row(document.source, document.unread)
-            text: str = document.text
-            if not text or text.isspace():
-                counts.plain["blank"] += 1
-                continue
-            size = len(text.encode())
-            counts.read(size)
-            for name, filter in self.filters:
-                outcome = filter.text(text)
-                if isinstance(outcome, Dropped):
-                    counts.drop(name, size, document.source, outcome.reason, text)
-                    break
-                text = outcome
-            else:
-                yield text.encode(), document.source
 
 
 @dataclass
