@@ -95,12 +95,10 @@ class Lora(Adapter):
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
         )
         if self.targets:
-            on_layers = replace(self.config, target_parameters=None)
-            peft.inject_adapter_in_model(on_layers, model, adapter_name=_NAME)
+            peft.inject_adapter_in_model(replace(self.config, target_parameters=None), model, adapter_name=_NAME)
         for name in self.stacks:
             path, _, parameter = name.rpartition(".")
-            wrapper = StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha / self.rank)
-            model.set_submodule(path, wrapper)
+            model.set_submodule(path, StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -155,10 +153,11 @@ class AdaptedWeights(Around):
 class AdaptedStructure(Around):
     """Structure of a model with adapters."""
 
-    def __init__(self, inner: Any, adapter: Lora) -> None:
-        super().__init__(inner)
-        self.adapter = adapter
-        self.reads_across = bool(adapter.settings.dora) or any(isinstance(m, Stacked) for m in self.model.modules())
+    adapter: Lora
+
+    @property
+    def reads_across(self) -> bool:
+        return bool(self.adapter.settings.dora) or any(isinstance(m, Stacked) for m in self.model.modules())
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Shard B of column-parallel layers by output features, and A of row-parallel layers by input features."""
@@ -253,8 +252,7 @@ def find_targets(model: Model, targets: list[str] | None) -> tuple[list[str], li
     ]
     if targets is None:
         return layers, []
-    experts = model.structure.experts().items()
-    stacks = [f"{path}.{name}" for path, module in experts for name in matrices_of(module)]
+    stacks = [f"{path}.{name}" for path, e in model.structure.experts().items() for name in matrices_of(e)]
     matches = {target: [n for n in (*layers, *stacks) if fnmatchcase(f".{n}", f"*.{target}")] for target in targets}
     if missing := [target for target, names in matches.items() if not names]:
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in (*layers, *stacks)}))

@@ -62,10 +62,10 @@ class StackedLora(Stacked):
     lora_A: [E * rank, in], expert by expert. lora_B: [out, rank * E], where expert e has the columns e, e + E, ...
     """
 
-    def __init__(self, inner: nn.Module, parameter: str, rank: int, scale: float) -> None:
+    def __init__(self, inner: nn.Module, parameter: str, rank: int, alpha: float) -> None:
         super().__init__(inner, parameter)
         experts = innermost(inner)
-        self.transposed, self.scale = experts.is_transposed, scale
+        self.transposed, self.scale = experts.is_transposed, alpha / rank
         count, *sides = getattr(experts, parameter).shape
         width, out = sides if self.transposed else reversed(sides)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(width, rank * count, bias=False, device="meta")})

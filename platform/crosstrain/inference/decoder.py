@@ -140,16 +140,15 @@ class KVSlots(Cache):
 
     def batch(self, tokens: dict[int, int]) -> dict[str, Any]:
         """Build the batch that appends a token to each slot in `tokens`; logits of the other slots are unused."""
-        rows = max(tokens) + 1
-        new = torch.zeros(rows, 1, dtype=torch.long)
+        new = torch.zeros(max(tokens) + 1, 1, dtype=torch.long)
         for slot, token in tokens.items():
             new[slot] = token
-        self._at = torch.tensor(self.lengths[:rows])
+        self._at = torch.tensor(self.lengths[: len(new)])
         self._span = -(-(max(self.lengths) + 1) // BLOCK) * BLOCK
         seen = torch.arange(self._span) <= self._at[:, None]
         return {
             "input_ids": new,
-            "position_ids": self._at[:, None] + torch.tensor(self.shifts[:rows])[:, None],
+            "position_ids": self._at[:, None] + torch.tensor(self.shifts[: len(new)])[:, None],
             "attention_mask": seen[:, None, None],
             "cache": self,
         }

@@ -25,20 +25,24 @@ def float8_product(layer: Any, x: Tensor, weight: Tensor, group: dist.ProcessGro
 
     config, settings = layer.config, layer.linear_mm_config
     cast = partial(_cast, group=group, settings=settings)
-    x = cast(x.to(torch.get_autocast_dtype(x.device.type)), config.cast_config_input, Role.INPUT)
-    y = product.apply(x, cast(weight.T, config.cast_config_weight, Role.WEIGHT), settings, config)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    y = product.apply(
+        cast(x.to(dtype), config.cast_config_input, Role.INPUT),
+        cast(weight.T, config.cast_config_weight, Role.WEIGHT),
+        settings,
+        config,
+    )
     return _CastGradient.apply(y, partial(cast, cast=config.cast_config_grad_output, role=Role.GRAD_OUTPUT))
 
 
 def _cast(values: Tensor, cast: Any, role: Any, group: dist.ProcessGroup, settings: Any) -> Tensor:
     """Round to float8, scaled by the largest value on all ranks."""
-    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-    from torchao.float8.float8_utils import amax_to_scale
+    from torchao.float8 import float8_training_tensor, float8_utils
 
     largest = values.detach().abs().amax()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    scale = amax_to_scale(largest, cast.target_dtype)
-    return hp_tensor_and_scale_to_float8(values, scale, cast.target_dtype, settings, role)
+    scale = float8_utils.amax_to_scale(largest, cast.target_dtype)
+    return float8_training_tensor.hp_tensor_and_scale_to_float8(values, scale, cast.target_dtype, settings, role)
 
 
 class _CastGradient(torch.autograd.Function):
