@@ -16,23 +16,23 @@ from itertools import pairwise
 
 import numpy as np
 
-LONGEST = 1 << 16  # period for shares that no shorter period represents exactly
+_LONGEST = 1 << 16  # period for shares that no shorter period represents exactly
 
 
-def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
-    """Return positive integers in the proportions of `weights`, if their sum can be at most `longest`.
+def quantise(weights: Sequence[float]) -> list[int]:
+    """Return positive integers in the proportions of `weights`, if their sum can be at most 65,536.
 
-    Otherwise the integers add up to `longest`, and each differs from its share by less than one. Shares below 1 become
-    1; the sum may then be above `longest`.
+    Otherwise the integers add up to 65,536, and each differs from its share by less than one. Shares below 1 become
+    1; the sum may then be above 65,536.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
-    if period <= longest:
+    if period <= _LONGEST:
         return [int(share * period) for share in shares]
-    counts = [max(1, math.floor(share * longest)) for share in shares]
-    lack = [share * longest - count for share, count in zip(shares, counts, strict=True)]
-    for place in sorted(range(len(shares)), key=lambda k: -lack[k])[: max(0, longest - sum(counts))]:
+    counts = [max(1, math.floor(share * _LONGEST)) for share in shares]
+    lack = [share * _LONGEST - count for share, count in zip(shares, counts, strict=True)]
+    for place in sorted(range(len(shares)), key=lambda k: -lack[k])[: max(0, _LONGEST - sum(counts))]:
         counts[place] += 1
     return counts
 
