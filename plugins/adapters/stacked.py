@@ -78,6 +78,5 @@ class StackedLora(Stacked):
 
     def merged(self, stack: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the stack plus the adapter's change."""
-        count = len(stack)
-        change = b.view(len(b), -1, count).permute(2, 0, 1) @ a.view(count, -1, a.shape[1])
+        change = b.view(len(b), -1, len(stack)).permute(2, 0, 1) @ a.view(len(stack), -1, a.shape[1])
         return stack + self.scale * (change.mT if self.transposed else change)

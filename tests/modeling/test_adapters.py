@@ -270,7 +270,7 @@ def test_dora_trains_alike_and_is_opened_and_merged(
 
 @pytest.mark.slow
 def test_dora_is_refused_where_it_cannot_be(trained: Workspace) -> None:
-    for runner, said in (("zero3", "run.runner.stage: "), ("megatron_tp2", "run.runner.tensor_parallel: ")):
+    for runner, said in (("zero3", "run.runner.stage: "), ("megatron_tp2", "run.runner: ")):
         options = ("model.adapter={name: lora, dora: true}", f"run.runner={runner}")
         refused = trained.train(f"refused_{runner}", *options, nproc=2, fails=True)
         assert refused.code == 1

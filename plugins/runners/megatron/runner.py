@@ -107,12 +107,11 @@ class MegatronRunner(Runner):
         if options.expert_parallel > 1:
             check_experts(model, options.expert_parallel)
         plan = resolve(model, options.plan)
-        for key in ("tensor_parallel", "expert_parallel"):
-            if getattr(options, key) > 1 and model.structure.reads_across:
-                raise ConfigError(
-                    f"run.runner.{key}: parts of the model (dora, adapters or four bits of experts) need whole "
-                    f"weights; leave it out"
-                )
+        if max(options.tensor_parallel, options.expert_parallel) > 1 and model.structure.reads_across:
+            raise ConfigError(
+                "run.runner: parts of the model (dora, adapters or four bits of experts) need whole weights; leave "
+                "tensor_parallel and expert_parallel out"
+            )
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
         if options.sequence_parallel:
