@@ -1,9 +1,8 @@
 """LoRA and DoRA: low-rank adapters on linear layers and stacked experts, saved in peft's format."""
 
+import fnmatch
 import math
 from dataclasses import dataclass, replace
-from fnmatch import filter as matching
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -167,7 +166,7 @@ class AdaptedStructure(Around):
         modules = {name.rpartition(".")[0] for name in self.model.weights.parameters()}
         sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
         patterns = {f"{key}.{sides[style]}": style for key, style in plan.items() if style in sides}
-        return plan | {key: style for key, style in patterns.items() if matching(modules, key)}
+        return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
         """Return the model's FLOPs per token, excluding the gradients of frozen weights."""
@@ -253,7 +252,9 @@ def find_targets(model: Model, targets: list[str] | None) -> tuple[list[str], li
     if targets is None:
         return layers, []
     stacks = [f"{path}.{name}" for path, e in model.structure.experts().items() for name in matrices_of(e)]
-    matches = {target: [n for n in (*layers, *stacks) if fnmatchcase(f".{n}", f"*.{target}")] for target in targets}
+    matches = {
+        target: [n for n in (*layers, *stacks) if fnmatch.fnmatchcase(f".{n}", f"*.{target}")] for target in targets
+    }
     if missing := [target for target, names in matches.items() if not names]:
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in (*layers, *stacks)}))
         raise OptionError(

@@ -7,7 +7,6 @@ plugins and missing dependencies therefore do not affect other plugins, and list
 
 import ast
 import difflib
-import importlib
 import importlib.util
 import os
 import re

@@ -17,9 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from crosstrain.config.batch import BatchPlan
+from crosstrain.data import skip_ranges
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.skip_ranges import Ranges, show
-from crosstrain.data.skip_ranges import numbers as sample_numbers
 from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
@@ -85,9 +84,9 @@ def _announced(
     yield from waiting
 
 
-def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) -> Iterator[list[int]]:
+def step_numbers(plan: BatchPlan, start: int, left_out: skip_ranges.Ranges | None = None) -> Iterator[list[int]]:
     """Yield the sample numbers of each step, for all ranks together, endlessly, starting at `start`."""
-    following = sample_numbers(start, left_out or [])
+    following = skip_ranges.numbers(start, left_out or [])
     while True:
         numbers = list(islice(following, plan.size(start)))
         yield numbers
@@ -114,7 +113,7 @@ def _check_ids(
         if vocab_size is not None and ids.numel() and (largest := int(ids.max())) >= vocab_size:
             number = numbers[int(ids.argmax()) * len(numbers) // ids.numel()]
             place = dataset.location(index_of(number))
-            sample = f"{show([number])} of the {dataset.split} split{place and f' ({place})'}"
+            sample = f"{skip_ranges.show([number])} of the {dataset.split} split{place and f' ({place})'}"
             raise DataError(
                 f"datasets: {sample} has token ID {largest}, but the model's vocab_size is {vocab_size}: set the "
                 f"vocab_size of a new model to at least {largest + 1}, or prepare the data with the tokenizer of the "
@@ -131,7 +130,7 @@ def training_steps(
     dp_rank: int,
     num_workers: int = 0,
     lengths: Iterator[int] | None = None,
-    left_out: Ranges | None = None,
+    left_out: skip_ranges.Ranges | None = None,
     vocab_size: int | None = None,
     consecutive: bool = False,
 ) -> Iterator[Step]:

@@ -1,6 +1,5 @@
 """Optional dependencies: packages that only some components need, and the extras that install them."""
 
-import importlib
 import importlib.util
 from typing import Any
 
