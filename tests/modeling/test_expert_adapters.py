@@ -28,7 +28,8 @@ STACKS = "targets: [q_proj, experts.gate_up_proj, experts.down_proj]"
 LORA = f"model.adapter={{name: lora, rank: 4, alpha: 8, {STACKS}}}"
 QLORA = f"model.adapter={{name: qlora, rank: 4, {STACKS}}}"
 BASE = "base/checkpoints/step_000002"
-FAMILIES = ["qwen3_moe", "gpt_oss"]  # matrices [E, out, in]; matrices [E, in, out] and biases
+# matrices [E, out, in]; matrices [E, in, out] and biases
+FAMILIES = ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
