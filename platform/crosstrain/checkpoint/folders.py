@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from crosstrain.checkpoint.files import Reader, fetch_manifest, fsync, has_manifest
-from crosstrain.checkpoint.manifest import MANIFEST, RUN_ID, STATE, IncompatibleCheckpointError, read_json
+from crosstrain.checkpoint.manifest import MANIFEST, STATE, IncompatibleCheckpointError, read_json
+from crosstrain.checkpoint.run_folder import RUN_ID
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import read_regular, write_atomically

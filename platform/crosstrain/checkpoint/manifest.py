@@ -22,7 +22,6 @@ from crosstrain.utils.files import read_regular, unique_keys
 
 FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
-RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 # Since version 2, a manifest ends with the first text, the SHA-256 hash of all bytes so far, and the second text.
 _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'

@@ -36,7 +36,7 @@ _LONGEST_CONFIG = 1 << 20  # bytes
 _INTERVAL = 60.0  # seconds between uploads of a run's files to a bucket
 _WRITER = ".writer"  # file with the ID of the last process that wrote to a bucket from this folder
 _copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> its mtime and size when it was last copied
-_RUN_ID = re.compile(r"[0-9a-f]{32}")
+RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class RunFolder:
@@ -143,7 +143,7 @@ class RunFolder:
         """Return the ID of the run that owns the folder, or None if the folder has no ID."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             text = (self.path / ".run_id").read_text(encoding="ascii").strip()
-            return text if _RUN_ID.fullmatch(text) else None
+            return text if RUN_ID.fullmatch(text) else None
         return None
 
     def _written(self) -> AbstractContextManager[None]:

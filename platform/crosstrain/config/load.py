@@ -154,7 +154,7 @@ class _Builder:
                 if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
                     with mistakes, self.check.located(at):
                         registry.get(kind, name, files)  # `get` raises the error for an unknown name
-        kept = sources.keys(self.tree)
+        kept = {key for key, _ in sources.walk(self.tree)}
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
         if left := [self.check.where(key) for key in gone if sources.named(self.overrides.tree, key[:-1])]:
             note = f"note: --options select different components, so these settings are ignored: {'; '.join(left)}"

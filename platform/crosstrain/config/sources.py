@@ -205,11 +205,6 @@ def _resolve(given: tuple[dict[str, Any], Sequence[Layer], Key]) -> Any:
         raise _unresolved(error, layers, tree, key) from error
 
 
-def keys(tree: Any) -> set[Key]:
-    """Return all keys of a tree, including sections."""
-    return {key for key, _ in walk(tree)}
-
-
 def walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Yield (key, value) for everything in a tree, including its sections."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
