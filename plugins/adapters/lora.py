@@ -94,7 +94,9 @@ class Lora(Adapter):
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
         )
         if self.targets:
-            peft.inject_adapter_in_model(replace(self.config, target_parameters=None), model, adapter_name=_NAME)
+            holder = nn.Module()  # without the model's `config`, peft does not replace linear layers by experts
+            holder._modules = model._modules
+            peft.inject_adapter_in_model(replace(self.config, target_parameters=None), holder, adapter_name=_NAME)
         for name in self.stacks:
             path, _, parameter = name.rpartition(".")
             model.set_submodule(path, StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha))
@@ -241,8 +243,9 @@ def _norms(weight: Tensor, transposed: bool) -> Tensor:
 def find_targets(model: Model, targets: list[str] | None) -> tuple[list[str], list[str]]:
     """Return the names of the linear layers and of the experts' stacked parameters that match `targets`.
 
-    A target is a full name, or a suffix that begins after a dot, and may have wildcards. None: all linear layers in the
-    blocks of the language model. Raises OptionError for a target without a match.
+    A target is a full name, or a suffix that begins after a dot, and may have wildcards. Only a target that contains
+    `experts` can match stacked parameters. None: all linear layers in the blocks of the language model. Raises
+    OptionError for a target without a match.
     """
     blocks = model.blocks() if targets else model.structure.decoder_blocks()
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -253,7 +256,8 @@ def find_targets(model: Model, targets: list[str] | None) -> tuple[list[str], li
         return layers, []
     stacks = [f"{path}.{name}" for path, e in model.structure.experts().items() for name in matrices_of(e)]
     matches = {
-        target: [n for n in (*layers, *stacks) if fnmatch.fnmatchcase(f".{n}", f"*.{target}")] for target in targets
+        target: [n for n in layers + stacks * ("experts" in target) if fnmatch.fnmatchcase(f".{n}", f"*.{target}")]
+        for target in targets
     }
     if missing := [target for target, names in matches.items() if not names]:
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in (*layers, *stacks)}))
@@ -305,7 +309,7 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
     config["init_lora_weights"] = None if (start := config.get("init_lora_weights")) in _INITIAL else start
     if others := [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]:
         raise CheckpointError(f"{folder / _CONFIG}: adapters with {others[0]} are not supported")
-    targets = targets + (config.get("target_parameters") or [])
+    targets = targets + [t if "experts" in t else f"experts.{t}" for t in config.get("target_parameters") or []]
     theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": bool(config.get("use_dora"))}
     for key, value in theirs.items():
         if (given := getattr(options, key)) not in (None, value):

@@ -96,6 +96,34 @@ def test_each_expert_has_an_adapter_of_its_own(based: Callable[[str], Workspace]
     assert (logits(adapted) - logits(build(workspace))).abs().max() > 1e-3
 
 
+# Routed, shared and dense layers of these families have matrices with equal names.
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("targets", ["null", pytest.param("[down_proj]", marks=pytest.mark.slow)])
+def test_linear_layers_are_not_taken_for_experts(
+    based: Callable[[str], Workspace], tmp_path: Path, family: str, targets: str
+) -> None:
+    workspace = based(family)
+    adapter = f"model.adapter={{name: lora, rank: 4, targets: {targets}}}"
+    plain, adapted = build(workspace), build(workspace, adapter)
+    layers = {
+        plain.weights.canonical_name(name)
+        for name, module in plain.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".layers." in name
+        if targets == "null" or name.endswith(".down_proj")
+    }
+    adapters = {name for name in adapted.weights.parameters() if ".lora_" in name}
+    assert {name.partition(".lora_")[0] for name in adapters} == layers
+    assert all(p.shape[0] == 4 for name, p in adapted.weights.parameters().items() if ".lora_A." in name)
+    randomize(adapted)
+    merged = build(workspace)
+    with torch.no_grad():
+        for name, merge in adapted.export.merges().items():
+            held = adapted.weights.parameters()
+            merged.weights.parameters()[name].copy_(merge.combine(held[name], *(held[other] for other in merge.others)))
+    assert torch.allclose(logits(merged), logits(adapted), atol=2e-6)
+    assert (logits(merged) - logits(plain)).abs().max() > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_opens_the_checkpoint_and_export_merges_it(

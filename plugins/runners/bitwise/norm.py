@@ -23,7 +23,7 @@ def exact_norm(tensors: Iterable[Tensor], group: Group) -> float:
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     device = flat[0].device if flat else torch.device("cpu")
-    largest = torch.stack([t.abs().amax() for t in flat]).amax().double() if flat else torch.zeros((), device=device)
+    largest = torch.stack([t.abs().amax() for t in flat] or [torch.zeros((), device=device)]).amax().double()
     if group.process_group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.process_group)
     top = largest.item()
