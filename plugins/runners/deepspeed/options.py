@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
-from crosstrain import ContextOptions, OptionError, PositiveInt
+from crosstrain import ContextOptions, OptionError, PositiveInt, to_plain
 from crosstrain.config.describe import meanings
 
 _NOT_OFFERED = {
@@ -153,18 +153,10 @@ class _Base(ContextOptions):
         """Return DeepSpeed's `zero_optimization` section, with `swap_folder(nvme_path)` in place of `nvme_path`."""
         plain: dict[str, Any] = {"stage": self.stage}
         for key, value in self.given().items():
-            plain[key] = _plain(value)
+            plain[key] = to_plain(value)
             if key in ("offload_optimizer", "offload_param") and plain[key]["nvme_path"] is not None:
                 plain[key]["nvme_path"] = str(swap_folder(Path(plain[key]["nvme_path"])))
         return plain
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return str(value) if isinstance(value, Path) else value
 
 
 Options = _options(DeepSpeedZeroConfig, _Base)
