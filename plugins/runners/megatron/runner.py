@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -343,15 +344,12 @@ class MegatronRunner(Runner):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        splits = self.tensor is not None and self.tensor.splits_sequence
-        if self.tensor is not None:
-            self.tensor.splits_sequence = False  # in generation, not every length can be split evenly
+        # In generation, not every length can be split evenly.
+        whole = nullcontext() if self.tensor is None else patch.object(self.tensor, "splits_sequence", False)
         try:
-            with super().evaluating():
+            with whole, super().evaluating():
                 yield
         finally:
-            if self.tensor is not None:
-                self.tensor.splits_sequence = splits
             self.data_parallel.reshard()
 
     def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
