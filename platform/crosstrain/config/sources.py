@@ -29,8 +29,10 @@ _MEMORY = 2**28  # bytes; memory limit for resolving interpolations
 
 _RUN = {("run", name): hint for name, hint in get_type_hints(RunOptions).items()}
 # Key of a mapping -> key that is set if a string replaces the mapping: `amp: bf16` is short for `amp: {dtype: bf16}`.
-_NAME_KEYS: dict[Key, str] = {key: hint.shorthand for key, hint in _RUN.items() if hasattr(hint, "shorthand")}
-_NAME_KEYS |= {("model",): "arch"}
+_NAME_KEYS: dict[Key, str] = {
+    ("model",): "arch",
+    **{key: hint.shorthand for key, hint in _RUN.items() if hasattr(hint, "shorthand")},
+}
 # Key of an option -> values that true and false stand for.
 _SWITCHES: dict[Key, dict[bool, str]] = {key: hint.switches for key, hint in _RUN.items() if hasattr(hint, "switches")}
 
