@@ -1,20 +1,29 @@
 """Detect slow ranks from the times that each rank measures for its own work.
 
-Forward and backward times are compared between ranks that do the same work on different samples. The comparison
-works only if the times contain no communication. If an engine communicates in both passes (FSDP, ZeRO 3), the other
-ranks wait in both passes for a slow rank, so all ranks take equally long and no rank is reported. If the engine
-communicates only in the backward pass, the forward times still identify the slow rank.
+On CPUs, the time without waits for other ranks is known. It is compared between ranks that do the same work on
+different samples, and with the rank's own earlier steps, because other ranks may have other work. On GPUs, a rank's
+waits are not known. Its forward and backward times identify a slow rank only if they contain no communication. If the
+engine communicates only in the backward pass, the forward times still identify it. If the engine communicates in both
+passes (FSDP, ZeRO 3, tensor parallelism, pipelines), all ranks take equally long and no rank is reported.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from math import inf
 from statistics import median
+from typing import Any
 
-from crosstrain import Callback, StepMetrics, registry
+from crosstrain import Callback, Step, StepMetrics, registry
+from crosstrain.distributed.watchdog.watchdog import seconds_waited
 
-# A rank is a straggler if its time exceeds its peers' median by both limits in IN_A_ROW consecutive logged steps.
-SLOWER = 1.5  # minimum ratio to the median
-SLOWER_MS = 10.0  # minimum difference from the median
+# A rank is a straggler if its time exceeds the expected time by both limits in IN_A_ROW consecutive logged steps.
+SLOWER = 1.5  # minimum ratio to the expected time
+SLOWER_MS = 10.0  # minimum difference from the expected time
 IN_A_ROW = 2  # number of logged steps
+USUAL = 20  # number of latest logged steps from which a rank's usual time is computed
+ENOUGH = 5  # number of logged steps before times are compared with the usual time
+QUIET = 10  # number of logged steps without a problem after which the problem is reported again
 # Waits for data are reported if they reach both limits.
 WAITING = 0.25  # fraction of the time
 WAITING_MS = 5.0  # milliseconds per step
@@ -24,25 +33,37 @@ WAITING_MS = 5.0  # milliseconds per step
 class Stragglers(Callback):
     """Gathers the ranks' times at logged steps, and reports slow ranks and waits for data; every run has this hook."""
 
-    _checks = 0
-    _slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
-    _times_told: Mapping[str, int] = {}
+    def __init__(self, options: Any, trainer: Any) -> None:
+        super().__init__(options, trainer)
+        self._checks = 0
+        self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and the number of these steps
+        self._times_told: dict[str, tuple[int, int]] = {}  # problem -> its number of times, and its last check
+        # number of ranks -> times of all ranks' own work; a team may log a step alone
+        self._past: dict[int, deque[Sequence[float]]] = defaultdict(lambda: deque(maxlen=USUAL))
+        self._begun = _own_time()
 
-    def on_start(self) -> None:
-        self._checks, self._slow, self._times_told = 0, (-1, 0), {}
+    def before_step(self, batch: Step) -> None:
+        self._begun = _own_time()
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Compare the ranks of a logged step. Collective."""
-        trainer, clock, step = self.trainer, self.trainer.throughput, metrics.step
+        trainer, clock, step, work = self.trainer, self.trainer.throughput, metrics.step, _own_time() - self._begun
         if not trainer.logs(step):
             return
         timers = trainer.runner.timers.seconds
-        own = clock.waited, timers.get("forward", 0.0), timers.get("backward", 0.0), trainer.runner.dp.rank
-        waits, forward, backward, dp_ranks = zip(*trainer.ranks.all_gather(own), strict=True)
+        own = clock.waited, timers.get("forward", 0.0), timers.get("backward", 0.0), work, trainer.runner.dp.rank
+        waits, forward, backward, works, dp_ranks = zip(*trainer.ranks.all_gather(own), strict=True)
         self._checks += 1
         peers = _peers(dp_ranks)
         both = [f + b for f, b in zip(forward, backward, strict=True)]
-        slow = _slowest(both, peers, "forward and backward take") or _slowest(forward, peers, "forward takes")
+        past, others = self._past[len(works)], "{:.1f}x the median of the other ranks"
+        if trainer.runner.device.type == "cpu":
+            slow = _slowest(works, _of_peers(works, peers), f"work takes {others}")
+            slow = slow or _slowest(works, _of_past(works, past), "work takes {:.1f}x the usual time")
+        else:
+            slow = _slowest(both, _of_peers(both, peers), f"forward and backward take {others}")
+            slow = slow or _slowest(forward, _of_peers(forward, peers), f"forward takes {others}")
+        past.append(works)
         found = [self._straggler(step, slow), self._data_bound(step, clock.steps, clock.seconds, waits)]
         metrics.notes = [sentence for sentence in found if sentence]
         if max(waits) > 0:
@@ -73,25 +94,46 @@ class Stragglers(Callback):
 
     def _seldom(self, key: str, sentence: str) -> str | None:
         """Return the sentence on the 1st, 10th, 100th, ... occurrence, else None."""
-        times = self._times_told.get(key, 0) + 1
-        self._times_told = {**self._times_told, key: times}
+        times, last = self._times_told.get(key, (0, 0))
+        times = times + 1 if self._checks - last <= QUIET else 1
+        self._times_told[key] = times, self._checks
         suffix = f" (for the {times}th time)" if times > 1 else ""
         return sentence + suffix if str(times).strip("0") == "1" else None
 
 
-def _slowest(seconds: Sequence[float], groups: list[tuple[int, ...]], clause: str) -> tuple[int, str] | None:
-    """Return the rank that is slowest compared with its peers, and a phrase with the ratio; None if no rank is slow."""
+def _own_time() -> float:
+    """Return a clock that stands still while this rank waits for others."""
+    return time.perf_counter() - seconds_waited()
+
+
+def _slowest(seconds: Sequence[float], expected: Sequence[float], clause: str) -> tuple[int, str] | None:
+    """Return the slowest rank, and `clause` with its ratio to the expected seconds; None if no rank is slow."""
     slow = []
-    for peers in groups:
-        for rank in peers if len(peers) > 1 else ():
-            others = median(seconds[peer] for peer in peers if peer != rank)
-            if 1000 * (seconds[rank] - others) >= SLOWER_MS and seconds[rank] >= SLOWER * others > 0:
-                slow.append((seconds[rank] / others, rank, others))
+    for rank, (taken, normal) in enumerate(zip(seconds, expected, strict=True)):
+        if 1000 * (taken - normal) >= SLOWER_MS and taken >= SLOWER * normal > 0:
+            slow.append((taken / normal, rank))
     if not slow:
         return None
-    ratio, rank, others = max(slow)
-    times = f"{1000 * seconds[rank]:.0f} ms against {1000 * others:.0f} ms"
-    return rank, f"{clause} {ratio:.1f}x the median of the other ranks ({times})"
+    ratio, rank = max(slow)
+    return rank, f"{clause.format(ratio)} ({1000 * seconds[rank]:.0f} ms against {1000 * expected[rank]:.0f} ms)"
+
+
+def _of_peers(seconds: Sequence[float], groups: list[tuple[int, ...]]) -> list[float]:
+    """Return the median of each rank's peers; infinity for a rank without peers."""
+    expected = [inf] * len(seconds)
+    for peers in groups:
+        for rank in peers if len(peers) > 1 else ():
+            expected[rank] = median(seconds[peer] for peer in peers if peer != rank)
+    return expected
+
+
+def _of_past(seconds: Sequence[float], past: Sequence[Sequence[float]]) -> list[float]:
+    """Return each rank's median of earlier steps, times the factor by which the other ranks' times have changed."""
+    if len(past) < ENOUGH or len(seconds) == 1:
+        return [inf] * len(seconds)
+    usual = [median(times) for times in zip(*past, strict=True)]
+    changes = [taken / normal for taken, normal in zip(seconds, usual, strict=True)]
+    return [u * median(changes[:rank] + changes[rank + 1 :]) for rank, u in enumerate(usual)]
 
 
 def _peers(dp_ranks: Sequence[int]) -> list[tuple[int, ...]]:

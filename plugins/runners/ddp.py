@@ -25,6 +25,7 @@ from crosstrain import (
     Sizes,
     registry,
 )
+from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.footprint import data_parallel
 
 from .used_parameters import UsedParameters
@@ -94,6 +95,7 @@ class DDPRunner(Runner):
             waited = time.perf_counter() - self._bucket_ready
             self.timers.add("backward", -waited)
             self.timers.add("allreduce", waited)
+            watchdog.add_wait(waited)
         if self._used is not None and self.module.require_backward_grad_sync:
             self._used.check(
                 "so ranks cannot average gradients; for a model with unused parameters, set run.runner: {name: ddp, "

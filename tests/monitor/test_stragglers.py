@@ -19,21 +19,32 @@ from fixtures_ranks import make_trainer, mostly_slow, run_ranks
 
 
 class Together(Group):
-    """The ranks of a world as one of them sees it: `others` are the numbers that the others contribute."""
+    """The ranks of a world as one of them sees it: `others` are the numbers that the others contribute.
+
+    works: seconds of own work of each rank, also of this one.
+    """
 
     def __init__(self, rank: int, others: list[list[float]]) -> None:
         super().__init__()
         self.rank, self.size, self.others = rank, len(others), others
+        self.works = [1.0] * len(others)
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [row if rank != self.rank else value for rank, row in enumerate(self.others)]
+        waited, forward, backward, _, dp_rank = value
+        rows = [*self.others]
+        rows[self.rank] = [waited, forward, backward, dp_rank]
+        return [[*row[:3], work, row[3]] for row, work in zip(rows, self.works, strict=True)]
 
 
-def detector(others: list[list[float]]) -> Stragglers:
+def detector(others: list[list[float]], device: str = "cuda") -> Stragglers:
     """Rank 0 of a world in which rank r waits, computes forward and backward, and is at a dp rank: others[r]."""
     waited, forward, backward, dp_rank = others[0]
     seconds = {"data loader": waited, "forward": forward, "backward": backward}
-    runner = SimpleNamespace(dp=SimpleNamespace(rank=int(dp_rank)), timers=SimpleNamespace(seconds=seconds))
+    runner = SimpleNamespace(
+        dp=SimpleNamespace(rank=int(dp_rank)),
+        timers=SimpleNamespace(seconds=seconds),
+        device=SimpleNamespace(type=device),
+    )
     trainer = SimpleNamespace(
         runner=runner,
         ranks=Together(0, others),
@@ -80,6 +91,40 @@ def test_only_ranks_that_do_the_same_are_compared() -> None:
     assert note.startswith("rank 3 is a straggler")
 
 
+ALIKE = [[*EVEN, 0], [*EVEN, 0], [*EVEN, 0]]  # times that contain waits for each other, of three tensor-parallel ranks
+
+
+def works(ours: Stragglers, *seconds: float, steps: int) -> list[str]:
+    """What is said in the last of so many steps with these seconds of own work."""
+    ours.trainer.ranks.works = seconds  # type: ignore[attr-defined]
+    return notes_of(ours, steps)
+
+
+def test_a_rank_that_all_wait_for_is_compared_with_its_own_earlier_steps() -> None:
+    ours = detector(ALIKE, "cpu")
+    assert works(ours, 0.1, 0.3, 0.1, steps=stragglers.ENOUGH) == []  # more work is not slower
+    assert works(ours, 0.1, 0.33, 0.2, steps=1) == []
+    assert works(ours, 0.1, 0.33, 0.2, steps=1) == [
+        "rank 2 is a straggler: at step 10, as at the previous logged step, its work takes 1.9x the usual time (200 ms "
+        "against 105 ms)"
+    ]
+
+
+def test_longer_steps_of_all_ranks_are_nobodys_fault() -> None:
+    ours = detector(ALIKE, "cpu")
+    works(ours, 0.1, 0.3, 0.1, steps=10)
+    assert works(ours, 0.2, 0.6, 0.2, steps=3) == []
+
+
+def test_a_rank_that_is_slow_again_is_named_again() -> None:
+    ours = detector(ALIKE, "cpu")
+    works(ours, 0.1, 0.1, 0.1, steps=10)
+    assert works(ours, 0.1, 0.1, 0.2, steps=2)
+    assert works(ours, 0.1, 0.1, 0.2, steps=1) == []
+    works(ours, 0.1, 0.1, 0.1, steps=stragglers.QUIET)
+    assert works(ours, 0.1, 0.1, 0.2, steps=2)
+
+
 @pytest.mark.parametrize("busy", [[0.1, 0.14], [0.001, 0.004], [0.0, 0.0]])
 def test_small_differences_are_nobodys_fault(busy: list[float]) -> None:
     assert notes_of(detector([[0, busy[0], 0, 0], [0, busy[1], 0, 1]]), 5) == []
@@ -112,7 +157,15 @@ def held_up(project: str, options: tuple[str, ...], fault: str) -> list[str]:
     """For ranks: train with rank 1 at fault; the notes in the rows."""
     trainer = make_trainer(project, options)
     if trainer.runner.world.rank == 1:
-        if fault == "compute":
+        if fault == "later":
+            step = trainer.runner.forward_backward
+
+            def slow_step(*args: Any) -> Any:
+                time.sleep(0.3 if trainer.state.step >= 7 else 0.0)
+                return step(*args)
+
+            trainer.runner.forward_backward = slow_step
+        elif fault == "compute":
             compute = trainer.runner.compute_loss
 
             def slowly(batch: Any) -> Any:
@@ -131,6 +184,31 @@ def held_up(project: str, options: tuple[str, ...], fault: str) -> list[str]:
     trainer.fit()
     trainer.runner.close()
     return []
+
+
+TENSOR_PARALLEL, PIPELINE = "{name: megatron, tensor_parallel: 2}", "{name: megatron, pipeline_parallel: 2}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("runner", "compared"),
+    [
+        ("fsdp", "the median of the other ranks"),
+        ("zero3", "the median of the other ranks"),
+        (TENSOR_PARALLEL, "the usual time"),
+        (PIPELINE, "the usual time"),
+    ],
+)
+def test_a_rank_that_becomes_slow_is_named_where_all_ranks_wait_for_it(
+    workspace: Workspace, runner: str, compared: str
+) -> None:
+    options = ("run.max_iters=12", "run.log_interval=1", f"run.runner={runner}", "run.global_batch_size=4")
+    options = (*options, f"run.output_dir={workspace.path}/out", "run.micro_batch_size=1")
+    run_ranks(2, held_up, str(workspace.project), options, "later")
+    log = (workspace.path / "out" / "log.txt").read_text().splitlines()
+    (straggler,) = [line for line in log if "is a straggler" in line]
+    assert "rank 1 is a straggler: at step 9" in straggler
+    assert compared in straggler
 
 
 @pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero1", "zero2"], []))

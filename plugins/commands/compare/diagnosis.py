@@ -14,6 +14,7 @@ Phase = Literal[
     "resume",
 ]  # fmt: skip
 
+_CONSTANT = 1e-6  # larger relative differences of outputs that no weights reach are errors in any precision
 _MOST = 0.8  # at least this fraction of the tensors counts as nearly all
 
 
@@ -66,6 +67,7 @@ class _Judge:
             yield from self._samples(row, theirs, step, expected)
             if number == 1:
                 yield from self._evaluation(row, step, expected)
+                yield from self._constants(step, expected)
             if not record["exact"]:  # ranks step independently, so only the first forward has to agree
                 continue
             yield from self._loss(row, theirs, step, expected)
@@ -161,6 +163,20 @@ class _Judge:
         if self.record["plain_training"] and not self.reference["plain_training"]:
             cause = "a part of the model is in training mode (dropout)"
         yield self._finding("evaluation", f"{said}, although training agrees", cause)
+
+    def _constants(self, step: Record, expected: Record) -> Iterator[Finding]:
+        """Report a module that no weights reach, such as rotary positions, but with other outputs."""
+        noise = {} if self.tolerance.noise is None else self.tolerance.noise["steps"][0]["activations"]
+        for module, (_, right, calls) in expected["activations"].items():
+            mine = step["activations"].get(module, [0.0, right])[1]
+            alone = not calls and noise.get(module, [0.0, None])[1] == right
+            if alone and difference(mine, right) > _CONSTANT:
+                yield self._finding(
+                    "forward",
+                    f"the output of {module} has a mean square of {mine:.9g} instead of {right:.9g}, and depends on no "
+                    f"weights",
+                    "its buffers or their precision, its input, or random numbers",
+                )
 
     def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
         """Describe the first place in the forward that differs, and return the parameters there."""

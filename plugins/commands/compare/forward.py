@@ -25,14 +25,20 @@ _DEFAULT = 1e-3  # the same limit for fp32; far above rounding error, because we
 
 
 class Activations:
-    """Records the inputs and outputs of every module that directly owns parameters."""
+    """Records the inputs and outputs of every module that directly owns parameters, or buffers, as rotary positions do.
+
+    Calls of a module without parameters are not counted, because each stage of a pipeline makes them.
+    """
 
     def __init__(self, model: Model, group: Group) -> None:
         self.group = group
         self._sums: dict[str, list[Any]] = {}  # module -> squares and sizes of inputs, then of outputs
+        self._counted: set[str] = set()  # modules with parameters
         for name, module in model.named_modules():
-            for parameter, _ in [*module.named_parameters(name, recurse=False)][:1]:
-                place = model.weights.canonical_name(parameter).rpartition(".")[0]
+            named = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
+            if named or any(True for _ in module.buffers(recurse=False)):
+                place = model.weights.canonical_name(named[0]).rpartition(".")[0] if named else name
+                self._counted |= {place} if named else set()
                 module.register_forward_hook(partial(self._add, place), with_kwargs=True)
 
     def _add(self, place: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -54,7 +60,10 @@ class Activations:
         Inputs and outputs are mean squares over the calls since `clear`. Sharding, replication and recomputation do not
         change the means. Calls are counted on all ranks.
         """
-        mine = {place: [*(float(sum(of)) for of in sums), float(len(sums[2]))] for place, sums in self._sums.items()}
+        mine = {
+            place: [*(float(sum(of)) for of in sums), float(len(sums[2]) * (place in self._counted))]
+            for place, sums in self._sums.items()
+        }
         total: dict[str, list[float]] = {}
         for held in self.group.all_gather(mine):
             for place, sums in held.items():

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from crosstrain.distributed.watchdog.torch_hooks import patch_collective
+from crosstrain.distributed.watchdog.torch_hooks import patch_collective, patch_wait
 from crosstrain.utils import paths
 
 MAX_CALLS = 2048  # calls kept per group
@@ -151,7 +151,8 @@ class FlightRecorder:
         self._on_error = on_error
         self._logs: dict[str, _GroupLog] = {}  # group name -> log
         self._active: dict[int, tuple[str, int, float]] = {}  # thread -> (group, sequence number, start of the call)
-        self._restore = [patch_collective(name, self._recorded) for name in _COLLECTIVES]
+        self.waited = 0.0  # seconds for which the main thread has waited for other ranks; on GPUs, waits return at once
+        self._restore = [patch_wait(self._timed), *(patch_collective(name, self._recorded) for name in _COLLECTIVES)]
 
     def close(self) -> None:
         for restore in self._restore:
@@ -201,6 +202,20 @@ class FlightRecorder:
                 del active[thread]
 
         return recorded
+
+    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        main, this_thread, now = threading.main_thread().ident, threading.get_ident, time.monotonic
+
+        @functools.wraps(wait)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = now()
+            try:
+                return wait(*args, **kwargs)
+            finally:
+                if this_thread() == main:
+                    self.waited += now() - started
+
+        return timed
 
     def _log(self, group: Any) -> "_GroupLog | None":
         if group is None:

@@ -12,6 +12,7 @@ from types import CellType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
@@ -28,6 +29,16 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
     original = cell.cell_contents
     cell.cell_contents = torch.compiler.disable(wrap(name, original))
     return lambda: setattr(cell, "cell_contents", original)
+
+
+def patch_wait(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the wait f for a collective or a message with `wrap(f)`, and return a function that restores f.
+
+    torch's Python code waits with this method, also in calls that are not asynchronous.
+    """
+    original = dist.Work.wait
+    dist.Work.wait = torch.compiler.disable(wrap(original))  # type: ignore[method-assign]
+    return lambda: setattr(dist.Work, "wait", original)
 
 
 def delay_abort() -> Callable[[], None]:

@@ -58,6 +58,17 @@ def remove() -> None:
         _watchdog = None
 
 
+def seconds_waited() -> float:
+    """Return the seconds for which this process has waited for other ranks, on CPUs; 0 without a watchdog."""
+    return _watchdog.recorder.waited if _watchdog else 0.0
+
+
+def add_wait(seconds: float) -> None:
+    """Count a wait that the watchdog cannot notice, because it happens outside of Python."""
+    if _watchdog:
+        _watchdog.recorder.waited += seconds
+
+
 class Watchdog:
     """Records this rank's collectives, reports them to other ranks, and looks for a mismatch if training is idle."""
 
@@ -76,7 +87,7 @@ class Watchdog:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         self._store = dist.PrefixStore(f"crosstrain/watchdog/{name[0]}", store)
-        self._recorder = FlightRecorder(self._explain)
+        self.recorder = FlightRecorder(self._explain)
         group.desync_handler = lambda process_group: self._explain(process_group.group_name)
         self._undo_delay = delay_abort()
         self._answers = 0  # number of answers of the store
@@ -91,7 +102,7 @@ class Watchdog:
         self._stop.set()
         self._thread.join(timeout=5)
         group.desync_handler = None
-        self._recorder.close()
+        self.recorder.close()
         self._undo_delay()
 
     def _explain(self, desynced: str | None = None) -> None:
@@ -147,14 +158,14 @@ class Watchdog:
     def _idle_seconds(self) -> float:
         """Return the seconds since the main thread last made progress or any thread entered a collective."""
         frame = sys._current_frames()[self._main]
-        progress = (id(frame), frame.f_lasti, self._recorder.progress(self._main))
+        progress = (id(frame), frame.f_lasti, self.recorder.progress(self._main))
         if progress != self._progress:
             self._progress, self._moved = progress, time.monotonic()
         return time.monotonic() - self._moved
 
     def _report(self, depth: int) -> RankReport:
         location, external_caller = locate(sys._current_frames()[self._main])
-        waiting, histories = self._recorder.waiting(self._main), self._recorder.histories(self._main, depth)
+        waiting, histories = self.recorder.waiting(self._main), self.recorder.histories(self._main, depth)
         idle, aborting = self._idle_seconds(), is_aborting()
         return RankReport(self._rank, self._question, location, external_caller, idle, aborting, waiting, histories)
 
