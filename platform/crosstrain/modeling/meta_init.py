@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +55,8 @@ def parameters_on_meta(
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        with _LargeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with patch.object(nn.Module, "register_parameter", register_on_meta), _LargeOnMeta():
+        yield
 
 
 def materialize(model: M, device: torch.device) -> M:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -66,15 +67,11 @@ class Weights:
                 f"model: {type(owner).__name__} has no reset_parameters to initialize {name}; give the model a "
                 f"crosstrain.Weights that implements initialize"
             )
-        kept = dict(owner._parameters)
-        others = {key: p if p is None else nn.Parameter(p.detach().to("meta")) for key, p in kept.items()}
-        owner._parameters.update(others | {attribute: nn.Parameter(value, requires_grad=False)})
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(rng.get_state())
-                owner.reset_parameters()
-        finally:
-            owner._parameters.update(kept)
+        made = {key: p if p is None else nn.Parameter(p.detach().to("meta")) for key, p in owner._parameters.items()}
+        made[attribute] = nn.Parameter(value, requires_grad=False)
+        with patch.dict(owner._parameters, made), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(rng.get_state())
+            owner.reset_parameters()
 
     def folder(self) -> Path | None:
         """Folder of pretrained safetensors files with canonical names; None: initial values from `initialize`."""

@@ -167,14 +167,11 @@ def initialize(skeleton: PreTrainedModel, name: str, value: Tensor, rng: torch.G
         rule = module._init_weights if isinstance(module, PreTrainedModel) else rule
         rules.append((rule, module))
     kept = owner.get_parameter(attribute)
-    owner._parameters[attribute] = nn.Parameter(value.fill_(torch.nan), requires_grad=False)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.set_rng_state(rng.get_state())
-            for rule, module in reversed(rules):
-                rule(module)
-    finally:
-        owner._parameters[attribute] = kept
+    filled = nn.Parameter(value.fill_(torch.nan), requires_grad=False)
+    with patch.dict(owner._parameters, {attribute: filled}), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.set_rng_state(rng.get_state())
+        for rule, module in reversed(rules):
+            rule(module)
     if (left := value.isnan()).any():
         std = getattr(skeleton.config, "initializer_range", None) or 0.02
         begun = torch.empty_like(value).normal_(0.0, std, generator=rng) if kept.is_meta else kept.detach()
