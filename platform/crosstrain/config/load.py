@@ -147,12 +147,12 @@ class _Builder:
     def check_names(self) -> None:
         self.check.dataclass(_Names, self.given, ())
         self._add_plugins()
-        with all_mistakes() as mistakes:
+        with all_mistakes() as collected:
             for kind, key in self._components():
                 at, files = (*key, sources.name_key(key)), self._preset_files(kind, key)
                 name = sources.named(self.tree, key)
                 if isinstance(name, str) and "${" not in name and name not in {*registry.names(kind), *files}:
-                    with mistakes, self.check.located(at):
+                    with collected(), self.check.located(at):
                         registry.get(kind, name, files)  # `get` raises the error for an unknown name
         kept = {key for key, _ in sources.walk(self.tree)}
         gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
@@ -165,31 +165,31 @@ class _Builder:
         self.check.dataclass(_Sections if self.presets else _Saved, self.given, ())
         self._add_plugins()
         parts: dict[str, Any] = {"datasets": {}}
-        with all_mistakes() as mistakes:
+        with all_mistakes() as collected:
             for kind, key in self._components():
-                with mistakes:
+                with collected():
                     self._complete(kind, key)
                     continue
                 reduce(getitem, key[:-1], self.tree).pop(key[-1])
             tree = sources.resolve(self.tree, self.layers)  # an error here ends the block, to avoid follow-up errors
             datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
             ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
-            with mistakes:
+            with collected():
                 if "model" in tree:
                     variant = tree["model"].get("model_type")
                     parts["model"] = self._model(tree["model"])
                     parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
                     parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
-            with mistakes:
+            with collected():
                 parts["adapter"] = self.check.value(
                     Annotated[Component, "adapter"] | None,
                     tree.get("model", {}).get("adapter"),
                     ("model", "adapter"),
                 )
             for label, entry in datasets.items():
-                with mistakes:
+                with collected():
                     parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
-            with mistakes:
+            with collected():
                 parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
         if len(datasets) > 1:
             each = [

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -27,23 +27,23 @@ class _OutOfBounds(ConfigError):
     """A value that has the right type but is out of bounds."""
 
 
-class Mistakes(list[UserError]):
-    """A collector of UserErrors: each `with mistakes:` block stores its error. `all_mistakes` raises all the errors."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, UserError):
-            self.append(error)
-        return isinstance(error, UserError)
-
-
 @contextmanager
-def all_mistakes() -> Iterator[Mistakes]:
-    """Raise the errors that the block collects or ends with: a single error unchanged, several as ConfigErrors."""
-    mistakes = Mistakes()
-    with mistakes:
-        yield mistakes
+def all_mistakes() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Raise the UserErrors of the block at its end: a single error unchanged, several as ConfigErrors.
+
+    Yields a function that returns a context manager, which collects the error of a part of the block.
+    """
+    mistakes: list[UserError] = []
+
+    @contextmanager
+    def collected() -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            mistakes.append(error)
+
+    with collected():
+        yield collected
     if mistakes:
         raise mistakes[0] if len(mistakes) == 1 else ConfigErrors(mistakes)
 
@@ -161,17 +161,17 @@ class Checker:
         known = [f.name for f in fields(cls) if f.init]
         former, elsewhere = getattr(cls, "former", {}), getattr(cls, "elsewhere", {})
         arguments, plain, meant = {}, defaults(cls), set[str]()
-        with all_mistakes() as mistakes:
+        with all_mistakes() as collected:
             for name in [name for name in value if name not in known]:
                 if name in former and value[name] == former[name]:
                     continue
-                with mistakes:
+                with collected():
                     if name in elsewhere:
                         self.fail((*key, str(name)), f"not an option here: {elsewhere[name].removeprefix('none: ')}")
                     meant.update(nearest_key(str(name), known))
                     self.unknown_key((*key, str(name)), known)
             for name in known:
-                with mistakes:
+                with collected():
                     if name in value:
                         arguments[name] = self.value(hints[name], value[name], (*key, name))
                     elif name not in meant | plain.keys():
@@ -253,10 +253,10 @@ class Checker:
 
     def _mapping(self, name_type: Any, item_type: Any, value: Mapping[Any, Any], key: Key) -> dict[Any, Any]:
         checked = {}
-        with all_mistakes() as mistakes:
+        with all_mistakes() as collected:
             for name, item in value.items():
                 at = (*key, str(name))
-                with mistakes:
+                with collected():
                     checked[self.value(name_type, name, at)] = self.value(item_type, item, at)
         return checked
 
@@ -266,9 +266,9 @@ class Checker:
         if len(value) != len(hints):
             self.fail(key, f"expected {describe(hint)}, got {len(value)} values")
         checked = []
-        with all_mistakes() as mistakes:
+        with all_mistakes() as collected:
             for i, (item_type, item) in enumerate(zip(hints, value, strict=True)):
-                with mistakes:
+                with collected():
                     checked.append(self.value(item_type, item, (*key, str(i))))
         return origin(checked)
 
