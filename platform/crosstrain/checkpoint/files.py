@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from filelock import FileLock
@@ -181,9 +181,7 @@ class Reader:
 
         weights: name of a callback, to read the callback's tensors instead of the parameters with the same names.
         """
-        reader = Reader(folder, *read_manifest(folder))
-        reader.choose(weights)
-        return reader
+        return Reader(folder, *read_manifest(folder)).choose(weights)
 
     @staticmethod
     def open_hugging_face(folder: Path) -> "Reader":
@@ -205,18 +203,19 @@ class Reader:
                     )
         return Reader(folder, tensors)
 
-    def choose(self, weights: str | None) -> None:
-        """Read a callback's weights instead of the parameters; None: read the parameters.
+    def choose(self, weights: str | None) -> Self:
+        """Return this reader after it was set to read a callback's weights instead of the parameters; None: parameters.
 
         Raises CheckpointError if the checkpoint has no such weights.
         """
         if weights is None:
-            return
+            return self
         own = {kind for kind, _ in self.tensors if kind.startswith(CALLBACK)}
         if (wanted := CALLBACK + weights) not in own:
             known = ", ".join(sorted(kind.removeprefix(CALLBACK) for kind in own)) or "only the trained weights"
             raise CheckpointError(f"{self.folder}: has no weights called {weights!r}; it has {known}")
         self.tensors |= {("param", name): stored for (kind, name), stored in self.tensors.items() if kind == wanted}
+        return self
 
     def names(self, kind: str) -> set[str]:
         return {name for k, name in self.tensors if k == kind}

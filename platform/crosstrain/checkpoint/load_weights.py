@@ -129,8 +129,7 @@ def open_weights(folder: Path, weights: str | None = None) -> Reader:
     Raises CheckpointError if `folder` is not a checkpoint or Hugging Face folder, or does not contain these weights.
     """
     reader = Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
-    reader.choose(weights)
-    return reader
+    return reader.choose(weights)
 
 
 def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
