@@ -78,12 +78,9 @@ def _main(argv: Sequence[str] | None) -> int:
             text = printable(str(error))
         elif debug:
             raise
-        elif refused := refusal(error):
-            text = sentence(refused)
         else:
-            text = sentence(
-                f"{_origin(error)}{type(error).__name__}: {first_line(error)} (set CROSSTRAIN_DEBUG=1 for a traceback)"
-            )
+            said = f"{_origin(error)}{type(error).__name__}: {first_line(error)}"
+            text = sentence(refusal(error) or f"{said} (set CROSSTRAIN_DEBUG=1 for a traceback)")
         print(f"error: {text}", file=sys.stderr)
         return 1
 

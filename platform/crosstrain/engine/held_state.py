@@ -55,13 +55,12 @@ class HeldState:
         return out
 
     def _shards_of(self, name: str, parameter: nn.Parameter) -> Iterator[Shard]:
-        shape = self.runner.model.weights.logical_shape(name, self.full_shape(parameter))
         held = self.weight(parameter)
-        yield Shard("param", name, tuple(shape), self.pieces(parameter, held, shape))
+        yield self._shard("param", name, parameter, held)
         extra = {RUNNER + kind: tensors[parameter] for kind, tensors in self.extra.items() if parameter in tensors}
         for kind, value in (self.state(parameter) | extra).items():
             if isinstance(value, Tensor) and value.shape == held.shape:
-                yield Shard(self._kind(kind), name, tuple(shape), self.pieces(parameter, value, shape))
+                yield self._shard(self._kind(kind), name, parameter, value)
             elif isinstance(value, Tensor) and value.ndim == 0:
                 yield _whole(self._kind(kind), name, value)
             elif value is not None:
@@ -70,6 +69,10 @@ class HeldState:
                     f"but checkpoints store only scalar tensors and tensors of the parameter's shape; use a different "
                     f"optimizer"
                 )
+
+    def _shard(self, kind: str, name: str, parameter: nn.Parameter, held: Tensor) -> Shard:
+        shape = self.runner.model.weights.logical_shape(name, self.full_shape(parameter))
+        return Shard(kind, name, tuple(shape), self.pieces(parameter, held, shape))
 
     def _kind(self, kind: str) -> str:
         """Return the name of a kind in checkpoints. The name includes the team unless all teams have equal copies."""
@@ -83,17 +86,12 @@ class HeldState:
 
     def saved(self) -> list[Shard]:
         """Return the shards that this rank saves: the first team saves those that are equal in all teams."""
-        shards = self.shards()
-        return [s for s in shards if not self.runner.team_number or shared_kind(s.kind) != s.kind]
+        return [s for s in self.shards() if not self.runner.team_number or shared_kind(s.kind) != s.kind]
 
     def gradients(self) -> list[Shard]:
         """Return this rank's shards of the gradients, times `gradient_scale`; valid after `forward_backward`."""
-        out = []
-        for name, parameter in self.runner.model.weights.parameters().items():
-            if (gradient := self.gradient(parameter)) is not None:
-                shape = self.runner.model.weights.logical_shape(name, self.full_shape(parameter))
-                out.append(Shard("grad", name, tuple(shape), self.pieces(parameter, gradient, shape)))
-        return out
+        held = [(name, p, self.gradient(p)) for name, p in self.runner.model.weights.parameters().items()]
+        return [self._shard("grad", name, p, gradient) for name, p, gradient in held if gradient is not None]
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """Shape of a parameter in the model as built, even if the engine replaces the parameter with a shard.

@@ -6,7 +6,7 @@ gradients are divided by the scale afterwards. A step with overflowed gradients 
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,6 +23,8 @@ class LossScaler:
     `delayed_shift` in Megatron-LM (fp16/loss_scaler.py). Example: with hysteresis 2, a scale of 2^32 falls to 2^17 in
     16 skipped steps. The tolerance is restored whenever the scale grows.
     """
+
+    _kept: ClassVar = {"scale": float, "tolerance": int, "steps_since_overflow": int}  # in checkpoints
 
     def __init__(self, scale: float, window: int | None = None, hysteresis: int = 1, min_scale: float = 0.0) -> None:
         self.scale, self.window, self.hysteresis, self.min_scale = scale, window, hysteresis, min_scale
@@ -47,8 +49,7 @@ class LossScaler:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. The state is empty if the scale is constant."""
-        names = ("scale", "tolerance", "steps_since_overflow") if self.window is not None else ()
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self._kept} if self.window is not None else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore a state, unless the scale is constant or the state is empty.
@@ -57,9 +58,7 @@ class LossScaler:
         """
         if self.window is not None and state:
             try:
-                self.scale = float(state["scale"])
-                self.tolerance = int(state["tolerance"])
-                self.steps_since_overflow = int(state["steps_since_overflow"])
+                vars(self).update({name: kind(state[name]) for name, kind in self._kept.items()})
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"the checkpoint's loss-scale state is malformed ({error!r})") from None
 

@@ -31,7 +31,7 @@ from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
 from crosstrain.modeling.meta_init import construct
 from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import ConfigError
-from crosstrain.utils.rng import seed_everything_for
+from crosstrain.utils.rng import derive_seed
 from crosstrain.utils.timers import Timers
 from crosstrain.utils.types import Batch, MicroBatch
 
@@ -358,7 +358,7 @@ def _combined(chosen: Component) -> type[Runner]:
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:
     """Seed torch's random number generators for a micro batch; context-parallel ranks use different seeds."""
     parts = [runner.context.rank] if runner.context.size > 1 else []
-    seed_everything_for(runner.run.seed, micro_batch.first_sample, *parts)
+    torch.manual_seed(derive_seed(runner.run.seed, "micro batch", micro_batch.first_sample, *parts))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -41,13 +41,3 @@ def generator(*parts: int | str) -> "torch.Generator":
 def sample_rng(seed: int, number: int) -> np.random.Generator:
     """Return the generator for the augmentation of sample `number`."""
     return np.random.default_rng(derive_seed(seed, "sample", number))
-
-
-def seed_everything_for(seed: int, first_sample: int, *more: int) -> None:
-    """Seed torch's default generators (dropout) for the micro batch that begins with sample `first_sample`.
-
-    more: the rank, if several ranks compute parts of this micro batch.
-    """
-    import torch
-
-    torch.manual_seed(derive_seed(seed, "micro batch", first_sample, *more))

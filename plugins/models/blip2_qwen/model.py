@@ -355,10 +355,10 @@ class _Export(Export):
     def merges(self) -> dict[str, Merge]:
         """Return parameter name -> merge of the language model's adapters into the parameter."""
         prefix = _PREFIXES["language_model"]
-        merges = {}
-        for name, merge in self.model.language_model.export.merges().items():
-            merges[prefix + name] = Merge(tuple(prefix + other for other in merge.others), merge.combine)
-        return merges
+        return {
+            prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)
+            for name, merge in self.model.language_model.export.merges().items()
+        }
 
     def save_config(self, folder: Path) -> None:
         write_json(folder / "config.json", {"arch": "blip2_qwen", **to_plain(self.model.options)})
