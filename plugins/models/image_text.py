@@ -28,7 +28,7 @@ from crosstrain.inference.cache import ShiftedCache
 from .causal_lm import CausalLM
 from .hugging_face.attention import Documents
 from .hugging_face.base import TransformersStructure, TransformersWeights
-from .hugging_face.internals import POSITIONS_FROM_ONE, PREFIX_MODELS, plans_of
+from .hugging_face.internals import POSITIONS_FROM_ONE, PREFIX_MODELS
 
 # In names of modules that map from the vision model to the language model.
 _PROJECTORS = ("merger", "projector", "connector", "image_newline")
@@ -242,19 +242,13 @@ class _Structure(TransformersStructure):
 
     def ends(self) -> Ends | None:
         """The vision model and the projector run before the first block, in the first stage."""
-        if self.model.product is None:
+        found, decoder = super().ends(), self.model.decoder
+        if found is None or sum(isinstance(module, nn.ModuleList) for module in decoder.children()) != 1:
             return None
-        lm, decoder = self.model.lm, self.model.decoder
         names = {module: name for name, module in self.model.named_modules()}
-        _, plan = plans_of(decoder)
-        blocks = [name for name, module in decoder.named_children() if isinstance(module, nn.ModuleList)]
-        if len(blocks) != 1 or blocks[0] not in plan:
-            return None
-        at = plan.index(blocks[0])
-        seen = [names[module] for module in lm.base_model.children() if module is not decoder]
-        first, last = ([names[decoder.get_submodule(name)] for name in part] for part in (plan[:at], plan[at + 1 :]))
+        seen = [names[module] for module in self.model.lm.base_model.children() if module is not decoder]
         read = getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or [0]
-        return Ends([*seen, *first], [*last, names[lm.get_output_embeddings()]], len(read))
+        return Ends([*seen, *found.first], found.last, len(read))
 
 
 class _Weights(TransformersWeights):

@@ -273,16 +273,14 @@ class TransformersStructure(Structure):
             )
 
     def ends(self) -> Ends | None:
-        lm = self.model.lm
-        theirs = list(lm.config.base_model_pp_plan or {})
-        lists = {name for name, module in lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
-        blocks = [name for name in theirs if name in lists]
+        decoder, head = self.model.decoder, self.model.lm.get_output_embeddings()
+        _, plan = internals.plans_of(decoder)
+        blocks = [name for name in plan if isinstance(getattr(decoder, name, None), nn.ModuleList)]
         if len(blocks) != 1 or self.model.product is None:
             return None
-        own = [f"lm.{lm.base_model_prefix}.{name}" for name in theirs]
-        at = theirs.index(blocks[0])
-        head = next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings())
-        return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
+        names = {module: name for name, module in self.model.named_modules()}
+        own, at = [f"{names[decoder]}.{name}" for name in plan], plan.index(blocks[0])
+        return Ends(own[:at], [*own[at + 1 :], names[head]])
 
     def by_document(self) -> list[nn.Module]:
         return recurrent_layers(self.decoder_blocks())
