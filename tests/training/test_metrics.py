@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from conftest import ROOT, Workspace
 from crosstrain.config.registry import registry
-from crosstrain.modeling.base import count_targets
+from crosstrain.modeling.objective import Objective
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import Batch
@@ -182,15 +182,13 @@ def test_a_metric_that_fails_is_named_with_the_shapes_that_it_was_given(workspac
 
 
 def test_a_count_of_targets_that_is_no_int_names_its_method() -> None:
-    class Mine:
-        @staticmethod
-        def num_targets(batch: Batch) -> Any:
-            return batch["labels"].mean()
+    class Mine(Objective):
+        def units(self, batch: Batch) -> Any:
+            return batch["labels"].mean() if "labels" in batch else len(batch["rows"])
 
-    labels = torch.ones(3)
-    with pytest.raises(TrainingError, match=r"Mine.num_targets has to return the number of targets, an int, not ten"):
-        count_targets(Mine.num_targets, {"labels": labels})
-    assert count_targets(lambda batch: len(batch["labels"]), {"labels": labels}) == 3
+    with pytest.raises(TrainingError, match=r"Mine.units has to return the number of targets, an int, not ten"):
+        Mine(None).num_targets({"labels": torch.ones(3)})
+    assert Mine(None).num_targets({"rows": torch.ones(3)}) == 3
 
 
 def test_a_name_that_is_taken_is_refused() -> None:

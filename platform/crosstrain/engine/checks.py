@@ -9,7 +9,7 @@ from crosstrain.config.load import Config
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.distributed.launch.launcher import Launch
-from crosstrain.engine.float8 import check_float8
+from crosstrain.engine.float8 import MULTIPLE, fits
 from crosstrain.engine.runner import Runner, context_size, runner_class
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.objective import Objective
@@ -143,4 +143,8 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
             raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
-        check_float8(model)
+        if not any(fits(module) for block in model.blocks() for module in block.modules()):
+            raise ConfigError(
+                f"run.amp.linear: the model's blocks have no linear layer (torch.nn.Linear) whose sizes are multiples "
+                f"of {MULTIPLE}; remove the option, or choose a different model"
+            )

@@ -4,25 +4,15 @@ import torch
 from torch import nn
 
 from crosstrain.modeling.base import Model
-from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.logging import log
 from crosstrain.utils.optional_deps import require
 
-_MULTIPLE = 16  # GPU kernels need in_features and out_features to be multiples of 16
+MULTIPLE = 16  # GPU kernels need in_features and out_features to be multiples of 16
 
 
 def fits(module: nn.Module) -> bool:
     """True for a linear layer that can compute in float8; subclasses, such as quantized layers, are excluded."""
-    return type(module) is nn.Linear and not (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE)
-
-
-def check_float8(model: Model) -> None:
-    """Raise ConfigError if no layer of the model can compute in float8."""
-    if not any(fits(module) for block in model.blocks() for module in block.modules()):
-        raise ConfigError(
-            f"run.amp.linear: the model's blocks have no linear layer (torch.nn.Linear) whose sizes are multiples of "
-            f"{_MULTIPLE}; remove the option, or choose a different model"
-        )
+    return type(module) is nn.Linear and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
 
 
 def convert(model: Model, device: torch.device) -> None:

@@ -2,8 +2,7 @@
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from operator import index
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.routers import Routers
 from crosstrain.modeling.structure import Structure
 from crosstrain.modeling.weights import Export, Weights
-from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
 if TYPE_CHECKING:
@@ -37,15 +35,6 @@ def largest_share(loads: Tensor) -> float:
     """
     used = loads[loads.sum(1) > 0]
     return float((used.amax(1) / used.mean(1)).mean()) if len(used) else 0.0
-
-
-def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
-    """Call a plugin's `count` method on a batch. Raises TrainingError unless the result is an int."""
-    try:
-        return index(found := count(batch))
-    except TypeError as error:
-        name = f"{count.__module__}: {count.__qualname__}"
-        raise TrainingError(f"{name} has to return the number of targets, an int, not {found!r:.60}") from error
 
 
 def no_match(pattern: str, names: Iterable[str]) -> str:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from crosstrain.modeling.base import Model, count_targets
+from crosstrain.modeling.base import Model
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
-from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.types import Batch, Sample, Step
 
 if TYPE_CHECKING:
@@ -156,7 +157,11 @@ class Objective:
 
     def num_targets(self, batch: Batch) -> int:
         """Return `units` of a batch. Raises TrainingError unless it is an int."""
-        return count_targets(self.units, batch)
+        try:
+            return index(found := self.units(batch))
+        except TypeError as error:
+            name = f"{self.units.__module__}: {self.units.__qualname__}"
+            raise TrainingError(f"{name} has to return the number of targets, an int, not {found!r:.60}") from error
 
     @property
     def targets(self) -> str:

@@ -14,7 +14,7 @@ losses can therefore be added up over micro batches and ranks, like token losses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,29 +41,23 @@ class Documents(Protocol):
         """Return the index of each token's document, counted from 1."""
 
 
-class _Layer(NamedTuple):
-    """A layer's sums over targets: choices and probabilities per document [documents, E], total z loss and entropy."""
+def _sums_of_layer(
+    logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a layer's sums over targets: choices and probabilities [documents, E], total z loss and entropy.
 
-    choices: Tensor
-    mass: Tensor
-    z: Tensor
-    entropy: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int) -> Self:
-        """Compute the sums from the logits [tokens, E] and chosen experts [tokens, k] of one layer.
-
-        weight: [tokens], 1 for targets, else 0. owner: [tokens], document indices; there are `owners` documents.
-        """
-        logits = logits.float()
-        experts = logits.shape[-1]
-        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-        p = (scores / scores.sum(-1, keepdim=True) if sigmoid else scores) * weight[:, None]
-        places = (owner[:, None] * experts + chosen).flatten()
-        choices = weight.new_zeros(owners * experts).index_add(0, places, weight.repeat_interleave(chosen.shape[1]))
-        mass = p.new_zeros(owners, experts).index_add(0, owner, p)
-        z = (logits.logsumexp(-1).square() * weight).sum()
-        return cls(choices.view(owners, experts), mass, z, -torch.xlogy(p.detach(), p.detach()).sum())
+    logits: [tokens, E]. chosen: [tokens, k], experts. weight: [tokens], 1 for targets, else 0. owner: [tokens],
+    document indices; there are `owners` documents.
+    """
+    logits = logits.float()
+    experts = logits.shape[-1]
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    p = (scores / scores.sum(-1, keepdim=True) if sigmoid else scores) * weight[:, None]
+    places = (owner[:, None] * experts + chosen).flatten()
+    choices = weight.new_zeros(owners * experts).index_add(0, places, weight.repeat_interleave(chosen.shape[1]))
+    mass = p.new_zeros(owners, experts).index_add(0, owner, p)
+    z = (logits.logsumexp(-1).square() * weight).sum()
+    return choices.view(owners, experts), mass, z, -torch.xlogy(p.detach(), p.detach()).sum()
 
 
 @dataclass
@@ -121,7 +115,7 @@ class Routers:
         if not here:  # this pipeline stage has no experts
             return weight.new_zeros(())
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_loss):
-            parts = [_Layer.of(*seen[n], hasattr(self.modules[n], BIAS), weight, owner, owners) for n in here]
+            parts = [_sums_of_layer(*seen[n], hasattr(self.modules[n], BIAS), weight, owner, owners) for n in here]
         choices, mass, z, entropy = (torch.stack(each) for each in zip(*parts, strict=True))
         self.record_load("expert_load", self._count(here, choices.sum(1)))
         if self.observe is not None:
