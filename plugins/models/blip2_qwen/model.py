@@ -333,10 +333,9 @@ class _Weights(Weights):
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """Fill in initial values as timm, transformers or the language model does, depending on the part."""
-        options = self.model.options
-        if name.startswith(_PREFIXES["language_model"]):
-            inner = name.removeprefix(_PREFIXES["language_model"])
-            self.model.language_model.weights.initialize(inner, value, rng)
+        prefix, options = _PREFIXES["language_model"], self.model.options
+        if name.startswith(prefix):
+            self.model.language_model.weights.initialize(name.removeprefix(prefix), value, rng)
         else:
             part = options.projector if name.startswith(_PREFIXES["projector"]) else options.qformer
             weights.initialize(name, value, rng, options, part.initializer_range)
@@ -371,9 +370,8 @@ class _Export(Export):
 
 
 def _projector(options: Projector, width: int, out: int) -> nn.Module:
-    if options.kind == "linear":
-        return nn.Linear(width, out)
-    return nn.Sequential(nn.Linear(width, out), nn.GELU(), nn.Linear(out, out))
+    first = nn.Linear(width, out)
+    return first if options.kind == "linear" else nn.Sequential(first, nn.GELU(), nn.Linear(out, out))
 
 
 def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:

@@ -145,11 +145,10 @@ def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
     stay fp32, because some runners' linear layers add biases without rounding.
     """
     looked_up = {module.weight for module in part.modules() if isinstance(module, nn.Embedding)}
-    for module in part.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
-            weight = module.weight
-            if not weight.requires_grad and weight not in looked_up:
-                weight.data = weight.data.to(dtype)
+    multiplied = {module.weight for module in part.modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    for weight in multiplied - looked_up:
+        if not weight.requires_grad:
+            weight.data = weight.data.to(dtype)
 
 
 def _as_it_is(name: str, _: set[str]) -> str | Excerpt:
