@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosstrain.api.evaluation import asked_evaluations, evaluations
+from crosstrain.api.evaluation import asked_evaluations
 from crosstrain.api.keywords import with_defaults
 from crosstrain.api.model import OpenModel
 from crosstrain.checkpoint.digests import recorded
@@ -49,7 +49,7 @@ def evaluate(
     samples. given: flags of evaluations, such as tasks=["piqa"] and answers=["test"]. The workers are separate
     processes. Raises UserError for mistakes, and KeyboardInterrupt if the workers were stopped.
     """
-    declare = (evaluation.add_arguments for evaluation in evaluations().values())
+    declare = (evaluation.add_arguments for evaluation in registry.instances("evaluation").values())
     flags = with_defaults(given, declare, "evaluate", "evaluations")
     with tempfile.TemporaryDirectory() as folder, main_hidden():
         output = Path(folder) / "results.json"

@@ -39,11 +39,7 @@ class Evaluation(ABC):
         """Return the results, as JSON values to be written under the evaluation's name. Collective."""
 
 
-def evaluations() -> dict[str, Evaluation]:
-    """Return all installed evaluations, by name."""
-    return {name: registry.get("evaluation", name)() for name in registry.names("evaluation")}
-
-
 def asked_evaluations(given: Mapping[str, Any]) -> dict[str, Evaluation]:
     """Return the evaluations that the flags ask for, by name. Raises UserError for flags that contradict each other."""
-    return {name: evaluation for name, evaluation in evaluations().items() if evaluation.is_asked(given)}
+    installed: dict[str, Evaluation] = registry.instances("evaluation")
+    return {name: evaluation for name, evaluation in installed.items() if evaluation.is_asked(given)}

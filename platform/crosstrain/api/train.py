@@ -8,12 +8,13 @@ from crosstrain.api.keywords import with_defaults
 from crosstrain.api.run import Run
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.cluster_env import was_restarted
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.engine.checks import batch_plan, check_continues, check_layout, possible_sizes
 from crosstrain.training.preflight import preflight
-from crosstrain.training.preflight_check import Start, preflight_checks
+from crosstrain.training.preflight_check import Start
 from crosstrain.training.worker import train_worker
 from crosstrain.utils.processes import main_hidden
 
@@ -28,7 +29,8 @@ def train(
     and KeyboardInterrupt is raised. Raises UserError for a user's mistakes and for known failures such as divergence, a
     full disk or a lost rank, and WorkerFailure, with the traceback, for an unexpected error in a worker.
     """
-    flags = with_defaults(given, (check.add_arguments for check in preflight_checks()), "train", "checks")
+    declare = (check.add_arguments for check in registry.instances("preflight").values())
+    flags = with_defaults(given, declare, "train", "checks")
     config = load_config(project, options)
     how = Launch.detect(nproc_per_node, config.run.device, max_restarts=config.run.max_restarts)
     run = Run(RunFolder(config.run.output_dir).path)
@@ -62,7 +64,7 @@ def check_start(
         check_continues(config, how)
     ready = preflight(config, size, dry=dry, fresh=fresh)
     start = Start(project, options, ready, size, how.is_first and not was_restarted(), dry)
-    for check in preflight_checks():
+    for check in registry.instances("preflight").values():
         check.run(start, given)
     return ready.config
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from crosstrain.api.evaluation import asked_evaluations, evaluations
+from crosstrain.api.evaluation import asked_evaluations
 from crosstrain.cli.command import Command
 from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, new_file
 from crosstrain.config.registry import registry
@@ -33,7 +33,7 @@ class EvaluateCommand(Command):
             help="maximum number of tokens per generated text (default: 64)",
         )
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
-        for evaluation in evaluations().values():
+        for evaluation in registry.instances("evaluation").values():
             evaluation.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from crosstrain.config.registry import registry
 from crosstrain.utils import paths
 from crosstrain.utils.errors import CheckpointError, UserError, printable, sentence
 from crosstrain.utils.storage import is_url
@@ -77,9 +78,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         try:
             check_names(project, arguments.options)
         except UserError:
-            from crosstrain.config.hints import hints
-
-            for note in filter(None, (each.of_file(Path(paths.find(project))) for each in hints())):
+            programs = registry.instances("hints").values()
+            for note in filter(None, (each.of_file(Path(paths.find(project))) for each in programs)):
                 print(sentence(f"note: {note}"), file=sys.stderr)
             raise
 

@@ -9,7 +9,6 @@ from crosstrain.config.registry import registry
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.training.preflight_check import preflight_checks
 
 
 @registry.register_command("train")
@@ -42,7 +41,7 @@ class TrainCommand(Command):
         group.add_argument(
             "--rdzv-conf", metavar="KEY=N,...", help="settings of the rendezvous, such as join_timeout=600 (seconds)"
         )
-        for check in preflight_checks():
+        for check in registry.instances("preflight").values():
             check.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -26,11 +26,6 @@ class Hints(ABC):
         """Return a sentence about a file if it contains settings for other programs; None for any other file."""
 
 
-def hints() -> list[Hints]:
-    """Return an instance of every installed hints plugin."""
-    return [registry.get("hints", name)() for name in registry.names("hints")]
-
-
 def hint_of_key(key: str) -> str | None:
     """Return the first hint that an installed plugin gives for a key of a different program, or None."""
-    return next(filter(None, (each.of_key(key) for each in hints())), None)
+    return next(filter(None, (each.of_key(key) for each in registry.instances("hints").values())), None)

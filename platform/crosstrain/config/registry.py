@@ -118,6 +118,10 @@ class Registry:
         self._parse(kind)
         return sorted({name for k, name in [*self._entries, *self._objects] if k == kind})
 
+    def instances(self, kind: str) -> dict[str, Any]:
+        """Return name -> a new instance of every class of this kind, sorted by name. Imports their modules."""
+        return {name: self.get(kind, name)() for name in self.names(kind)}
+
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of plugin files for this kind, sorted by name, without importing anything."""
         self._parse(kind)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from crosstrain.config import bounds
-from crosstrain.config.hints import hint_of_key, hints
+from crosstrain.config.hints import hint_of_key
 from crosstrain.config.registry import registry
 from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, nearest, sentence
 
@@ -199,7 +199,8 @@ class Checker:
             if place[-1] in names and len(place) != len(key):  # a similar option in a different section
                 self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], place[-1]))}?")
             self.fail(key, f"unknown key; {foreign}")
-        foreign_keys = {foreign for each in hints() for foreign in each.known() if len(foreign) > 4}
+        programs = registry.instances("hints").values()
+        foreign_keys = {foreign for each in programs for foreign in each.known() if len(foreign) > 4}
         near = near or nearest(own, [*names, *foreign_keys], 0.75 if len(own) <= 4 else 0.85) or nearest_key(own, names)
         if near and near[0] in names:
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")

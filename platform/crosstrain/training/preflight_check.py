@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from crosstrain.config.registry import registry
-
 if TYPE_CHECKING:  # checks declare their flags without importing torch
     from crosstrain.config.load import ProjectLike
     from crosstrain.config.sources import Overrides
@@ -39,8 +37,3 @@ class PreflightCheck(ABC):
 
         given: flag name -> value, for all flags.
         """
-
-
-def preflight_checks() -> list[PreflightCheck]:
-    """Return all installed checks, ordered by name."""
-    return [registry.get("preflight", name)() for name in registry.names("preflight")]

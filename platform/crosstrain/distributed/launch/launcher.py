@@ -84,9 +84,7 @@ def launch(
         from crosstrain.distributed.launch.elastic_agent import run_agent
         from crosstrain.distributed.launch.members import Members
 
-    if sizes:
-        return Members(worker, args, how, sizes, limit).run()
-    return run_agent(worker, args, how)
+    return Members(worker, args, how, sizes, limit).run() if sizes else run_agent(worker, args, how)
 
 
 def _visible_devices(device: str) -> int:
