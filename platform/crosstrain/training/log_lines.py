@@ -26,26 +26,23 @@ def log_lines(
 def _line(metrics: StepMetrics, max_iters: int) -> str:
     """Example: step  20/400  loss 6.816  lr 7.5e-04  grad_norm 1.22  7,164 tok/s  572 ms  1.1 GB  eta 3:37."""
     tokens, samples = metrics.tokens_per_second, metrics.samples_per_second or 0
+    left = str(timedelta(seconds=round((max_iters - metrics.step) * metrics.step_ms / 1000)))
     parts = [
         f"step {metrics.step:{len(str(max_iters))}d}/{max_iters}",
         f"loss {shown(metrics.loss, '.4g' if abs(metrics.loss or 1) < 1 else '.3f')}",
         f"lr {metrics.lr:.1e}",
         f"grad_norm {shown(metrics.grad_norm, '.2f')}",
+        f"loss_scale {metrics.loss_scale:g}" if metrics.loss_scale != 1 else "",
+        *(f"{name} {value:.4g}" for name, value in metrics.recorded.items()),
+        f"skipped {metrics.skipped_steps}" if metrics.skipped_steps else "",
+        f"{samples:,.1f} samples/s" if tokens is None else f"{tokens:,.0f} tok/s",
+        f"{metrics.step_ms:,.0f} ms",
+        f"MFU {100 * metrics.mfu:.1f}%" if metrics.mfu is not None else "",
+        f"{metrics.memory['memory_peak_mb'] * 2**20 / 1e9:.1f} GB",
+        # 3:37, 2:03:37 or 1 day, 2:03:37
+        f"eta {left.removeprefix('0:').removeprefix('0')}" if metrics.step < max_iters else "",
     ]
-    if metrics.loss_scale != 1:
-        parts.append(f"loss_scale {metrics.loss_scale:g}")
-    parts += [f"{name} {value:.4g}" for name, value in metrics.recorded.items()]
-    if metrics.skipped_steps:
-        parts.append(f"skipped {metrics.skipped_steps}")
-    parts.append(f"{samples:,.1f} samples/s" if tokens is None else f"{tokens:,.0f} tok/s")
-    parts.append(f"{metrics.step_ms:,.0f} ms")
-    if metrics.mfu is not None:
-        parts.append(f"MFU {100 * metrics.mfu:.1f}%")
-    parts.append(f"{metrics.memory['memory_peak_mb'] * 2**20 / 1e9:.1f} GB")
-    if metrics.step < max_iters:
-        left = timedelta(seconds=round((max_iters - metrics.step) * metrics.step_ms / 1000))
-        parts.append("eta " + str(left).removeprefix("0:").removeprefix("0"))  # 3:37, 2:03:37 or 1 day, 2:03:37
-    return "  ".join(parts)
+    return "  ".join(filter(None, parts))
 
 
 def _megatron_line(metrics: StepMetrics, max_iters: int, targets: str) -> str:
@@ -58,12 +55,10 @@ def _megatron_line(metrics: StepMetrics, max_iters: int, targets: str) -> str:
         f"grad norm {shown(metrics.grad_norm, '.3f')}",
         metrics.throughput,
         *(f"{name} {value:.6g}" for name, value in metrics.recorded.items()),
+        f"skipped steps {metrics.skipped_steps}" if metrics.skipped_steps else "",
+        f"MFU {100 * metrics.mfu:.1f}%" if metrics.mfu is not None else "",
     ]
-    if metrics.skipped_steps:
-        parts.append(f"skipped steps {metrics.skipped_steps}")
-    if metrics.mfu is not None:
-        parts.append(f"MFU {100 * metrics.mfu:.1f}%")
-    return " | ".join(parts)
+    return " | ".join(filter(None, parts))
 
 
 def shown(value: float | None, form: str) -> str:

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -187,13 +186,9 @@ class Members:
 
     def _whole_first(self) -> list[int]:
         """Return the members in an order in which the first ones hold the whole state, if that is possible."""
-        copies = Counter[str | None]()
-        order = dict[int, tuple[bool, int]]()
-        for slot in self._members:
-            part = self._workers[slot].part
-            order[slot] = part is None, copies[part]
-            copies[part] += 1
-        return sorted(self._members, key=lambda slot: order[slot])
+        parts = [self._workers[slot].part for slot in self._members]
+        order = [(part is None, parts[:i].count(part)) for i, part in enumerate(parts)]  # first copies come first
+        return [slot for _, slot in sorted(zip(order, self._members, strict=True), key=lambda member: member[0])]
 
     def _largest(self, workers: int) -> int:
         """The largest possible number of ranks with this many workers; 0: none."""
