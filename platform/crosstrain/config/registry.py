@@ -243,14 +243,15 @@ class Registry:
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
         self._parse()
         known = sorted({*self.names(kind), *others})
-        parts = [f"there is no {kind} called {name!r}"]
-        if near := difflib.get_close_matches(name, known, n=3):
-            parts.append("did you mean " + " or ".join(near) + "?")
-        parts.append("known: " + (", ".join(known) or "none"))
-        if self.broken:
-            failed = ", ".join(f"{paths.show(file)} ({reason})" for file, reason in self.broken.items())
-            parts.append("plugins that failed to load: " + failed)
-        return ConfigError("; ".join(parts))
+        near = difflib.get_close_matches(name, known, n=3)
+        failed = ", ".join(f"{paths.show(file)} ({reason})" for file, reason in self.broken.items())
+        parts = [
+            f"there is no {kind} called {name!r}",
+            f"did you mean {' or '.join(near)}?" if near else "",
+            f"known: {', '.join(known) or 'none'}",
+            f"plugins that failed to load: {failed}" if failed else "",
+        ]
+        return ConfigError("; ".join(filter(None, parts)))
 
 
 KINDS = tuple(name.removeprefix("register_") for name in vars(Registry) if name.startswith("register_"))
