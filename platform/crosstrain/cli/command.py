@@ -23,8 +23,8 @@ class Command(ABC):
         """Declare the flags. `crosstrain.cli.flags` has flags that several commands share, such as `--cfg-path`."""
 
     @abstractmethod
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return the exit code. Raises UserError for a user's mistake."""
+    def run(self, arguments: argparse.Namespace) -> int | None:
+        """Run the command and return the exit code; None counts as 0. Raises UserError for a user's mistake."""
 
 
 def python_function(name: str) -> Callable[..., Any] | None:

@@ -26,8 +26,8 @@ class ListCommand(Command):
         )
         parser.add_argument("name", nargs="?", help="name of a component or preset; shows all its options")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the components of one kind or of all kinds, or the options of one component. Returns the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Print the components of one kind or of all kinds, or the options of one component."""
         kind, name = arguments.kind, arguments.name
         own = name and preset_component(kind, name)
         for each in [kind] if kind else KINDS:
@@ -40,7 +40,6 @@ class ListCommand(Command):
                 n: file for n, file in preset_files(each).items() if name is None or preset_component(kind, n) == own
             }
             _show(f"{each} presets", _presets(files))
-        return 0
 
 
 def _presets(files: dict[str, Path]) -> Iterator[Row]:

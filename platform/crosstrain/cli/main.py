@@ -60,7 +60,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if not debug:  # hide torch's warnings about a lost node, which have dozens of C++ frames
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         check_arguments(arguments)
-        return arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except UserError as error:
         if debug:
             traceback.print_exc()

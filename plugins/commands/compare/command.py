@@ -40,8 +40,8 @@ class CompareCommand(Command):
         )
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write all measurements as JSON")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Compare the runners and return 0. Raises UserError if a runner fails or differs from the first one."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Compare the runners. Raises UserError if a runner fails or differs from the first one."""
         from .compare import compare
 
         failures, results = compare(
@@ -68,4 +68,3 @@ class CompareCommand(Command):
             f"all train like {arguments.runners[0]}"
             + ", as far as runners whose ranks step independently can be compared" * apart
         )
-        return 0

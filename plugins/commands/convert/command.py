@@ -19,7 +19,7 @@ class ConvertCommand(Command):
         )
         parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to create")
 
-    def run(self, arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace) -> None:
         """Convert in a process with limits, because the file is from others; only the tensors of a .pth are read."""
         source, output = Path(arguments.input).expanduser(), Path(arguments.output).expanduser()
         if not source.is_file():
@@ -35,4 +35,3 @@ class ConvertCommand(Command):
             )
             written, parts = process((source, output))
             print(f"wrote {written} tensors to {output}; use it as `pretrained` of {', '.join(parts)}")
-        return 0

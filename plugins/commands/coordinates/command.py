@@ -23,10 +23,9 @@ class CoordinatesCommand(Command):
         )
         parser.add_argument("--steps", type=positive, default=5, metavar="N", help="steps of training (default: 5)")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print a table of the activations that change most; return the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Print a table of the activations that change most."""
         from .coordinates import measure, table
 
         a = arguments
         print(table([measure(a.cfg_path, [*a.options, *width], a.steps) for width in a.width]))
-        return 0

@@ -23,7 +23,7 @@ class DrillCommand(Command):
         parser.add_argument("--count", type=positive, default=4, metavar="N", help="number of faults (default: 4)")
         parser.add_argument("--seed", type=int, default=0, help="seed of steps and workers (default: 0)")
 
-    def run(self, arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace) -> None:
         """Print a table of faults and losses. Raises UserError unless both runs end with the same weights."""
         from .drill import Drill, table
 
@@ -37,4 +37,3 @@ class DrillCommand(Command):
         if lost := drill.differences():
             raise UserError(f"the run with faults differs from the one without: {lost}; both are in {a.output}")
         print("both runs have the same samples, losses and final weights, bit for bit")
-        return 0

@@ -41,8 +41,8 @@ class ExportCommand(Command):
         )
         add_options(parser, "options to override in the configuration, such as the source of frozen parameters")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Write the checkpoint to the output folder; return the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Write the checkpoint to the output folder."""
         from crosstrain import find_checkpoint
         from crosstrain.checkpoint.checkpointer import load_state
         from crosstrain.checkpoint.files import Reader
@@ -69,7 +69,7 @@ class ExportCommand(Command):
                     raise UserError("--average: an adapter is not averaged; export the whole model, which merges it")
                 export_adapter(checkpoint, output, dtype, model, print, arguments.weights)
                 print(f"{output}: the adapter; open it with peft's PeftModel.from_pretrained(model, {str(output)!r})")
-                return 0
+                return
             if arguments.part:
                 if arguments.part not in (parts := model.export.parts()):
                     raise UserError(
@@ -100,4 +100,3 @@ class ExportCommand(Command):
             f"{arguments.output}: {exported.parameters:,} parameters of {checkpoint}, {exported.bytes / 1e6:,.1f} MB "
             f"in {exported.files} file(s){use}"
         )
-        return 0

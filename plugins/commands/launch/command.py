@@ -60,12 +60,11 @@ class LaunchCommand(Command):
         for flags, (_, how) in FLAGS.items():
             group.add_argument(*flags.split(), **how)
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the manifest; return the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Print the manifest."""
         from .manifest import manifest
 
         print(manifest(arguments, _known()["gpus"]), end="")
-        return 0
 
 
 def _known() -> dict[str, Any]:

@@ -34,8 +34,8 @@ class MigrateCommand(Command):
             "--output", default="project.yaml", metavar="FILE", help="project file to write (default: project.yaml)"
         )
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Write the project, print notes, and return the exit code. Raises UserError for an unknown program."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Write the project, and print notes. Raises UserError for an unknown program."""
         path = arguments.output
         read = LimitedProcess(_read, f"reading {arguments.file}", seconds=_SECONDS, advice="give its settings only")
         text, notes, ranks = read(arguments)
@@ -49,7 +49,6 @@ class MigrateCommand(Command):
         first = f"fill in the values that are {UNKNOWN} in {path}, then: " if UNKNOWN in text else ""
         first += unknown if any(UNHEARD in note for note in notes) else ""
         print(*notes, f"next: {first}{following}", sep="\n")
-        return 0
 
 
 def _read(arguments: argparse.Namespace) -> tuple[str, list[str], int | None]:

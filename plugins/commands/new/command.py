@@ -25,8 +25,8 @@ class NewCommand(Command):
             "new_name", metavar="NAME", help="name of the component, project or package, and of its files"
         )
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Write the files into the working directory; return the exit code. Existing files are never overwritten."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Write the files into the working directory. Existing files are never overwritten."""
         kind, name = arguments.kind, arguments.new_name
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise UserError(f"new: {name!r} cannot name a Python module: use lower-case letters, digits and _")
@@ -47,4 +47,3 @@ class NewCommand(Command):
             file.write_text(text, encoding="utf-8")
             print(f"wrote {file}")
         print(f"next: {_NEXT[kind].format(name, command('train'))}")
-        return 0

@@ -38,8 +38,8 @@ class PlanCommand(Command):
         parser.add_argument("--no-presets", action="store_true", help="plan only the project's own runner")
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the plan of a project, write the plan to --output, and return the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Print the plan of a project, and write the plan to --output."""
         from .api import plan
 
         made = plan(
@@ -55,4 +55,3 @@ class PlanCommand(Command):
         print(made)
         if arguments.output:
             arguments.output.write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
-        return 0

@@ -70,8 +70,8 @@ class PrepareCommand(Command):
         add_options(parser, "options of the recipe to override")
         parser.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Prepare or inspect; return the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Prepare or inspect."""
         if arguments.what == "inspect":
             if not arguments.paths:
                 raise UserError(
@@ -80,7 +80,7 @@ class PrepareCommand(Command):
                 )
             for path in arguments.paths:
                 print(printable(inspect(path, arguments.document, arguments.tokenizer)))
-            return 0
+            return
         recipe = _read_recipe(arguments)
         summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
         print(
@@ -89,7 +89,6 @@ class PrepareCommand(Command):
         )
         print(f"report on kept and dropped documents: {recipe.output}/report.json")
         print(f"train on this data with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
-        return 0
 
 
 def _read_recipe(arguments: argparse.Namespace) -> Recipe:

@@ -20,8 +20,8 @@ class ReportCommand(Command):
             "--output", default="report.html", metavar="FILE", help="page to write (default: report.html)"
         )
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Write the page; return the exit code. Raises UserError if there is no run, or the page cannot be written."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Write the page. Raises UserError if there is no run, or the page cannot be written."""
         from .page import report
 
         path = Path(arguments.output)
@@ -32,4 +32,3 @@ class ReportCommand(Command):
             for problem in found.problems:
                 print(printable(f"note: {problem}"))
         print(f"{path}: {len(runs)} run(s), {path.stat().st_size / 1024:.0f} KiB; open it in any browser")
-        return 0

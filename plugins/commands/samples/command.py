@@ -25,10 +25,9 @@ class SamplesCommand(Command):
         )
         parser.add_argument("--ids", action="store_true", help="show tokens as IDs, not as text")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the samples; return the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Print the samples."""
         from .samples import samples
 
         for view in samples(arguments.cfg_path, arguments.split, arguments.number or [0], arguments.options):
             print(f"{printable(view.title)}\n{view.text(ids=arguments.ids, colour=sys.stdout.isatty())}\n")
-        return 0

@@ -13,9 +13,8 @@ class SchemaCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add no arguments; the schema includes the plugins in CROSSTRAIN_PLUGINS."""
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the schema; return the exit code."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Print the schema."""
         from .json_schema import project_schema
 
         print(json.dumps(project_schema(), indent=1))
-        return 0

@@ -26,8 +26,8 @@ class StatusCommand(Command):
         )
         parser.add_argument("--json", action="store_true", help="print one JSON object per run, for scripts")
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Print the table; return the exit code. Raises UserError if there is no run."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Print the table. Raises UserError if there is no run."""
         if url := next(filter(is_url, arguments.folders), None):
             raise UserError(f"{url}: only local folders are searched; `crosstrain report` reads a run in a bucket")
         found = list[Status]()
@@ -42,12 +42,11 @@ class StatusCommand(Command):
             )
         if arguments.json:
             print(*(json.dumps(finite(asdict(one))) for one in found), sep="\n")
-            return 0
+            return
         rows = [("run", "state", "step", "loss", "saved", "logged", "last line of the log"), *map(_row, found)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             print(printable("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()))
-        return 0
 
 
 def _row(one: Status) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ class SweepCommand(Command):
         )  # fmt: skip
         parser.add_argument("--seed", type=int, default=0, help="seed of the settings (default: 0)")
 
-    def run(self, arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace) -> None:
         """Print the ranking, and write it with a picture. Raises UserError if no run has a result."""
         from .space import read_space
         from .sweep import Sweep
@@ -42,4 +42,3 @@ class SweepCommand(Command):
         print(sweep.table())
         sweep.draw(a.output / "sweep.png")
         print(f"\n  picture      {a.output / 'sweep.png'}\n  best         {a.output / sweep.folder(sweep.best.number)}")
-        return 0

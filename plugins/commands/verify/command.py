@@ -33,8 +33,8 @@ class VerifyCommand(Command):
             help="write the report to FILE, and the results as JSON to a file of the same name with .json",
         )
 
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Verify the runners and return 0. Raises UserError if a runner fails a check."""
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Verify the runners. Raises UserError if a runner fails a check."""
         from .verify import Check, page, verify
 
         a, checks = arguments, dict[str, list[Check]]()
@@ -48,4 +48,3 @@ class VerifyCommand(Command):
             a.output.with_suffix(".json").write_text(json.dumps(checks, indent=1) + "\n", encoding="utf-8")
         if failed := [label for label, rows in checks.items() if any(result == "no" for _, result, _ in rows)]:
             raise UserError(f"{len(failed)} of {len(checks)} not verified: {', '.join(failed)}")
-        return 0
