@@ -16,14 +16,15 @@ import bisect
 import os
 import shutil
 import struct
+from contextlib import ExitStack
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from crosstrain import DataError
+from crosstrain import DataError, replacing
 
 from .byte_source import LocalBytes, RemoteBytes, byte_source
 
@@ -192,11 +193,11 @@ class TokenWriter:
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        self._final = tuple(map(Path, _paths(prefix)))
-        self._partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in self._final]
         self.num_documents = self.num_tokens = 0
         self._sizes: list[np.ndarray] = []  # lengths of the documents
-        self._bin: BinaryIO = open(self._partial[1], "wb")  # noqa: SIM115
+        self._files = ExitStack()
+        self._idx, self._bin = (self._files.enter_context(replacing(Path(path))) for path in _paths(prefix))
+        self._files.push(self._finish)  # called before the files are renamed
 
     def add(self, documents: list[list[int]]) -> None:
         """Append documents, each a list of token IDs. Raises DataError if an ID does not fit the dtype."""
@@ -226,27 +227,20 @@ class TokenWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        try:
-            if kind is None:
-                self._bin.flush()
-                os.fsync(self._bin.fileno())
-                self._write_index()
-                for partial, final in reversed(list(zip(self._partial, self._final, strict=True))):
-                    partial.replace(final)
-        finally:
-            self._bin.close()
-            for path in self._partial:
-                path.unlink(missing_ok=True)
+    def __exit__(self, *exception: Any) -> None:
+        self._files.__exit__(*exception)
 
-    def _write_index(self) -> None:
+    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the index, unless the block has raised an exception, and write both files to the disk."""
+        if kind is not None:
+            return
         n = self.num_documents
         sizes = np.concatenate([np.empty(0, "<i4"), *self._sizes])
         ends = np.cumsum(sizes, dtype="<i8") * self.dtype.itemsize
-        with open(self._partial[0], "wb") as file:
-            file.write(_HEADER.pack(MAGIC, 1, self._code, n, n + 1))
-            for column in (sizes, ends - sizes * np.int64(self.dtype.itemsize), np.arange(n + 1, dtype="<i8")):
-                file.write(column.data)
+        self._idx.write(_HEADER.pack(MAGIC, 1, self._code, n, n + 1))
+        for column in (sizes, ends - sizes * np.int64(self.dtype.itemsize), np.arange(n + 1, dtype="<i8")):
+            self._idx.write(column.data)
+        for file in (self._bin, self._idx):
             file.flush()
             os.fsync(file.fileno())
 

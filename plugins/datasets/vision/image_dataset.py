@@ -31,6 +31,7 @@ from crosstrain import (
     cache_folder,
     log,
     registry,
+    replacing,
 )
 from crosstrain.data.tokenizer import load_cached
 from crosstrain.utils.forks import CheckedForkContext
@@ -425,7 +426,6 @@ def measured(rows: ImageDataset) -> np.ndarray:
             multiprocessing_context=CheckedForkContext() if workers else None,
         )
         lengths = np.fromiter(map(int, loader), np.int64, len(rows))
-        partial = path.with_suffix(".partial.npy")
-        np.save(partial, lengths)
-        partial.rename(path)
+        with replacing(path) as file:
+            np.save(file, lengths)
     return lengths
