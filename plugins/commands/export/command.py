@@ -46,7 +46,6 @@ class ExportCommand(Command):
         from crosstrain import find_checkpoint
         from crosstrain.checkpoint.checkpointer import load_state
         from crosstrain.checkpoint.files import Reader
-        from crosstrain.checkpoint.load_weights import PretrainedWeights
         from crosstrain.data.tokenizer import warn_if_rebuilt
         from crosstrain.engine.precision import DTYPES
         from crosstrain.inference.open_checkpoint import open_config, outline
@@ -83,8 +82,7 @@ class ExportCommand(Command):
             dtype,
             limit,
             lambda line: print(line, flush=True),
-            None if model is None else PretrainedWeights.of(model),
-            None if model is None else model.export.merges(),
+            model,
             part,
             arguments.weights,
             arguments.average,

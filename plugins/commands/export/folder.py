@@ -65,8 +65,7 @@ def export(
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     progress: Callable[[str], None],
-    pretrained: PretrainedWeights | None = None,
-    merges: dict[str, Merge] | None = None,
+    model: Model | None = None,
     part: Part = (("",), None),
     weights: str | None = None,
     average: int = 1,
@@ -74,16 +73,18 @@ def export(
     """Write the model in a verified `checkpoint` to the folder `output`, which appears only when complete.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` is called with a line for each file.
-    `pretrained` provides the frozen parameters, which the checkpoint does not contain. `merges` lists the parameters to
-    merge into others. With a `part` from `Export.parts`, only the tensors of this part are written. `weights` is passed
-    to `Reader.open`. `average` is the number of checkpoints whose mean is written. Raises UserError if `output` is not
-    empty or cannot be written, and CheckpointError for a malformed checkpoint.
+    `model` names the sources of the frozen parameters, which the checkpoint does not contain, and the parameters to
+    merge into others; None: there are none of either. With a `part` from `Export.parts`, only the tensors of this part
+    are written. `weights` is passed to `Reader.open`. `average` is the number of checkpoints whose mean is written.
+    Raises UserError if `output` is not empty or cannot be written, and CheckpointError for a malformed checkpoint.
     """
+    pretrained = None if model is None else PretrainedWeights.of(model)
+    merges = {} if model is None else model.export.merges()
     reader = Reader.open(checkpoint, weights) if average == 1 else _averaged(checkpoint, average, weights)
     with _folder(output) as folder:
-        owned, model = part
-        source = _Parameters(reader, pretrained, merges or {}, owned, owned[0] if model is not None else "")
-        return _write(source, folder, dtype, max_shard_bytes, progress, model)
+        owned, submodel = part
+        source = _Parameters(reader, pretrained, merges, owned, owned[0] if submodel is not None else "")
+        return _write(source, folder, dtype, max_shard_bytes, progress, submodel)
 
 
 def export_adapter(

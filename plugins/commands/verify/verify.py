@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from crosstrain import Config, ProjectLike, UserError, __version__, find_checkpoint, load_config, sentence, to_plain
-from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
@@ -139,9 +138,8 @@ class _Acceptance:
 
     def _export(self) -> tuple[str, str]:
         """Export the checkpoint, and load the exported model with plain torch in a new process."""
-        folder, model = tempfile.mkdtemp(dir=self.race.scratch), model_on_meta(self.config)
-        checkpoint, sources = find_checkpoint(Path(self.config.run.output_dir)), PretrainedWeights.of(model)
-        export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.export.merges())
+        folder, checkpoint = tempfile.mkdtemp(dir=self.race.scratch), find_checkpoint(Path(self.config.run.output_dir))
+        export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, model_on_meta(self.config))
         plain = self.plain.plain
         if "pretrained" not in plain["model"]:
             return "not tried", f"{plain['model']['arch']} has no option `pretrained` to load the export"
