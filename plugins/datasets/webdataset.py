@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import tarfile
-import tempfile
 from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +24,7 @@ from crosstrain import (
     check_command,
     open_regular,
     os_errors_as,
+    replacing,
     write_atomically,
 )
 from crosstrain.utils import storage
@@ -129,17 +129,16 @@ def _digest(name: str) -> str:
 
 def _fetch(name: str, path: Path) -> None:
     """Copy a remote shard to `path` atomically."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / path.name
+    with replacing(path) as file:
         with os_errors_as(DataError, f"{name} cannot be fetched", ValueError):
             if name.partition(":")[0] in _BUCKETS:
-                storage.download(name, partial)
+                storage.download(name, Path(file.name))
             else:  # webdataset reports a failed pipe as an OSError
-                with open(partial, "wb") as file, gopen(name, "rb") as stream:
+                with gopen(name, "rb") as stream:
                     shutil.copyfileobj(stream, file, 1 << 20)
-        if not tarfile.is_tarfile(partial):
+            file.flush()
+        if not tarfile.is_tarfile(file.name):
             raise DataError(f"{name}: the fetched data is not a tar file")
-        os.replace(partial, path)
 
 
 # ---- the index: a header line, one line per sample, and the offset of each of these lines (int64)

@@ -120,8 +120,7 @@ class RepetitionFilter(Filter):
             "characters_in_lines": repeated / max(len(text), 1),
         }
         words = text.split()
-        for length in (2, 3, 4):
-            shares[f"phrase_{length}"] = min(1.0, _most_frequent(words, length) / max(len(text), 1))
+        shares |= {f"phrase_{n}": min(1.0, _most_frequent(words, n) / max(len(text), 1)) for n in (2, 3, 4)}
         return _too_large(shares, self.options) or text
 
 

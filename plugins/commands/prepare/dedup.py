@@ -130,5 +130,4 @@ def shingles(text: str, options: NearOptions) -> set[str]:
 
 def jaccard(first: set[str], second: set[str]) -> float:
     """Return |A and B| / |A or B| for two sets that are not empty."""
-    common = len(first & second)
-    return common / (len(first) + len(second) - common)
+    return len(first & second) / len(first | second)
