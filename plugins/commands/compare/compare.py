@@ -21,7 +21,7 @@ from crosstrain.utils.assets import GENERATION_CONFIG
 from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
-from .diagnosis import diagnose
+from .diagnosis import diagnose, diagnose_interruption
 from .tolerance import EXACT, Record, Tolerance, difference, largest, same_forward
 from .worker import Job, Role, compare_worker
 
@@ -182,6 +182,8 @@ class Race:
                     resumed = self.record(label, size, config, "contestant", resumed=True)
                     self.results[label] = record | {"resumed": resumed}
                     finding = diagnose(resumed, reference, limits, resumed=True)
+                    if finding is None and record["exact"]:
+                        finding = diagnose_interruption(resumed, record)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: {what}: {error}\n")
                 self.results[label] = self.results.get(label, {}) | {"error": str(error)}
@@ -202,7 +204,7 @@ class Race:
         job = Job(
             role,
             self.scratch / "reference",
-            steps=RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant"),
+            steps=RESUMED if resumed else self.steps + RESUMED * self.deep,
             evaluate_after=self.steps if self.deep else 0,
             save=self.deep and role in ("reference", "contestant") and not resumed,
             resumed=resumed,
