@@ -82,7 +82,9 @@ class Lora(Adapter):
         if self.stacks and (self.settings.dora or self.options.dropout):
             raise OptionError("targets", f"{self.stacks[0]}: adapters of experts support neither dora nor dropout")
         maps = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
-        weights = 2.0 * sum(module.weight.numel() for module in maps)
+        stacked = sum(e.get_parameter(n).numel() for e in model.structure.experts().values() for n in matrices_of(e))
+        used = 1.0 - model.structure.idle_parameters / stacked if stacked else 1.0  # fraction of experts per token
+        weights = 2.0 * (sum(module.weight.numel() for module in maps) + used * stacked)
         self.config = peft.LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
@@ -102,7 +104,11 @@ class Lora(Adapter):
             model.set_submodule(path, StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
-        self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        idle = (1.0 - used) * sum(
+            p.numel() for m in model.modules() if isinstance(m, StackedLora) for p in m.own_parameters()
+        )
+        self.spared_flops = weights - 6.0 * (trained - idle)
         around: Any = model  # wrap the interfaces of the model
         around.weights = AdaptedWeights(model.weights, self)
         around.structure = AdaptedStructure(model.structure, self)

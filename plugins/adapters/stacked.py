@@ -71,6 +71,10 @@ class StackedLora(Stacked):
         self.lora_A = nn.ModuleDict({"default": nn.Linear(width, rank * count, bias=False, device="meta")})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank * count, out, bias=False, device="meta")})
 
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that this wrapper adds."""
+        return [*self.lora_A.parameters(), *self.lora_B.parameters()]
+
     def changed(self, weights: dict[str, Any]) -> Tensor:
         a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
         with torch.autocast(a.device.type, enabled=False):

@@ -228,3 +228,23 @@ def test_what_does_not_fit_is_refused(based: Callable[[str], Workspace], options
     workspace = based("qwen3_moe")
     with pytest.raises(UserError, match=said):
         build(workspace, *options)
+
+
+def test_operations_per_token_are_those_of_the_experts_that_a_token_uses(
+    based: Callable[[str], Workspace],
+) -> None:
+    """Frozen weights need two products per token, adapters three."""
+    workspace = based("qwen3_moe")
+    plain, adapted = build(workspace), build(workspace, LORA)
+    share = plain.text_config.num_experts_per_tok / plain.text_config.num_experts
+    assert 0 < share < 1
+    frozen = {n: p.numel() for n, p in plain.named_parameters() if ".layers." in n and p.ndim > 1}
+    experts = sum(size for name, size in frozen.items() if ".experts." in name)
+    adapters = {n: p.numel() for n, p in adapted.named_parameters() if p.requires_grad}
+    of_experts = sum(size for name, size in adapters.items() if ".experts." in name)
+    rest = sum(frozen.values()) - experts + plain.lm.lm_head.weight.numel()
+    routers = sum(size for name, size in frozen.items() if name.endswith(".gate.weight"))
+    saved = 2 * (rest - routers + experts * share)
+    added = 6 * (sum(adapters.values()) - of_experts * (1 - share))
+    found = adapted.structure.flops_per_token(16)
+    assert found == plain.structure.flops_per_token(16) - saved + added
