@@ -138,6 +138,18 @@ def test_every_runner_trains_and_saves_the_same_adapter(
     assert worst < WEIGHTS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.parametrize("runner", ["ddp@1", "fsdp@2"])
+def test_checkpointed_blocks_train_the_same_adapter(
+    reference: Callable[[str, str], Case], runner: str, mode: str
+) -> None:
+    """The first block's input needs no gradient, since the embeddings are frozen."""
+    workspace, options, one = reference("gpt2", "sgd")
+    other = follow(workspace, runner, *options, f"run.gradient_checkpointing={mode}", label=mode)
+    assert_equal_training(one, other, TOLERANCE)
+
+
 @pytest.fixture(scope="module")
 def trained(shared_workspace: Workspace) -> Workspace:
     """A run of two ranks that trained an adapter, in the folder `tuned`."""

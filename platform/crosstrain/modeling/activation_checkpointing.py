@@ -66,7 +66,16 @@ def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any
     wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
     wrapper.checkpoint_utils.patch_batchnorm(block)
     # fairscale wraps only modules, so put the block's forward into a module without parameters.
-    block.forward = wrapper.checkpoint_wrapper(_Inside(block.forward, autocast), offload_to_cpu=True).__call__
+    inside = wrapper.checkpoint_wrapper(_Inside(block.forward, autocast), offload_to_cpu=True)
+    trained = any(parameter.requires_grad for parameter in block.parameters())
+
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        # fairscale does not see the block's parameters, so an input without a gradient would leave them untrained.
+        if trained and torch.is_grad_enabled() and args and not args[0].requires_grad:
+            args = (args[0].detach().requires_grad_(), *args[1:])
+        return inside(*args, **kwargs)
+
+    block.forward = offloaded
 
 
 class _Inside(nn.Module):
