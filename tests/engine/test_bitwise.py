@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def digest(run: Run | Path) -> dict[str, str]:
 
 def train(workspace: Workspace, name: str, *options: str) -> Run:
     runner, _, size = name.partition("@")
-    label = name + "".join(options).replace("/", "")
+    label = re.sub(r"[^\w.=@]", "", name + "".join(options))
     return train_as_user(workspace, label, f"run.runner={runner}", *COMMON, *options, nproc=int(size))
 
 
@@ -109,7 +110,7 @@ def test_a_run_that_changes_its_runner_and_ranks_gives_the_same_bits(reference: 
     for end, name in ((2, "zero3@2"), (3, "ddp@4"), (5, "fsdp@3"), (6, "zero1@1")):
         runner, _, size = name.partition("@")
         steps = (f"run.max_iters={end}", "run.lr_decay_iters=6")
-        run = train_as_user(workspace, "changed", f"run.runner={runner}", *COMMON, amp, *steps, nproc=int(size))
+        run = train_as_user(workspace, f"changed_{amp}", f"run.runner={runner}", *COMMON, amp, *steps, nproc=int(size))
     changed, kept = digest(run), digest(one)
     assert (changed["weights"], changed["moments"]) == (kept["weights"], kept["moments"])
 

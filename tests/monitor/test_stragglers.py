@@ -235,5 +235,5 @@ def test_a_rank_at_fault_is_named_in_the_log(workspace: Workspace, fault: str, r
 
 def test_the_thresholds_are_the_documented_ones() -> None:
     documented = (ROOT / "docs" / "monitoring.md").read_text()
-    assert f"{stragglers.SLOWER} times the median" in documented
+    assert f"{stragglers.SLOWER} times the expected time" in documented
     assert f"{stragglers.WAITING:.0%} of" in documented

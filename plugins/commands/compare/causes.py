@@ -213,6 +213,16 @@ def lacks_bias_correction(gaps: list[Gap], number: int, betas: tuple[float, floa
     return abs(factor - 1) > 0.05 and 2 * near >= len(gaps)
 
 
+def other_setting(mine: dict[str, list[float]], theirs: dict[str, list[float]]) -> str | None:
+    """Return a sentence about the first setting with other values in the optimizer's groups of parameters, or None."""
+    for key, right in theirs.items():
+        if mine.get(key, right) != right:
+            return (
+                f"the optimizer's {key} is {' or '.join(map(str, mine[key]))} instead of {' or '.join(map(str, right))}"
+            )
+    return None
+
+
 def update_cause(ratio: float, number: int, schedule: list[float]) -> str:
     """Explain an update of step `number` that is `ratio` times as large as expected."""
     rates = dict(enumerate(schedule, 1))

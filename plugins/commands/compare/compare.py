@@ -21,7 +21,8 @@ from crosstrain.utils.assets import GENERATION_CONFIG
 from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
-from .diagnosis import diagnose, diagnose_interruption
+from .diagnosis import diagnose
+from .interruption import diagnose_interruption
 from .tolerance import EXACT, Record, Tolerance, difference, largest, same_forward
 from .worker import Job, Role, compare_worker
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import causes
-from .forward import first_module, flipped
+from .forward import changed_constants, first_module, flipped
 from .tolerance import Gap, Record, Tolerance, copies_apart, difference, listed, numbered, steps_of
 
 Phase = Literal[
@@ -14,8 +14,8 @@ Phase = Literal[
     "resume",
 ]  # fmt: skip
 
-_CONSTANT = 1e-6  # larger relative differences from equal inputs on equal ranks are errors in any precision
-_MOST = 0.8  # at least this fraction of the tensors counts as nearly all
+_NORM = 1e-5  # larger relative differences of a norm from the norm of the same gradients are errors
+MOST = 0.8  # at least this fraction of the tensors counts as nearly all
 
 
 @dataclass(frozen=True)
@@ -34,37 +34,6 @@ def diagnose(record: Record, reference: Record, tolerance: Tolerance, resumed: b
     return next(_Judge(record, reference, tolerance, resumed).findings(), None)
 
 
-def diagnose_interruption(resumed: Record, record: Record) -> Finding | None:
-    """Compare the first step after a resume with the same step of the runner's own run without an interruption.
-
-    Both have the same ranks and so the same rounding, so errors below the noise between two layouts show here.
-    """
-    row, step, uninterrupted = resumed["rows"][0], resumed["steps"][0], steps_of(record)[resumed["rows"][0]["step"]]
-    said = f"after a resume, step {row['step']}"
-    without = next(r["loss"] for r in record["rows"] if r["step"] == row["step"])
-    if difference(row["loss"], without) > _CONSTANT:
-        cause = "state that the forward needs, such as random numbers or buffers, is not restored"
-        return Finding("resume", f"{said} has the loss {row['loss']} instead of {without}: {cause}", cause=cause)
-    if step["gradients"]["products"] != uninterrupted["gradients"]["products"]:  # summed in a different order
-        return None
-    wrong, decayed = [], []
-    for name, (*changed, mm, mw, ww) in step["weights"]["products"].items():
-        # changes of the dot products of difference d, update m and weight w
-        dd, dm, dw = (a - b for a, b in zip(changed, uninterrupted["weights"]["products"][name], strict=False))
-        both, share = math.sqrt(mm * ww), dw / max(ww, 1e-30)
-        if max(abs(dd), abs(dm)) > _CONSTANT * mm or abs(dw) > _CONSTANT * both:
-            wrong.append(name)
-            decayed.append(abs(dm - share * mw) <= 0.2 * abs(share) * both)
-    if not wrong:
-        return None
-    cause = "a setting of the optimizer that is not restored"
-    if sum(decayed) >= _MOST * len(wrong):  # each weight changed by a share of itself
-        cause = "weight decay: its rate is not restored"
-    return Finding(
-        "resume", f"{said} updates {listed(wrong)} differently, with equal gradients: {cause}", wrong, [], cause
-    )
-
-
 class _Judge:
     def __init__(self, record: Record, reference: Record, tolerance: Tolerance, resumed: bool) -> None:
         self.record, self.reference, self.tolerance, self.resumed = record, reference, tolerance, resumed
@@ -74,18 +43,19 @@ class _Judge:
         in_order = sorted(record["names"], key=lambda name: called.get(name.rpartition(".")[0], len(called)))
         self.order = {name: place for place, name in enumerate(in_order)}  # the order of the forward
 
-    def _norm(self, row: Record, theirs: Record, step: Record, expected: Record) -> Finding:
-        """Report a gradient norm that differs although the gradients are equal."""
-        mine, right = row["grad_norm"], theirs["grad_norm"]
-        squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
-        ratio = (mine or math.inf) / (right or math.inf)
-        cause, names = causes.norm_cause(ratio, squares, step["gradients"]["copies"], self.record, self.tolerance.norms)
-        return self._finding(
-            "norm",
-            f"the gradient norm of step {row['step']} is {mine} instead of {right}, with equal gradients",
-            cause,
-            names,
-        )
+    def _norm(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
+        """Compare the gradient norm with the norm of the recorded gradients, and with the reference's norm."""
+        number, mine, right = row["step"], row["grad_norm"], theirs["grad_norm"]
+        squares = {name: dd + 2 * dr + rr for name, (dd, dr, rr) in step["gradients"]["products"].items()}
+        own = math.sqrt(max(sum(squares.values()), 0.0))
+        said = f"the gradient norm of step {number} is {mine} instead of {right}"
+        if math.isfinite(own) and difference(mine, own) > _NORM:
+            ratio = (mine or math.inf) / max(own, 1e-30)
+            cause, names = causes.norm_cause(ratio, squares, step["gradients"]["copies"], self.record, _NORM)
+            yield self._finding("norm", f"{said}, with equal gradients", cause, names)
+        elif difference(mine, right) > self.tolerance.norms:
+            place, names = self._place(number, step, expected)
+            yield self._finding("gradients", f"{said}, and that is the gradients' norm", place, names)
 
     def findings(self) -> Iterator[Finding]:
         """Yield all differences in the order in which they occur."""
@@ -104,8 +74,7 @@ class _Judge:
             yield from self._loss(row, theirs, step, expected)
             yield from self._idle("gradient", step["gradients"])
             yield from self._gradients(number, step, expected)
-            if difference(row["grad_norm"], theirs["grad_norm"]) > self.tolerance.norms:
-                yield self._norm(row, theirs, step, expected)
+            yield from self._norm(row, theirs, step, expected)
             if step["rates"] != expected["rates"] and (
                 len(step["rates"]) > 1 or difference(step["rates"][0], expected["rates"][0]) > 1e-9
             ):
@@ -133,11 +102,8 @@ class _Judge:
         elif saved:
             yield from self._state(saved, record["rows"][-1]["step"], "checkpoint", exact=True)
         for name, what in record.get("strange_files", {}).items():
-            yield self._finding(
-                "export",
-                f"the checkpoint's {name}, which an export copies, {what}",
-                "a process that did not train writes it differently: the model's configuration or adapter was changed",
-            )
+            cause = "a process that did not train writes it otherwise: the model's configuration or adapter was changed"
+            yield self._finding("export", f"the checkpoint's {name}, which an export copies, {what}", cause)
 
     def _differs(self, a: float | None, b: float | None) -> bool:
         return difference(a, b) > self.tolerance.losses
@@ -196,18 +162,11 @@ class _Judge:
         yield self._finding("evaluation", f"{said}, although training agrees", cause)
 
     def _constants(self, step: Record, expected: Record) -> Iterator[Finding]:
-        """Report a module that no weights reach, such as rotary positions, but with other outputs."""
+        """Report modules that no weights reach, such as rotary positions, but with other outputs."""
         noise = {} if self.tolerance.noise is None else self.tolerance.noise["steps"][0]["activations"]
-        for module, (_, right, calls) in expected["activations"].items():
-            mine = step["activations"].get(module, [0.0, right])[1]
-            alone = not calls and noise.get(module, [0.0, None])[1] == right
-            if alone and difference(mine, right) > _CONSTANT:
-                yield self._finding(
-                    "forward",
-                    f"the output of {module} has a mean square of {mine:.9g} instead of {right:.9g}, and depends on no "
-                    f"weights",
-                    "its buffers or their precision, its input, or random numbers",
-                )
+        for module in changed_constants(step["activations"], expected["activations"], noise):
+            said = f"the output of {module} differs, and depends on no weights"
+            yield self._finding("forward", said, "its buffers or their precision, its input, or random numbers")
 
     def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
         """Describe the first place in the forward that differs, and return the parameters there."""
@@ -351,7 +310,7 @@ class _Judge:
         rounded = causes.rounded(step["gradients"], expected["gradients"], wrong)
         ratio = None if rounded else causes.multiple([*gaps.values()])
         nonzero = sum(Gap(*p).rr > 0 for p in mine.values())
-        most = len(wrong) >= _MOST * nonzero
+        most = len(wrong) >= MOST * nonzero
         if most and ratio is not None:
             said = f"{when}every gradient is {ratio:.4g} times the reference's"
         elif most and (mixed := self._mixture(number, step, expected)):
@@ -439,8 +398,10 @@ class _Judge:
         ratio = causes.multiple([gaps[name] for name in wrong])
         moments = next(self._state(step, number, "update"), None) if "state" in step else None
         cause = "the optimizer, its settings or its groups"
-        if sum(decayed) >= _MOST * len(wrong):
+        if sum(decayed) >= MOST * len(wrong):
             cause = "weight decay: different parameters decay, or at a different rate"
+        elif other := causes.other_setting(self.record["settings"], self.reference["settings"]):
+            cause = other
         elif ratio is not None and abs(ratio) < 0.05:
             cause = "they are not updated"
         elif rounded:

@@ -21,6 +21,7 @@ from .tolerance import difference, usual_difference
 Near = dict[str, Any]
 
 _NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # smaller margins between logits are near ties
+_CONSTANT = 1e-6  # larger relative differences of outputs that no weights reach are errors in any precision
 _DEFAULT = 1e-3  # the same limit for fp32; far above rounding error, because weights differ in later steps
 
 
@@ -92,6 +93,21 @@ def first_module(
             return module, f"the first difference is the output of {module}: its weights, or how it is sharded"
         before = module
     return "", "no module's output differs, only the loss: its targets, its sum or its mean"
+
+
+def changed_constants(
+    mine: dict[str, list[float]], theirs: dict[str, list[float]], noise: dict[str, list[float]]
+) -> list[str]:
+    """Return the modules whose outputs have a different mean square, although no weights reach them.
+
+    noise: of a run with rounded weights.
+    """
+    found = []
+    for module, (_, right, calls) in theirs.items():
+        reached = calls or noise.get(module, [0.0, None])[1] != right
+        if not reached and difference(mine.get(module, [0.0, right])[1], right) > _CONSTANT:
+            found.append(module)
+    return found
 
 
 class Routing:

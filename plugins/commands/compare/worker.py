@@ -29,6 +29,8 @@ Role = Literal["reference", "noise", "noise of sums", "contestant"]
 # While a contestant trains, it does not log, validate or save.
 _HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
 _NOISES: dict[Role, Literal["products", "sums"]] = {"noise": "products", "noise of sums": "sums"}
+# Rates are compared in each step; the others choose a kernel.
+_NOT_COMPARED = {"lr", "initial_lr", "lr_scale", "foreach", "fused", "capturable", "differentiable"}
 _MOST_PARTS = 16  # a step with more micro batches is not measured one micro batch at a time
 
 
@@ -113,8 +115,23 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
         "clip": trainer.run.grad_norm_clip,
         "exact": runner.capabilities.exact,
         "betas": runner.optimizer.param_groups[0].get("betas") if runner.optimizer else None,
+        "settings": _settings(runner),
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }
+
+
+def _settings(runner: Runner) -> dict[str, list[float]]:
+    """Return each setting's values over all groups of parameters, without rates and choices of a kernel. Collective."""
+    assert runner.optimizer is not None
+    found: dict[str, set[float]] = {}
+    for group in chain.from_iterable(runner.world.all_gather([_compared(g) for g in runner.optimizer.param_groups])):
+        for key, value in group.items():
+            found.setdefault(key, set()).add(value)
+    return {key: sorted(values) for key, values in sorted(found.items())}
+
+
+def _compared(group: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in group.items() if isinstance(value, bool | float) and key not in _NOT_COMPARED}
 
 
 def _checkpoint(trainer: Trainer) -> Reader:

@@ -1,0 +1,39 @@
+"""Find what a resume does not restore, by comparing a runner with itself."""
+
+import math
+
+from .diagnosis import MOST, Finding
+from .tolerance import Record, difference, listed, steps_of
+
+_EQUAL = 1e-6  # larger relative differences from equal inputs on equal ranks are errors in any precision
+
+
+def diagnose_interruption(resumed: Record, record: Record) -> Finding | None:
+    """Compare the first step after a resume with the same step of the runner's own run without an interruption.
+
+    Both have the same ranks and so the same rounding, so errors below the noise between two layouts show here.
+    """
+    row, step, uninterrupted = resumed["rows"][0], resumed["steps"][0], steps_of(record)[resumed["rows"][0]["step"]]
+    said = f"after a resume, step {row['step']}"
+    without = next(r["loss"] for r in record["rows"] if r["step"] == row["step"])
+    if difference(row["loss"], without) > _EQUAL:
+        cause = "state that the forward needs, such as random numbers or buffers, is not restored"
+        return Finding("resume", f"{said} has the loss {row['loss']} instead of {without}: {cause}", cause=cause)
+    if step["gradients"]["products"] != uninterrupted["gradients"]["products"]:  # summed in a different order
+        return None
+    wrong, decayed = [], []
+    for name, (*changed, mm, mw, ww) in step["weights"]["products"].items():
+        # changes of the dot products of difference d, update m and weight w
+        dd, dm, dw = (a - b for a, b in zip(changed, uninterrupted["weights"]["products"][name], strict=False))
+        both, share = math.sqrt(mm * ww), dw / max(ww, 1e-30)
+        if max(abs(dd), abs(dm)) > _EQUAL * mm or abs(dw) > _EQUAL * both:
+            wrong.append(name)
+            decayed.append(abs(dm - share * mw) <= 0.2 * abs(share) * both)
+    if not wrong:
+        return None
+    cause = "a setting of the optimizer that is not restored"
+    if sum(decayed) >= MOST * len(wrong):  # each weight changed by a share of itself
+        cause = "weight decay: its rate is not restored"
+    return Finding(
+        "resume", f"{said} updates {listed(wrong)} differently, with equal gradients: {cause}", wrong, [], cause
+    )
