@@ -3,7 +3,9 @@
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from crosstrain.config.registry import registry
 from crosstrain.utils import paths
@@ -44,6 +46,12 @@ def ask() -> str:
     if not sys.stdin.isatty():
         print(f"> {printable(line)}")
     return line
+
+
+def add_flags(parser: argparse._ActionsContainer, flags: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add flags. flags: the flag's names, separated by spaces -> keywords for argparse's `add_argument`."""
+    for names, how in flags.items():
+        parser.add_argument(*names.split(), **how)
 
 
 def add_options(parser: argparse.ArgumentParser, help: str) -> None:

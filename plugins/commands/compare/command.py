@@ -4,7 +4,28 @@ import argparse
 import json
 
 from crosstrain import Command, UserError, finite, registry
-from crosstrain.cli.flags import add_config, folder, new_file, positive
+from crosstrain.cli.flags import add_config, add_flags, folder, new_file, positive
+
+_FLAGS = {
+    "--runners": {
+        "nargs": "+",
+        "required": True,
+        "metavar": "RUNNER[@N]",
+        "help": "runners or presets, each with its number of workers (default: --nproc-per-node, or 1); "
+        "the first is the reference",
+    },
+    "--steps": {"type": positive, "default": 5, "metavar": "K", "help": "training steps per runner (default: 5)"},
+    "--deep": {
+        "action": "store_true",
+        "help": "also evaluate, save and resume with each runner; micro batches differ in their number of targets",
+    },
+    "--scratch": {
+        "type": folder,
+        "metavar": "DIR",
+        "help": "existing folder in which to store the reference's tensors temporarily",
+    },
+    "--output": {"type": new_file, "metavar": "FILE", "help": "write all measurements as JSON"},
+}
 
 
 @registry.register_command("compare")
@@ -16,29 +37,7 @@ class CompareCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
         parser.set_defaults(as_given=False)  # `--runners` replaces the project's runner
-        parser.add_argument(
-            "--runners",
-            nargs="+",
-            required=True,
-            metavar="RUNNER[@N]",
-            help="runners or presets, each with its number of workers (default: --nproc-per-node, or 1); "
-            "the first is the reference",
-        )
-        parser.add_argument(
-            "--steps", type=positive, default=5, metavar="K", help="training steps per runner (default: 5)"
-        )
-        parser.add_argument(
-            "--deep",
-            action="store_true",
-            help="also evaluate, save and resume with each runner; micro batches differ in their number of targets",
-        )
-        parser.add_argument(
-            "--scratch",
-            type=folder,
-            metavar="DIR",
-            help="existing folder in which to store the reference's tensors temporarily",
-        )
-        parser.add_argument("--output", type=new_file, metavar="FILE", help="write all measurements as JSON")
+        add_flags(parser, _FLAGS)
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Compare the runners. Raises UserError if a runner fails or differs from the first one."""

@@ -4,9 +4,17 @@ import argparse
 from pathlib import Path
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_config, positive
+from crosstrain.cli.flags import add_config, add_flags, positive
 
 from .faults import FAULTS
+
+_FLAGS = {
+    "--output": {"type": Path, "required": True, "metavar": "FOLDER", "help": "folder to create for both runs"},
+    "--steps": {"type": positive, "default": 40, "metavar": "N", "help": "steps of a run (default: 40)"},
+    "--faults": {"nargs": "+", "choices": [*FAULTS], "default": [*FAULTS], "help": "kinds (default: all)"},
+    "--count": {"type": positive, "default": 4, "metavar": "N", "help": "number of faults (default: 4)"},
+    "--seed": {"type": int, "default": 0, "help": "seed of steps and workers (default: 0)"},
+}
 
 
 @registry.register_command("drill")
@@ -15,13 +23,7 @@ class DrillCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument(
-            "--output", type=Path, required=True, metavar="FOLDER", help="folder to create for both runs"
-        )
-        parser.add_argument("--steps", type=positive, default=40, metavar="N", help="steps of a run (default: 40)")
-        parser.add_argument("--faults", nargs="+", choices=[*FAULTS], default=[*FAULTS], help="kinds (default: all)")
-        parser.add_argument("--count", type=positive, default=4, metavar="N", help="number of faults (default: 4)")
-        parser.add_argument("--seed", type=int, default=0, help="seed of steps and workers (default: 0)")
+        add_flags(parser, _FLAGS)
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Print a table of faults and losses. Raises UserError unless both runs end with the same weights."""

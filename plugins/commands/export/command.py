@@ -3,9 +3,30 @@
 import argparse
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_checkpoint, add_options, add_weights, positive
+from crosstrain.cli.flags import add_checkpoint, add_flags, add_options, add_weights, positive
 
 from ..units import read_bytes
+
+_FLAGS = {
+    "--output": {"required": True, "metavar": "DIR", "help": "folder to write; it must be empty or not exist"},
+    "--dtype": {"choices": ("fp32", "bf16", "fp16"), "help": "dtype of the exported weights (default: as stored)"},
+    "--part": {
+        "metavar": "NAME",
+        "help": "part to export: adapter, or a submodel such as language_model (default: the whole model)",
+    },
+    "--max-shard-size": {
+        "default": "5GB",
+        "metavar": "SIZE",
+        "help": "maximum size of a file of weights (default: 5GB)",
+    },
+    "--average": {
+        "type": positive,
+        "default": 1,
+        "metavar": "N",
+        "help": "write the mean of the run's last N checkpoints up to this one (default: 1)",
+    },
+    "--cfg-path": {"metavar": "FILE", "help": "project file to use in place of the checkpoint's configuration"},
+}
 
 
 @registry.register_command("export")
@@ -15,30 +36,7 @@ class ExportCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_checkpoint(parser)
         add_weights(parser)
-        parser.add_argument(
-            "--output", required=True, metavar="DIR", help="folder to write; it must be empty or not exist"
-        )
-        parser.add_argument(
-            "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the exported weights (default: as stored)"
-        )
-        parser.add_argument(
-            "--part",
-            metavar="NAME",
-            help="part to export: adapter, or a submodel such as language_model (default: the whole model)",
-        )
-        parser.add_argument(
-            "--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file of weights (default: 5GB)"
-        )
-        parser.add_argument(
-            "--average",
-            type=positive,
-            default=1,
-            metavar="N",
-            help="write the mean of the run's last N checkpoints up to this one (default: 1)",
-        )
-        parser.add_argument(
-            "--cfg-path", metavar="FILE", help="project file to use in place of the checkpoint's configuration"
-        )
+        add_flags(parser, _FLAGS)
         add_options(parser, "options to override in the configuration, such as the source of frozen parameters")
 
     def run(self, arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from crosstrain import Command, registry
-from crosstrain.cli.flags import add_config, positive
+from crosstrain.cli.flags import add_config, add_flags, positive
 from crosstrain.utils import paths
 
 
@@ -57,8 +57,7 @@ class LaunchCommand(Command):
         add_config(parser, required=True)
         parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of machines (default: 1)")
         group = parser.add_argument_group("flags that only some targets use")
-        for flags, (_, how) in FLAGS.items():
-            group.add_argument(*flags.split(), **how)
+        add_flags(group, {flags: how for flags, (_, how) in FLAGS.items()})
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Print the manifest."""

@@ -4,7 +4,24 @@ import argparse
 import json
 
 from crosstrain import Command, registry
-from crosstrain.cli.flags import add_config, new_file, positive
+from crosstrain.cli.flags import add_config, add_flags, new_file, positive
+
+_FLAGS = {
+    "--world-size": {
+        "type": positive,
+        "metavar": "N",
+        "help": "number of ranks; they do not have to exist (default: as for train)",
+    },
+    "--device-memory": {
+        "metavar": "SIZE",
+        "help": "device memory per rank, such as 24GiB; shows whether the project fits",
+    },
+    "--throughput": {"metavar": "FLOPS", "help": "FLOP/s per device, such as 150T; shows the duration in days"},
+    "--tokens-per-second": {"metavar": "N", "help": "measured speed of all ranks together; shows the duration in days"},
+    "--tokens": {"metavar": "N", "help": "number of training tokens, such as 2.5B (default: from run.max_iters)"},
+    "--no-presets": {"action": "store_true", "help": "plan only the project's own runner"},
+    "--output": {"type": new_file, "metavar": "FILE", "help": "write the plan as JSON"},
+}
 
 
 @registry.register_command("plan")
@@ -15,28 +32,7 @@ class PlanCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument(
-            "--world-size",
-            type=positive,
-            metavar="N",
-            help="number of ranks; they do not have to exist (default: as for train)",
-        )
-        parser.add_argument(
-            "--device-memory",
-            metavar="SIZE",
-            help="device memory per rank, such as 24GiB; shows whether the project fits",
-        )
-        parser.add_argument(
-            "--throughput", metavar="FLOPS", help="FLOP/s per device, such as 150T; shows the duration in days"
-        )
-        parser.add_argument(
-            "--tokens-per-second", metavar="N", help="measured speed of all ranks together; shows the duration in days"
-        )
-        parser.add_argument(
-            "--tokens", metavar="N", help="number of training tokens, such as 2.5B (default: from run.max_iters)"
-        )
-        parser.add_argument("--no-presets", action="store_true", help="plan only the project's own runner")
-        parser.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
+        add_flags(parser, _FLAGS)
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Print the plan of a project, and write the plan to --output."""

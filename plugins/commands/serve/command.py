@@ -5,10 +5,46 @@ import os
 from pathlib import Path
 
 from crosstrain import Command, UserError, printable, registry, require
-from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, positive, seconds
+from crosstrain.cli.flags import add_checkpoint, add_config, add_flags, add_weights, positive, seconds
 from crosstrain.distributed.launch.launcher import launch
 
 _KEY = "CROSSTRAIN_API_KEY"
+
+_FLAGS = {
+    "--host": {"default": "127.0.0.1", "metavar": "ADDRESS", "help": "address to listen on (default: 127.0.0.1)"},
+    "--port": {
+        "type": int,
+        "default": 8000,
+        "metavar": "N",
+        "help": "port to listen on (default: 8000); 0: a free port",
+    },
+    "--name": {"metavar": "NAME", "help": "model name shown to clients (default: the run folder's name)"},
+    "--api-key": {"metavar": "KEY", "help": "key that clients must send (default: $CROSSTRAIN_API_KEY)"},
+    "--batch": {
+        "type": positive,
+        "default": 8,
+        "metavar": "N",
+        "help": "maximum number of sequences in a batch (default: 8)",
+    },
+    "--max-waiting": {
+        "type": positive,
+        "default": 512,
+        "metavar": "N",
+        "help": "maximum number of waiting completions; more are refused (default: 512)",
+    },
+    "--timeout": {
+        "type": seconds,
+        "default": 600,
+        "metavar": "SECONDS",
+        "help": "time limit for a request (default: 600)",
+    },
+    "--header-timeout": {
+        "type": seconds,
+        "default": 10,
+        "metavar": "SECONDS",
+        "help": "time limit for a request's headers to arrive (default: 10)",
+    },
+}
 
 
 @registry.register_command("serve")
@@ -19,38 +55,7 @@ class ServeCommand(Command):
         add_checkpoint(parser)
         add_weights(parser)
         add_config(parser, required=False)
-        parser.add_argument(
-            "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
-        )
-        parser.add_argument(
-            "--port", type=int, default=8000, metavar="N", help="port to listen on (default: 8000); 0: a free port"
-        )
-        parser.add_argument(
-            "--name", metavar="NAME", help="model name shown to clients (default: the run folder's name)"
-        )
-        parser.add_argument(
-            "--api-key", metavar="KEY", help="key that clients must send (default: $CROSSTRAIN_API_KEY)"
-        )
-        parser.add_argument(
-            "--batch", type=positive, default=8, metavar="N", help="maximum number of sequences in a batch (default: 8)"
-        )
-        parser.add_argument(
-            "--max-waiting",
-            type=positive,
-            default=512,
-            metavar="N",
-            help="maximum number of waiting completions; more are refused (default: 512)",
-        )
-        parser.add_argument(
-            "--timeout", type=seconds, default=600, metavar="SECONDS", help="time limit for a request (default: 600)"
-        )
-        parser.add_argument(
-            "--header-timeout",
-            type=seconds,
-            default=10,
-            metavar="SECONDS",
-            help="time limit for a request's headers to arrive (default: 10)",
-        )
+        add_flags(parser, _FLAGS)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Serve a checkpoint until a signal arrives; return the exit code."""
