@@ -1,10 +1,10 @@
 """Detect slow ranks from the times that each rank measures for its own work.
 
-On CPUs, the time without waits for other ranks is known. It is compared between ranks that do the same work on
-different samples, and with the rank's own earlier steps, because other ranks may have other work. On GPUs, a rank's
-waits are not known. Its forward and backward times identify a slow rank only if they contain no communication. If the
-engine communicates only in the backward pass, the forward times still identify it. If the engine communicates in both
-passes (FSDP, ZeRO 3, tensor parallelism, pipelines), all ranks take equally long and no rank is reported.
+On CPUs with a watchdog, the time without waits for other ranks is known. It is compared between ranks that do the same
+work on different samples, and with the rank's own earlier steps, because other ranks may have other work. Otherwise, a
+rank's waits are not known. Its forward and backward times identify a slow rank only if they contain no communication.
+If the engine communicates only in the backward pass, the forward times still identify it. If the engine communicates in
+both passes (FSDP, ZeRO 3, tensor parallelism, pipelines), all ranks take equally long and no rank is reported.
 """
 
 import time
@@ -57,13 +57,14 @@ class Stragglers(Callback):
         peers = _peers(dp_ranks)
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         past, others = self._past[len(works)], "{:.1f}x the median of the other ranks"
-        if trainer.runner.device.type == "cpu":
+        usual = _of_past(works, past)
+        if trainer.runner.device.type == "cpu" and seconds_waited():
             slow = _slowest(works, _of_peers(works, peers), f"work takes {others}")
-            slow = slow or _slowest(works, _of_past(works, past), "work takes {:.1f}x the usual time")
+            slow = slow or _slowest(works, usual, "work takes {:.1f}x the usual time")
         else:
             slow = _slowest(both, _of_peers(both, peers), f"forward and backward take {others}")
             slow = slow or _slowest(forward, _of_peers(forward, peers), f"forward takes {others}")
-        past.append(works)
+        past.append([u if w >= SLOWER * u else w for w, u in zip(works, usual, strict=True)])  # slow is never usual
         found = [self._straggler(step, slow), self._data_bound(step, clock.steps, clock.seconds, waits)]
         metrics.notes = [sentence for sentence in found if sentence]
         if max(waits) > 0:
@@ -128,12 +129,12 @@ def _of_peers(seconds: Sequence[float], groups: list[tuple[int, ...]]) -> list[f
 
 
 def _of_past(seconds: Sequence[float], past: Sequence[Sequence[float]]) -> list[float]:
-    """Return each rank's median of earlier steps, times the factor by which the other ranks' times have changed."""
+    """Return each rank's median of earlier steps, times the factor by which the other ranks have become slower."""
     if len(past) < ENOUGH or len(seconds) == 1:
         return [inf] * len(seconds)
     usual = [median(times) for times in zip(*past, strict=True)]
     changes = [taken / normal for taken, normal in zip(seconds, usual, strict=True)]
-    return [u * median(changes[:rank] + changes[rank + 1 :]) for rank, u in enumerate(usual)]
+    return [u * max(1.0, median(changes[:rank] + changes[rank + 1 :])) for rank, u in enumerate(usual)]
 
 
 def _peers(dp_ranks: Sequence[int]) -> list[tuple[int, ...]]:

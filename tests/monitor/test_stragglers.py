@@ -69,6 +69,12 @@ def notes_of(ours: Stragglers, intervals: int = 1, seconds: float = 1.0) -> list
 EVEN = [0.0, 0.1, 0.2]
 
 
+@pytest.fixture(autouse=True)
+def watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has waited for others."""
+    monkeypatch.setattr(stragglers, "seconds_waited", lambda: 1.0)
+
+
 def test_a_slow_rank_is_named_when_it_was_slow_twice() -> None:
     ours = detector([[*EVEN, 0], [*EVEN, 1], [0.0, 0.2, 0.37, 2], [*EVEN, 3]])
     assert notes_of(ours) == []
@@ -114,6 +120,27 @@ def test_longer_steps_of_all_ranks_are_nobodys_fault() -> None:
     ours = detector(ALIKE, "cpu")
     works(ours, 0.1, 0.3, 0.1, steps=10)
     assert works(ours, 0.2, 0.6, 0.2, steps=3) == []
+
+
+def test_a_rank_that_stays_slow_does_not_become_usual() -> None:
+    ours = detector(ALIKE, "cpu")
+    works(ours, 0.1, 0.1, 0.1, steps=10)
+    ours._times_told.clear()
+    said = [note for _ in range(120) for note in works(ours, 0.1, 0.1, 0.2, steps=1)]
+    assert [re.search(r"(\d+)th time|$", note)[1] for note in said] == [None, "10", "100"]  # type: ignore[index]
+
+
+def test_nobody_is_slow_where_another_rank_becomes_faster() -> None:
+    ours = detector(ALIKE[:2], "cpu")
+    works(ours, 0.1, 0.2, steps=10)
+    assert works(ours, 0.1, 0.1, steps=5) == []
+
+
+def test_without_a_watchdog_forward_and_backward_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stragglers, "seconds_waited", lambda: 0.0)
+    ours = detector([[*EVEN, 0], [0.0, 0.5, 0.5, 1]], "cpu")
+    (note,) = notes_of(ours, 2)
+    assert "its forward and backward take" in note
 
 
 def test_a_rank_that_is_slow_again_is_named_again() -> None:

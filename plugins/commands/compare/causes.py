@@ -161,7 +161,10 @@ def norm_cause(
     relative difference that counts as rounding error.
     """
     total = sum(squares.values())
-    other = "gradient_norm counts parts twice or not on all ranks, or gradients change before it, such as by clipping"
+    other = (
+        "gradient_norm counts parts twice or not on all ranks, or sums many squares in fp32, or gradients change "
+        "before it, such as by clipping"
+    )
     if not total or not math.isfinite(ratio):
         return other, []
     fewest = min(copies.values(), default=1)

@@ -183,8 +183,7 @@ class Race:
                     resumed = self.record(label, size, config, "contestant", resumed=True)
                     self.results[label] = record | {"resumed": resumed}
                     finding = diagnose(resumed, reference, limits, resumed=True)
-                    if finding is None and record["exact"]:
-                        finding = diagnose_interruption(resumed, record)
+                    finding = finding or diagnose_interruption(resumed, record)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: {what}: {error}\n")
                 self.results[label] = self.results.get(label, {}) | {"error": str(error)}

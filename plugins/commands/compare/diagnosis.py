@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import causes
-from .forward import changed_constants, first_module, flipped
+from .forward import first_module, flipped
 from .tolerance import Gap, Record, Tolerance, copies_apart, difference, listed, numbered, steps_of
 
 Phase = Literal[
@@ -68,7 +68,6 @@ class _Judge:
             yield from self._samples(row, theirs, step, expected)
             if number == 1:
                 yield from self._evaluation(row, step, expected)
-                yield from self._constants(step, expected)
             if not record["exact"]:  # ranks step independently, so only the first forward has to agree
                 continue
             yield from self._loss(row, theirs, step, expected)
@@ -160,13 +159,6 @@ class _Judge:
         if self.record["plain_training"] and not self.reference["plain_training"]:
             cause = "a part of the model is in training mode (dropout)"
         yield self._finding("evaluation", f"{said}, although training agrees", cause)
-
-    def _constants(self, step: Record, expected: Record) -> Iterator[Finding]:
-        """Report modules that no weights reach, such as rotary positions, but with other outputs."""
-        noise = {} if self.tolerance.noise is None else self.tolerance.noise["steps"][0]["activations"]
-        for module in changed_constants(step["activations"], expected["activations"], noise):
-            said = f"the output of {module} differs, and depends on no weights"
-            yield self._finding("forward", said, "its buffers or their precision, its input, or random numbers")
 
     def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
         """Describe the first place in the forward that differs, and return the parameters there."""

@@ -21,25 +21,18 @@ from .tolerance import difference, usual_difference
 Near = dict[str, Any]
 
 _NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # smaller margins between logits are near ties
-_CONSTANT = 1e-6  # larger relative differences of outputs that no weights reach are errors in any precision
 _DEFAULT = 1e-3  # the same limit for fp32; far above rounding error, because weights differ in later steps
 
 
 class Activations:
-    """Records the inputs and outputs of every module that directly owns parameters, or buffers, as rotary positions do.
-
-    Calls of a module without parameters are not counted, because each stage of a pipeline makes them.
-    """
+    """Records the inputs and outputs of every module that directly owns parameters."""
 
     def __init__(self, model: Model, group: Group) -> None:
         self.group = group
         self._sums: dict[str, list[Any]] = {}  # module -> squares and sizes of inputs, then of outputs
-        self._counted: set[str] = set()  # modules with parameters
         for name, module in model.named_modules():
-            named = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
-            if named or any(True for _ in module.buffers(recurse=False)):
-                place = model.weights.canonical_name(named[0]).rpartition(".")[0] if named else name
-                self._counted |= {place} if named else set()
+            for parameter, _ in [*module.named_parameters(name, recurse=False)][:1]:
+                place = model.weights.canonical_name(parameter).rpartition(".")[0]
                 module.register_forward_hook(partial(self._add, place), with_kwargs=True)
 
     def _add(self, place: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -61,10 +54,7 @@ class Activations:
         Inputs and outputs are mean squares over the calls since `clear`. Sharding, replication and recomputation do not
         change the means. Calls are counted on all ranks.
         """
-        mine = {
-            place: [*(float(sum(of)) for of in sums), float(len(sums[2]) * (place in self._counted))]
-            for place, sums in self._sums.items()
-        }
+        mine = {place: [*(float(sum(of)) for of in sums), float(len(sums[2]))] for place, sums in self._sums.items()}
         total: dict[str, list[float]] = {}
         for held in self.group.all_gather(mine):
             for place, sums in held.items():
@@ -93,21 +83,6 @@ def first_module(
             return module, f"the first difference is the output of {module}: its weights, or how it is sharded"
         before = module
     return "", "no module's output differs, only the loss: its targets, its sum or its mean"
-
-
-def changed_constants(
-    mine: dict[str, list[float]], theirs: dict[str, list[float]], noise: dict[str, list[float]]
-) -> list[str]:
-    """Return the modules whose outputs have a different mean square, although no weights reach them.
-
-    noise: of a run with rounded weights.
-    """
-    found = []
-    for module, (_, right, calls) in theirs.items():
-        reached = calls or noise.get(module, [0.0, None])[1] != right
-        if not reached and difference(mine.get(module, [0.0, right])[1], right) > _CONSTANT:
-            found.append(module)
-    return found
 
 
 class Routing:

@@ -131,7 +131,7 @@ def _settings(runner: Runner) -> dict[str, list[float]]:
 
 
 def _compared(group: dict[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in group.items() if isinstance(value, bool | float) and key not in _NOT_COMPARED}
+    return {key: value for key, value in group.items() if isinstance(value, int | float) and key not in _NOT_COMPARED}
 
 
 def _checkpoint(trainer: Trainer) -> Reader:

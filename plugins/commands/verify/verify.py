@@ -18,6 +18,7 @@ from crosstrain.utils.processes import main_hidden
 
 from ..compare.compare import APART, Contestant, Race, make_contestants, refusal
 from ..compare.diagnosis import diagnose
+from ..compare.interruption import diagnose_interruption
 from ..compare.tolerance import Record, Tolerance, difference, number_difference
 from ..export.folder import export
 
@@ -134,6 +135,8 @@ class _Acceptance:
             return "not tried", "each rank has its own optimizer state, which only the same number of ranks can resume"
         record = self.race.record(self.label, size, config, "contestant", earlier.run.output_dir, resumed=True)
         finding = diagnose(record, self.reference, self.tolerance, resumed=True)
+        if config is self.config and size == self.size:
+            finding = finding or diagnose_interruption(record, self.record)
         return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
 
     def _export(self) -> tuple[str, str]:
