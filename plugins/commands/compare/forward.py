@@ -21,6 +21,7 @@ from .tolerance import difference, usual_difference
 Near = dict[str, Any]
 
 _NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # smaller margins between logits are near ties
+_ROUNDING = 2.0**-20  # a few rounding errors of an fp32 logit near 1; exact ties may have no noise at all
 _DEFAULT = 1e-3  # the same limit for fp32; far above rounding error, because weights differ in later steps
 
 
@@ -145,7 +146,7 @@ def flipped(mine: Near, theirs: Near, noise: Near | None) -> tuple[int, str] | N
     if not keys:
         return None
     layer, sample, token = min(tuple(map(int, key.split())) for key in keys)
-    if noise is not None and _moved(mine, theirs, layer) > 16 * _moved(noise, theirs, layer):
+    if noise is not None and _moved(mine, theirs, layer) > max(16 * _moved(noise, theirs, layer), _ROUNDING):
         return None
     more = f" and for {len(keys) - 1} more tokens" if len(keys) > 1 else ""
     return layer, (
