@@ -55,7 +55,8 @@ class _Judge:
             yield self._finding("norm", f"{said}, with equal gradients", cause, names)
         elif difference(mine, right) > self.tolerance.norms:
             place, names = self._place(number, step, expected)
-            yield self._finding("gradients", f"{said}, and that is the gradients' norm", place, names)
+            cause = place if names else "no tensor alone differs by more than rounding"
+            yield self._finding("gradients", f"{said}, and that is the gradients' norm", cause, names)
 
     def findings(self) -> Iterator[Finding]:
         """Yield all differences in the order in which they occur."""
