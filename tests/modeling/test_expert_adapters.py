@@ -230,6 +230,7 @@ def test_what_does_not_fit_is_refused(based: Callable[[str], Workspace], options
         build(workspace, *options)
 
 
+@pytest.mark.slow
 def test_operations_per_token_are_those_of_the_experts_that_a_token_uses(
     based: Callable[[str], Workspace],
 ) -> None:
