@@ -99,15 +99,15 @@ class Lora(Adapter):
             holder = nn.Module()  # without the model's `config`, peft does not replace linear layers by experts
             holder._modules = model._modules
             peft.inject_adapter_in_model(replace(self.config, target_parameters=None), holder, adapter_name=_NAME)
+        idle = 0.0  # elements of adapters that a token does not use
         for name in self.stacks:
             path, _, parameter = name.rpartition(".")
-            model.set_submodule(path, StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha))
+            adapter = StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha)
+            model.set_submodule(path, adapter)
+            idle += (1.0 - used) * sum(p.numel() for p in adapter.own_parameters())
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        idle = (1.0 - used) * sum(
-            p.numel() for m in model.modules() if isinstance(m, StackedLora) for p in m.own_parameters()
-        )
         self.spared_flops = weights - 6.0 * (trained - idle)
         around: Any = model  # wrap the interfaces of the model
         around.weights = AdaptedWeights(model.weights, self)

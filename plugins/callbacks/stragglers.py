@@ -54,17 +54,17 @@ class Stragglers(Callback):
         own = clock.waited, timers.get("forward", 0.0), timers.get("backward", 0.0), work, trainer.runner.dp.rank
         waits, forward, backward, works, dp_ranks = zip(*trainer.ranks.all_gather(own), strict=True)
         self._checks += 1
-        peers = _peers(dp_ranks)
-        both = [f + b for f, b in zip(forward, backward, strict=True)]
-        past, others = self._past[len(works)], "{:.1f}x the median of the other ranks"
-        usual = _of_past(works, past)
+        peers, others = _peers(dp_ranks), "{:.1f}x the median of the other ranks"
         if trainer.runner.device.type == "cpu" and seconds_waited():
+            past = self._past[len(works)]
+            usual = _of_past(works, past)
             slow = _slowest(works, _of_peers(works, peers), f"work takes {others}")
             slow = slow or _slowest(works, usual, "work takes {:.1f}x the usual time")
+            past.append([u if w >= SLOWER * u else w for w, u in zip(works, usual, strict=True)])  # slow is never usual
         else:
+            both = [f + b for f, b in zip(forward, backward, strict=True)]
             slow = _slowest(both, _of_peers(both, peers), f"forward and backward take {others}")
             slow = slow or _slowest(forward, _of_peers(forward, peers), f"forward takes {others}")
-        past.append([u if w >= SLOWER * u else w for w, u in zip(works, usual, strict=True)])  # slow is never usual
         found = [self._straggler(step, slow), self._data_bound(step, clock.steps, clock.seconds, waits)]
         metrics.notes = [sentence for sentence in found if sentence]
         if max(waits) > 0:

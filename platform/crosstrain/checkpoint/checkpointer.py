@@ -187,8 +187,7 @@ class Checkpointer:
         is written. A failure of the previous save is not raised here, because the current state should still be saved;
         that failure is already logged.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         mine = holdings(shards)
         writers = assign(self.group.all_gather(list(mine)))
         # Copy, because the optimizer changes these tensors in place while the files are written.
@@ -235,10 +234,14 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raises CheckpointError or RankLost if the last save failed."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         if self._error is not None:
             raise self._error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _together(self, action: Callable[[], Any], by_first: bool = False) -> list[Any]:
         """Run `action` on every rank, or only on rank 0, and return the results of all ranks.

@@ -204,7 +204,7 @@ class Reader:
         return Reader(folder, tensors)
 
     def choose(self, weights: str | None) -> Self:
-        """Return this reader after it was set to read a callback's weights instead of the parameters; None: parameters.
+        """Read a callback's weights instead of the parameters; None: read the parameters. Returns this reader.
 
         Raises CheckpointError if the checkpoint has no such weights.
         """

@@ -102,6 +102,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
 def _facts(trainer: Trainer) -> dict[str, Any]:
     """Describe the model and the parallel layout. Collective."""
     runner = trainer.runner
+    assert runner.optimizer is not None
     held = runner.world.all_gather([*runner.model.weights.parameters()])
     first = {id(p): name for name, p in runner.model.weights.parameters().items()}
     seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
@@ -114,23 +115,23 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
         "accumulation": trainer.plan.accumulation,
         "clip": trainer.run.grad_norm_clip,
         "exact": runner.capabilities.exact,
-        "betas": runner.optimizer.param_groups[0].get("betas") if runner.optimizer else None,
-        "settings": _settings(runner),
+        "betas": runner.optimizer.param_groups[0].get("betas"),
+        "settings": _settings(runner.world.all_gather([_compared(group) for group in runner.optimizer.param_groups])),
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }
 
 
-def _settings(runner: Runner) -> dict[str, list[float]]:
-    """Return each setting's values over all groups of parameters, without rates and choices of a kernel. Collective."""
-    assert runner.optimizer is not None
+def _settings(ranks: list[list[dict[str, float]]]) -> dict[str, list[float]]:
+    """Return the values of each setting over the groups of parameters of all ranks."""
     found: dict[str, set[float]] = {}
-    for group in chain.from_iterable(runner.world.all_gather([_compared(g) for g in runner.optimizer.param_groups])):
+    for group in chain.from_iterable(ranks):
         for key, value in group.items():
             found.setdefault(key, set()).add(value)
     return {key: sorted(values) for key, values in sorted(found.items())}
 
 
 def _compared(group: dict[str, Any]) -> dict[str, float]:
+    """Return the settings of a group of parameters, without rates and choices of a kernel."""
     return {key: value for key, value in group.items() if isinstance(value, int | float) and key not in _NOT_COMPARED}
 
 
