@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,24 +26,9 @@ from crosstrain.checkpoint.digests import recorded
 from crosstrain.checkpoint.folders import find_checkpoint
 
 SHARDED = {"bitwise": {"width": 4}}
-# row -> model, data and further options of `run`
-ROWS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "gpt2": (GPT2, "text", {}),
-    "qwen2": (MODELS["qwen2"], "text", {}),
-    "llama_lora": (MODELS["llama"] | {"adapter": LORA}, "text", {}),
-    "chat": (MODELS["qwen3_tied"], "chat", {}),
-    "dpo": (GPT2 | {"dropout": 0.0}, "pairs", {"objective": {"name": "dpo", "beta": 0.3}}),
-    "qwen3_moe": (MODELS["qwen3_moe"], "text", {}),
-    "images": (MODELS["images"], "shapes", {}),
-    "gpt2, width 4": (GPT2, "text", SHARDED),
-    "qwen2, width 4": (causal_lm("qwen2", num_key_value_heads=4, attention_dropout=0.1), "text", SHARDED),
-    "llama_lora, width 4": (causal_lm("llama", num_key_value_heads=4) | {"adapter": LORA}, "text", SHARDED),
-    "mixtral, width 4": (
-        causal_lm("mixtral", num_key_value_heads=4, num_local_experts=4, attention_dropout=0.1),
-        "text",
-        SHARDED,
-    ),
-}
+SLICED: dict[str, Any] = {"bitwise": {"slices": 4}}
+BOTH: dict[str, Any] = {"bitwise": {"width": 4, "slices": 2}}
+FOUR_KEYS = causal_lm("qwen2", num_key_value_heads=4, attention_dropout=0.1)
 RUN = {
     "bitwise": True, "device": "cpu", "micro_batch_size": 1, "save_interval": 10, "keep_last": 1, "log_interval": 1,
     "init_lr": 3e-3, "warmup_steps": 5, "grad_norm_clip": 0.5, "max_iters": 1, "global_batch_size": 12,
@@ -61,12 +47,45 @@ WIDE = {
         "zero3@2", "ddp@4",
     ],
 }  # fmt: skip
+IN_SLICES = {
+    12: [
+        "ddp@1", "ddp@4", "fsdp@2", "zero1@2", "zero2@2", "zero3@2", "pp2@2", "cp2@2", "cp2@4", "cp4@4", "cp2_pp2@4",
+        "cp2_fsdp@2", "cp2_fsdp@4", "cp4_fsdp@4",
+    ],
+}  # fmt: skip
+WIDE_IN_SLICES = {12: ["ddp@1", "ddp@4", "fsdp@2", "zero3@2", "tp2@2", "tp4@4", "cp2@2", "tp2_cp2@4", "cp2_fsdp@4"]}
+# row -> model, data, further options of `run`, and layouts for each number of micro batches per step
+ROWS: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[int, list[str]]]] = {
+    "gpt2": (GPT2, "text", {}, LAYOUTS),
+    "qwen2": (MODELS["qwen2"], "text", {}, LAYOUTS),
+    "llama_lora": (MODELS["llama"] | {"adapter": LORA}, "text", {}, LAYOUTS),
+    "chat": (MODELS["qwen3_tied"], "chat", {}, LAYOUTS),
+    "dpo": (GPT2 | {"dropout": 0.0}, "pairs", {"objective": {"name": "dpo", "beta": 0.3}}, LAYOUTS),
+    "qwen3_moe": (MODELS["qwen3_moe"], "text", {}, LAYOUTS),
+    "images": (MODELS["images"], "shapes", {}, LAYOUTS),
+    "gpt2, width 4": (GPT2, "text", SHARDED, WIDE),
+    "qwen2, width 4": (FOUR_KEYS, "text", SHARDED, WIDE),
+    "llama_lora, width 4": (causal_lm("llama", num_key_value_heads=4) | {"adapter": LORA}, "text", SHARDED, WIDE),
+    "mixtral, width 4": (
+        causal_lm("mixtral", num_key_value_heads=4, num_local_experts=4, attention_dropout=0.1),
+        "text",
+        SHARDED,
+        WIDE,
+    ),
+    "gpt2, slices 4": (GPT2, "text", SLICED, IN_SLICES),
+    "qwen2, slices 4": (FOUR_KEYS, "text", SLICED, IN_SLICES),
+    "llama_lora, slices 4": (causal_lm("llama", num_key_value_heads=4) | {"adapter": LORA}, "text", SLICED, IN_SLICES),
+    "chat, slices 4": (MODELS["qwen3_tied"], "chat", SLICED, IN_SLICES),
+    "qwen2, width 4, slices 2": (FOUR_KEYS, "text", BOTH, WIDE_IN_SLICES),
+}
 WITH_EXPERTS = ["qwen3_moe", "mixtral, width 4"]
 EXPERTS = ["ep2@2", "ep2@4", "pp2_ep2@4", "tp2_ep2@4"]  # for models with experts; tensor parallelism needs a width
 MEGATRON = {
     "pp2": {"pipeline_parallel": 2}, "tp1": {}, "tp2": {"tensor_parallel": 2}, "tp4": {"tensor_parallel": 4},
     "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}, "ep2": {"expert_parallel": 2},
     "tp2_sp": {"tensor_parallel": 2, "sequence_parallel": True}, "cp2": {"context_parallel": 2},
+    "cp4": {"context_parallel": 4}, "cp2_pp2": {"context_parallel": 2, "pipeline_parallel": 2},
+    "tp2_cp2": {"tensor_parallel": 2, "context_parallel": 2},
     "tp2_ep2": {"tensor_parallel": 2, "expert_parallel": 2}, "pp2_ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
 }  # fmt: skip
 CHANGES = ["zero3@2", "ddp@4", "fsdp@3", "zero1@1", "ddp@3"]  # runner and ranks of every fifth of a run
@@ -98,7 +117,11 @@ class Runs:
     def train(self, run: Path, layout: str, last: int, killed_when: Callable[[], bool] | None = None) -> bool:
         """Train up to step `last`; return False if the run was killed."""
         name, _, ranks = layout.partition("@")
-        runner = json.dumps({"name": "megatron", **MEGATRON[name]}) if name in MEGATRON else name
+        runner = name
+        if name in MEGATRON:
+            runner = json.dumps({"name": "megatron", **MEGATRON[name]})
+        elif degree := re.match(r"cp(\d)_fsdp", name):
+            runner = json.dumps({"name": "fsdp", "context_parallel": int(degree[1])})
         length = [f"run.max_iters={last}", f"run.lr_decay_iters={self.steps}"]
         where = [f"run.output_dir={run}", f"run.runner={runner}", f"run.amp={self.amp}"]
         options = [*length, *where, f"run.global_batch_size={self.batch}"]
@@ -122,11 +145,11 @@ def main() -> None:
     arguments = parser.parse_args()
     data, rows, refused = write_data(arguments.folder / "data"), [], dict[str, list[str]]()
     for row in arguments.rows:
-        model, dataset, run = ROWS[row]
+        model, dataset, run, batches = ROWS[row]
         (arguments.folder / row).mkdir(exist_ok=True)
         project = write_project(arguments.folder / row / "project.yaml", model, data[dataset], RUN | run)
         for amp in arguments.amp:
-            for batch, layouts in (WIDE if run is SHARDED else LAYOUTS).items():
+            for batch, layouts in batches.items():
                 layouts = [*layouts, *(EXPERTS if row in WITH_EXPERTS else [])]
                 runs, found = Runs(arguments.folder / row, project, batch, amp, arguments.steps), dict[str, str]()
                 for layout in layouts:

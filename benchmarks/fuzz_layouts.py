@@ -58,6 +58,7 @@ class What:
     clip: float
     width: int
     seed: int
+    slices: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def draw_what(rng: random.Random) -> What:
         clip=rng.choice([0.0, 0.5]),
         width=rng.choice([0, 0, 2, 4]),
         seed=rng.randrange(1000),
+        slices=rng.choice([0, 0, 2, 4]),
     )
 
 
@@ -192,7 +194,8 @@ class Fuzzer:
         parts = [(how.runner, how.ranks, how.change or self.steps)]
         if how.change:
             parts.append((how.next_runner, how.next_ranks, self.steps))
-        on = {"mode": "on", **({"width": what.width} if what.width else {})}
+        parts_of = {"width": what.width, "slices": what.slices}
+        on = {"mode": "on"} | {name: number for name, number in parts_of.items() if number}
         bitwise = json.dumps(on) if how.bitwise else "false"
         for runner, ranks, last in parts:
             options = [f"run.bitwise={bitwise}", f"run.runner={runner}", f"run.output_dir={run}"]
@@ -317,7 +320,18 @@ def main() -> None:
 def _table(rows: list[dict[str, Any]]) -> str:
     """Return the counts of verdicts by value of each dimension."""
     lines = []
-    for dimension in ("model", "data", "amp", "optimizer", "adapter", "checkpointing", "width", "bitwise", "runner"):
+    for dimension in (
+        "model",
+        "data",
+        "amp",
+        "optimizer",
+        "adapter",
+        "checkpointing",
+        "width",
+        "slices",
+        "bitwise",
+        "runner",
+    ):
         found: dict[str, Counter[str]] = {}
         for row in rows:
             value = (

@@ -55,7 +55,14 @@ MODELS["lora in bf16"] = {
     "adapter": {"name": "lora", "rank": 4, "dropout": 0.1},
 }  # fmt: skip
 WIDE = ["wide", "wide_gpt2", "wide_lora", "wide_experts"]
-OPTIONS = {"muon": ("run.optimizer=muon",), **HALF, **dict.fromkeys(WIDE, ("run.bitwise.width=4",))}
+SLICED = {f"sliced {name.removeprefix('wide_')}": name for name in ("wide", "wide_gpt2", "wide_lora", "tied_qwen3")}
+MODELS |= {name: MODELS[model] for name, model in SLICED.items()}
+OPTIONS = {
+    "muon": ("run.optimizer=muon",),
+    **HALF,
+    **dict.fromkeys(WIDE, ("run.bitwise.width=4",)),
+    **dict.fromkeys(SLICED, ("run.bitwise.slices=4",)),
+}
 RUNNERS = ["ddp@3", "fsdp@2", "zero1@2", "zero2@4", "zero3@3"]
 TENSOR = [
     "megatron_tp2@2",
@@ -68,6 +75,11 @@ CASES += [(model, runner) for model in WIDE for runner in TENSOR]
 CASES += [(model, "megatron_tp2_sp@2") for model in WIDE if model != "wide_lora"]
 CASES += [("experts", f"{{name: megatron, expert_parallel: 2}}@{ranks}") for ranks in (2, 4)]
 CASES += [("wide_experts", "{name: megatron, tensor_parallel: 2, expert_parallel: 2}@4")]
+CASES += [
+    (model, f"{{name: fsdp, context_parallel: {degree}}}@{ranks}")
+    for model in SLICED
+    for degree, ranks in ((2, 2), (2, 4), (4, 4))
+]
 CASES += [("images", runner) for runner in RUNNERS]
 
 

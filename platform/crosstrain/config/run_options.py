@@ -46,14 +46,17 @@ class BitwiseOptions:
     shorthand: ClassVar = "mode"
     switches: ClassVar[dict[bool, str]] = {True: "on", False: "off"}
 
-    # on: the same bits under every runner and on every number of ranks; slower. auto: on if `width` is set
+    # on: the same bits under every runner and on every number of ranks; slower. auto: on if `width` or `slices` is set
     mode: Literal["on", "off", "auto"] = "auto"
     # number of products whose sum is the result of a sharded layer: the greatest degree of tensor parallelism; None: 1
     width: Annotated[int, Interval(ge=1, le=1024)] | None = None
+    # number of slices of a sequence that are computed on their own: the greatest degree of context parallelism, a power
+    # of two; None: 1
+    slices: Annotated[int, Interval(ge=1, le=1024)] | None = None
 
     @property
     def enabled(self) -> bool:
-        return self.mode == "on" or (self.mode == "auto" and self.width is not None)
+        return self.mode == "on" or (self.mode == "auto" and (self.width or self.slices) is not None)
 
 
 @dataclass

@@ -67,6 +67,7 @@ class Capabilities:
     bitwise: str | None = None  # "module:class" of the subclass for `run.bitwise`; None: `run.bitwise` is rejected
     # type of a device -> backend of torch's process groups for its tensors
     backends: Mapping[str, str] = field(default_factory={"cpu": "gloo", "cuda": "nccl"}.copy)
+    draws_parts: bool = False  # True: a rank with a part of a sequence draws the random numbers of this part by itself
     consecutive_micro_batches: bool = False  # True: a rank takes consecutive micro batches of a step, not every n-th
 
 
@@ -356,8 +357,11 @@ def _combined(chosen: Component) -> type[Runner]:
 
 
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:
-    """Seed torch's random number generators for a micro batch; context-parallel ranks use different seeds."""
-    parts = [runner.context.rank] if runner.context.size > 1 else []
+    """Seed torch's random number generators for a micro batch.
+
+    Context-parallel ranks use different seeds, unless `Capabilities.draws_parts` is set.
+    """
+    parts = [] if runner.context.size == 1 or runner.capabilities.draws_parts else [runner.context.rank]
     torch.manual_seed(derive_seed(runner.run.seed, "micro batch", micro_batch.first_sample, *parts))
 
 

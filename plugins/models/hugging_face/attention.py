@@ -225,9 +225,9 @@ def _lengths(queries: list[int], keys: list[int], device: torch.device) -> dict[
 
 
 Compute = Callable[..., tuple[Tensor, Any]]
-# Computes attention with dropout: calls its first argument for groups of the heads of query, key and value, and returns
-# the joined outputs [batch, length, heads, width].
-ByHeads = Callable[[Compute, Tensor, Tensor, Tensor], Tensor]
+# Computes attention with dropout: calls its first argument for groups of the heads of query, key and value, and joins
+# the outputs [batch, length, heads, width].
+ByHeads = Callable[[Compute, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
 
 def _sdpa(
@@ -392,7 +392,7 @@ def register_attention(name: str, masked: str) -> str:
                 kwargs["documents"] = documents
         compute = partial(_computed_by, by, module, attention_mask=attention_mask, **kwargs)
         if dropout and by_heads is not None:
-            return by_heads(compute, query, key, value), None
+            compute = partial(by_heads, compute)
         if documents is None or documents.context is None:
             return compute(query, key, value)
         if query.shape[1] % documents.context.size == 0:

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from crosstrain import (
+    PLAIN,
+    Batch,
     ConfigError,
+    ForwardMode,
     Group,
     Layout,
     MakeOptimizer,
@@ -30,6 +33,7 @@ from .backend import rounds
 from .experts import all_experts
 from .norm import exact_norm
 from .partial_sums import nodes_of
+from .slices import Slices, check_slices
 from .units import Units, check_units, plan_of_units
 
 
@@ -43,6 +47,7 @@ class Bitwise(Runner):
     """
 
     tensor: TensorParallel | None = None  # None: this rank has whole matrices
+    slices: Slices | None = None  # None: modules compute whole sequences
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -51,14 +56,22 @@ class Bitwise(Runner):
             raise ConfigError("run.bitwise: set run.micro_batch_size; without it, the number of ranks determines it")
         if run.amp.dtype == "fp16" or run.amp.linear is not None:
             raise ConfigError("run.bitwise: fp16 and float8 are not supported; use run.amp=bf16 or fp32")
-        if context_size(options) > 1:
-            raise ConfigError("run.bitwise: context parallelism is not supported; use context_parallel=1")
+        slices, ranks = run.bitwise.slices or 1, context_size(options)
+        if slices % ranks or slices.bit_count() > 1 or (run.bitwise.width or ranks) % ranks:
+            raise ConfigError(
+                f"run.bitwise.slices: {slices} does not allow context_parallel={ranks}; set slices, in every run that "
+                f"is compared, to a power of two that is a multiple of it, and width, if it is set, to a multiple"
+            )
+        if slices > 1 and run.objective is not None:
+            raise ConfigError("run.bitwise.slices: run.objective needs whole sequences; remove one of the two")
 
     @classmethod
     def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
         super().check_model(options, run, model)
         if run.bitwise.width is not None:
             check_units(model, cls.over(options), run.bitwise.width)
+        if run.bitwise.slices is not None:
+            check_slices(model, run.bitwise.slices)
 
     @classmethod
     def over(cls, options: Any) -> dict[str, str]:
@@ -83,7 +96,7 @@ class Bitwise(Runner):
     def construct(self, make_model: Callable[[], Model]) -> Model:
         model = super().construct(make_model)
         if (width := self.run.bitwise.width) is not None and self.tensor is None:
-            Units(width).compute(model, plan_of_units(model, self.over(self.options)))
+            Units(width, self.context).compute(model, plan_of_units(model, self.over(self.options)))
         for experts in model.structure.experts().values():
             experts.forward = partial(all_experts, experts)
         for module in model.modules():
@@ -93,6 +106,8 @@ class Bitwise(Runner):
     def setup(self) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when a GPU is first used
         super().setup()
+        if self.run.bitwise.slices is not None:
+            self.slices = Slices(self.run.bitwise.slices // self.context.size, self.context)
         if self.run.threads is None:
             torch.set_num_threads(1)  # the same for every number of ranks
         if self.device.type == "cuda":
@@ -103,6 +118,24 @@ class Bitwise(Runner):
             log.warning(
                 "run.bitwise was not tried on GPUs yet; compare the digests of your layouts (crosstrain compare)"
             )
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        super().prepare(model, make_optimizer)
+        self.slice(model)
+
+    def slice(self, model: Model) -> None:
+        """Make a model that is sharded or wrapped compute slices of sequences, if the run's options say so."""
+        if self.slices is not None:
+            self.slices.compute(model, draws_heads=self.run.bitwise.width is None)
+
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return super().compute_loss(batch, self._sliced(mode))
+
+    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return super().evaluate(batch, self._sliced(mode))
+
+    def _sliced(self, mode: ForwardMode) -> ForwardMode:
+        return mode if self.slices is None else replace(mode, head=self.slices.head(mode.head))
 
     @property
     def gradient_scale(self) -> float:

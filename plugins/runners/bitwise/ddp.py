@@ -22,6 +22,7 @@ class BitwiseDDP(Bitwise, DDPRunner):
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         Runner.prepare(self, model, unfused(make_optimizer))
+        self.slice(model)
         self.gradients = WholeGradients([p for p in model.parameters() if p.requires_grad], self.dp)
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:

@@ -20,7 +20,7 @@ from .gradients import WholeGradients
 class BitwiseFSDP(Rounded, FSDPRunner):
     """FSDP2 on process groups whose sums are fixed trees."""
 
-    capabilities: ClassVar = replace(FSDPRunner.capabilities, backends=BACKENDS)
+    capabilities: ClassVar = replace(FSDPRunner.capabilities, backends=BACKENDS, draws_parts=True)
     _alone: WholeGradients | None = None  # sums for a single rank, because FSDP2 then reduces nothing
 
     @classmethod

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, RunOptions
 
-from ..megatron.data_parallel import DDPStrategy, Share
+from ..megatron.data_parallel import DDPStrategy, Share, sum_gradients
 from ..megatron.expert_parallel import ExpertParallel
-from ..megatron.plan import Resolved, ShardSpec
+from ..megatron.pipeline import tied_names
+from ..megatron.plan import Resolved, ShardSpec, ends_of
 from ..megatron.runner import MegatronRunner
 from ..megatron.tensor_parallel import TensorParallel
 from .backend import BACKENDS
@@ -27,12 +28,13 @@ from .units import Units, check_sequence, plan_of_units
 class TreeStrategy(DDPStrategy):
     """Data parallelism whose gradients are summed in a fixed tree after the last micro batch of a step.
 
-    sources: for experts, the gradients from each rank that sends tokens.
+    context: the ranks that have the other parts of each sequence. sources: for experts, the gradients from each rank
+    that sends tokens.
     """
 
-    def __init__(self, group: Group, sources: list[dict[nn.Parameter, Tensor]] | None = None) -> None:
+    def __init__(self, group: Group, context: Group, sources: list[dict[nn.Parameter, Tensor]] | None = None) -> None:
         super().__init__(group, bucket_mb=1)
-        self.sources = sources
+        self.context, self.sources = context, sources
 
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]
@@ -46,6 +48,7 @@ class TreeStrategy(DDPStrategy):
         """Add the gradients of a micro batch of each source."""
         if self.sources is None:
             self._hand_over()
+            sum_gradients([share.owned.grad for share in self.shares], self.context.process_group)
             self.gradients.take()
             return
         for number, gradients in enumerate(self.sources):
@@ -60,9 +63,9 @@ class TreeStrategy(DDPStrategy):
 class _InUnits(TensorParallel):
     """Tensor parallelism of a fixed width."""
 
-    def __init__(self, width: int, *parallel: Any) -> None:
+    def __init__(self, width: int, context: Group, *parallel: Any) -> None:
         super().__init__(*parallel)
-        self.units = Units(width // self.size, self)
+        self.units = Units(width // self.size, context, self)
         self.has_dropout = False  # each rank draws the random numbers of one process
 
     def compute(self, model: Model, plan: Resolved) -> None:
@@ -72,13 +75,17 @@ class _InUnits(TensorParallel):
 class BitwiseMegatron(Bitwise, MegatronRunner):
     """Tensor, pipeline and data parallelism. Stages compute as one process does, with the same random numbers."""
 
-    capabilities: ClassVar = replace(MegatronRunner.capabilities, consecutive_micro_batches=True, backends=BACKENDS)
+    capabilities: ClassVar = replace(
+        MegatronRunner.capabilities, consecutive_micro_batches=True, backends=BACKENDS, draws_parts=True
+    )
     data_parallel: TreeStrategy
     strategies: list[TreeStrategy]  # type: ignore[assignment]
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options, run)
+        if options.sequence_parallel and run.bitwise.slices is not None:
+            raise ConfigError("run.bitwise.slices: sequence_parallel splits sequences, too; remove one of the two")
         if options.pipeline_chunks > 1:
             raise ConfigError("run.bitwise: pipeline_chunks is not supported; leave it out")
         width, degree = run.bitwise.width or 1, options.tensor_parallel
@@ -97,21 +104,32 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
         super().check_model(options, run, model)
         if options.sequence_parallel:
             check_sequence(model, options.plan)
+        staged = run.bitwise.slices is not None and options.pipeline_parallel > 1
+        if staged and tied_names(model, ends_of(model, "pipeline_parallel")):
+            raise ConfigError("run.bitwise.slices: stages would add the gradients of a tied embedding in another order")
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         self._sent: list[Any] = []  # handles of sends that may still be in progress
         super().prepare(model, unfused(make_optimizer))
 
     def _choose_strategies(self, model: Model) -> torch.device:
-        self.data_parallel = TreeStrategy(self.copies)
+        self.data_parallel = TreeStrategy(self.dp, self.context)
         self.strategies = [self.data_parallel]
         if self.options.expert_parallel > 1:
-            self.strategies.append(TreeStrategy(Group(self.expert_mesh["expert_data"].get_group()), self.experts.taps))
+            self.strategies.append(
+                TreeStrategy(Group(self.expert_mesh["expert_data"].get_group()), self.context, self.experts.taps)
+            )
         return self.device
 
     def expert_parallel(self, group: dist.ProcessGroup) -> ExpertParallel:
         self.experts = ExpertSources(group)
         return self.experts
+
+    def _cut(self, model: Model) -> Any:
+        cut = super()._cut(model)
+        if self.slices is not None:
+            self.head = self.slices.head(self.head)
+        return cut
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         loss = super().forward_backward(micro_batches, num_targets)
@@ -151,7 +169,7 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
         return options.plan
 
     def tensor_parallel(self, group: dist.ProcessGroup) -> TensorParallel:
-        return _InUnits(self.run.bitwise.width or 1, group, self.options.sequence_parallel, self.rng)
+        return _InUnits(self.run.bitwise.width or 1, self.context, group, self.options.sequence_parallel, self.rng)
 
     def plan(self, model: Model) -> Resolved:
         return plan_of_units(model, self.options.plan)
@@ -162,6 +180,6 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
         for share in self.shares.values():
             # A weight of 1: no other tensor-parallel rank has the same part.
             counts = share.norm_weight == 1.0 or (share.norm_weight and self.mesh.get_local_rank("tensor") == 0)
-            if counts and share.strategy.group.rank == 0 and share.owned.grad is not None:
+            if counts and share.strategy.group.rank == self.context.rank == 0 and share.owned.grad is not None:
                 counted.append(share.owned.grad)
         return exact_norm(counted, self.world)

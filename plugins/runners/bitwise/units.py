@@ -6,7 +6,7 @@ units; a rank without tensor parallelism computes all of them. Everything else o
 the embedding, the head and experts included.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from crosstrain import ConfigError, Model, derive_seed
+from crosstrain import ConfigError, Group, Model, derive_seed
 
 from ..megatron.plan import Resolved, resolve, shard_specs, user_of
 from ..megatron.tensor_parallel import TensorParallel, local, modules_on_parts, weight_of, with_hidden_states
 from .partial_sums import PartialSums
 
 _STYLES = ("column", "fused_qkv", "row")
-_VECTOR = 64  # activations of a unit must be a multiple; vector instructions treat the rest differently
+VECTOR = 64  # activations of a unit must be a multiple; vector instructions treat the rest differently
 
 
 def plan_of_units(model: Model, over: dict[str, str]) -> Resolved:
@@ -45,7 +45,7 @@ def check_units(model: Model, over: dict[str, str], width: int) -> None:
     except ConfigError as error:
         raise ConfigError(f"run.bitwise.width: {str(error).partition(': ')[2]}") from None
     for user in dict.fromkeys(user_of(model, name) for name in plan.modules):
-        for key, rate in _rates(model.get_submodule(user)).items():
+        for key, rate in rates(model.get_submodule(user)).items():
             if "att" not in key:
                 raise ConfigError(
                     f"run.bitwise.width: {model.weights.canonical_name(user)}.{key} is {rate:g}, but only dropout of "
@@ -68,18 +68,18 @@ def check_sequence(model: Model, over: dict[str, str]) -> None:
             )
 
 
-def _rates(module: nn.Module) -> dict[str, float]:
+def rates(module: nn.Module) -> dict[str, float]:
     """Return the dropout rates above zero that a module keeps as plain attributes."""
     return {key: rate for key, rate in vars(module).items() if "drop" in key and isinstance(rate, float) and rate}
 
 
-def _drops_attention(model: Model, plan: Resolved) -> bool:
-    for user in {user_of(model, name) for name in plan.modules}:
-        module = model.get_submodule(user)
-        rates = [child.p for key, child in module.named_children() if isinstance(child, nn.Dropout) and "att" in key]
-        if _rates(module) or any(rates):
-            return True
-    return False
+def check_vectors(unit: Tensor, option: str) -> None:
+    """Raise ConfigError unless a unit's activations fill whole vectors, because their gradients depend on it."""
+    if torch.is_grad_enabled() and unit.numel() % VECTOR:
+        raise ConfigError(
+            f"run.bitwise.{option}: a part has {unit.numel()} activations, which is no multiple of {VECTOR}; use a "
+            f"smaller number"
+        )
 
 
 def _dropouts_of(model: Model, name: str) -> list[nn.Dropout]:
@@ -89,7 +89,7 @@ def _dropouts_of(model: Model, name: str) -> list[nn.Dropout]:
     return [module for module in layer.modules() if isinstance(module, nn.Dropout)]
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Forward: a view for each unit. Backward: the sum of the units' gradients over all ranks."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Enter(torch.autograd.Function):
         return _total([gradient.clone() for gradient in gradients], ctx.group), None, None
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """Forward: the sum of the units' results over all ranks. Backward: identity."""
 
     @staticmethod
@@ -115,7 +115,7 @@ class _Leave(torch.autograd.Function):
         return None, *[gradient] * ctx.count
 
 
-class _Contiguous(torch.autograd.Function):
+class Contiguous(torch.autograd.Function):
     """Forward: identity. Backward: contiguous memory, because products of strided matrices may differ in rounding."""
 
     @staticmethod
@@ -153,17 +153,69 @@ def _total(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
     return total
 
 
+class Draws:
+    """Random numbers of consecutive parts, from part `first` on; they do not depend on the rank that draws them."""
+
+    def __init__(self, count: int, first: int) -> None:
+        self.count, self.first = count, first
+        self._attended = False  # attention in this forward drew its dropout for each part
+
+    def apart(self) -> Iterator[int]:
+        """Yield the index of each part; random numbers drawn meanwhile are the part's own."""
+        seed = int(torch.randint(2**62, ()))  # every rank draws the same number
+        for index in range(self.count):
+            with torch.random.fork_rng():
+                torch.manual_seed(derive_seed(seed, self.first + index))
+                yield index
+
+    def of_attention(self, model: Model, modules: Iterable[nn.Module]) -> None:
+        """Make attention draw its dropout for parts of the heads, if one of these modules has such dropout."""
+        for module in modules:
+            dropped = [
+                child.p for key, child in module.named_children() if isinstance(child, nn.Dropout) and "att" in key
+            ]
+            if rates(module) or any(dropped):
+                model.register_forward_pre_hook(self._pass_heads, with_kwargs=True)
+                model.register_forward_hook(self._check_heads)
+                return
+
+    def _pass_heads(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Pre-hook that passes `by_heads` to the attention functions."""
+        self._attended = False
+        return inputs, named | {"by_heads": self._attend}
+
+    def _check_heads(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if model.training and not self._attended:
+            raise ConfigError(
+                "run.bitwise: this model's attention cannot draw dropout for groups of heads; set its rate to 0"
+            )
+
+    def _attend(self, compute: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        """Compute attention for each part of the heads; query, key and value are [batch, heads, length, width]."""
+        self._attended = True
+        if key.shape[1] % self.count:
+            raise ConfigError(
+                f"run.bitwise: dropout cannot be drawn for {self.count} groups of {key.shape[1]} key heads; set its "
+                f"rate to 0"
+            )
+        parts = list(zip(*(x.chunk(self.count, 1) for x in (query, key, value)), strict=True))
+        outputs = [compute(*map(Tensor.contiguous, parts[index]))[0] for index in self.apart()]
+        return torch.cat([Contiguous.apply(output) for output in outputs], 2), None
+
+
 class Units:
     """The `count` units of this rank. tensor: the tensor-parallel ranks, whose backend sums in a tree; None: one rank.
 
+    context: the context-parallel ranks, each of which computes attention for the heads of some of the units.
     If these ranks split the sequence, each keeps its part of the activations, but modules compute with the whole
     sequence: gradients of norms and biases are sums over the sequence, and products of fewer rows round differently.
     """
 
-    def __init__(self, count: int, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, count: int, context: Group, tensor: TensorParallel | None = None) -> None:
         self.count, self.tensor = count, tensor
-        self.group, self.first = (None, 0) if tensor is None else (tensor.group, tensor.rank * count)
-        self._attended = False  # attention in this forward drew its dropout for each unit
+        self.group, first = (None, 0) if tensor is None else (tensor.group, tensor.rank * count)
+        self.draws, heads = Draws(count, first), count // context.size
+        self.heads = Draws(heads, first + context.rank * heads)
         self._inside = False  # between a column-parallel layer and its row-parallel layer
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -186,9 +238,7 @@ class Units:
             for dropout in user.children():
                 if isinstance(dropout, nn.Dropout):
                     dropout.forward = partial(self._drop_inside, dropout, dropout.forward)
-        if _drops_attention(model, plan):
-            model.register_forward_pre_hook(self._pass_heads, with_kwargs=True)
-            model.register_forward_hook(self._check_heads)
+        self.heads.of_attention(model, users)
 
     def _on_parts(self, model: Model, users: set[nn.Module]) -> None:
         """Make the modules in and after the blocks compute with whole sequences; `users` have sharded layers."""
@@ -204,38 +254,12 @@ class Units:
             else:
                 module.forward = partial(_whole, self.tensor, module, module.forward)
 
-    def _pass_heads(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Pre-hook that passes `by_heads` to the attention functions."""
-        self._attended = False
-        return inputs, named | {"by_heads": self._attend}
-
-    def _check_heads(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if model.training and not self._attended:
-            raise ConfigError(
-                "run.bitwise.width: this model's attention cannot draw dropout for groups of heads; set its rate to 0"
-            )
-
-    def _apart(self) -> Iterator[int]:
-        """Yield the index of each unit of this rank; random numbers drawn meanwhile are the unit's own."""
-        seed = int(torch.randint(2**62, ()))  # every rank draws the same number
-        for index in range(self.count):
-            with torch.random.fork_rng():
-                torch.manual_seed(derive_seed(seed, self.first + index))
-                yield index
-
-    def _attend(self, compute: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute attention for each unit's heads; query, key and value are [batch, heads, length, width]."""
-        self._attended = True
-        units = list(zip(*(x.chunk(self.count, 1) for x in (query, key, value)), strict=True))
-        outputs = [compute(*map(Tensor.contiguous, units[index]))[0] for index in self._apart()]
-        return torch.cat([_Contiguous.apply(output) for output in outputs], 2)
-
     def _drop(self, module: nn.Dropout, x: Tensor) -> Tensor:
         """Apply dropout to activations that are sharded in their last dimension."""
         if not (module.training and module.p):
             return x
         units = x.unflatten(-1, (self.count, -1)).unbind(-2)
-        outputs = [functional.dropout(units[index].contiguous(), module.p) for index in self._apart()]
+        outputs = [functional.dropout(units[index].contiguous(), module.p) for index in self.draws.apart()]
         return torch.stack(outputs, -2).flatten(-2)
 
     def _drop_inside(self, module: nn.Dropout, whole: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -247,13 +271,9 @@ class Units:
         self._inside = True
         weights = self._rows(weight_of(module), parts)
         biases = self._rows(local(module.bias), parts) if module.bias is not None else [None] * self.count
-        inputs = _Enter.apply(x, self.count, self.group)
-        outputs = [_Contiguous.apply(functional.linear(*unit)) for unit in zip(inputs, weights, biases, strict=True)]
-        if torch.is_grad_enabled() and outputs[0].numel() % _VECTOR:
-            raise ConfigError(
-                f"run.bitwise.width: a unit has {outputs[0].numel()} activations, which is no multiple of {_VECTOR}; "
-                f"use a smaller width"
-            )
+        inputs = Enter.apply(x, self.count, self.group)
+        outputs = [Contiguous.apply(functional.linear(*unit)) for unit in zip(inputs, weights, biases, strict=True)]
+        check_vectors(outputs[0], "width")
         return torch.stack(outputs, -2).unflatten(-1, (parts, -1)).transpose(-2, -3).flatten(-3)
 
     def _row(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -261,7 +281,7 @@ class Units:
         weights = weight_of(module).unflatten(1, (self.count, -1)).unbind(1)
         inputs = x.unflatten(-1, (self.count, -1)).unbind(-2)
         products = [functional.linear(x.contiguous(), w.contiguous()) for x, w in zip(inputs, weights, strict=True)]
-        y = _Leave.apply(self.group, *products)
+        y = Leave.apply(self.group, *products)
         if module.bias is not None:
             y = y + module.bias.to(y.dtype)  # y has half precision under autocast
         return y if self.tensor is None else self.tensor.split_sequence(y)
