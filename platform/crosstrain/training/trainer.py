@@ -20,7 +20,7 @@ from crosstrain.data.loader import training_steps
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.inference.policy import RunnerPolicy
+from crosstrain.inference.policy import Policy
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
@@ -201,7 +201,7 @@ class Trainer:
             consecutive=self.runner.capabilities.consecutive_micro_batches,
         )
         objective, timers = self.runner.objective, self.runner.timers
-        policy = RunnerPolicy(self.runner, self.dataset)
+        policy = Policy(self.runner, self.dataset)
         for read in steps:
             step, first = read, self.state.uses if read.numbers[0] == self.state.samples else 0
             for step.use in range(first, self.plan.uses):
