@@ -28,7 +28,7 @@ from crosstrain_plugins.builtin.objectives.episode import Episode, batch_of
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.policy import RunnerPolicy
+from crosstrain.inference.policy import Policy
 
 MODEL = {
     "model_type": "qwen2", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
@@ -61,7 +61,7 @@ def built(folder: Path, precision: str) -> Runner:
 def measure(runner: Runner, tokens: int) -> tuple[int, float, float]:
     """Return the number of tokens, and the largest and mean difference of their log-probabilities."""
     rng, dataset = np.random.default_rng(0), SimpleNamespace()
-    policy: Any = RunnerPolicy(runner, dataset)  # type: ignore[arg-type]
+    policy: Any = Policy(runner, dataset)  # type: ignore[arg-type]
     episodes: list[Episode] = []
     for number in itertools.count():
         if sum(episode.length for episode in episodes) >= tokens:

@@ -104,12 +104,13 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
     from crosstrain.inference.generation import Sampling, as_prompt, generate
     from crosstrain.inference.metric import Metric
     from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
+    from crosstrain.inference.policy import Policy
     from crosstrain.modeling.adapter import Adapter, Around
     from crosstrain.modeling.base import LanguageModel, Model
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
-    from crosstrain.modeling.objective import Completion, Objective, Policy, log_probabilities
+    from crosstrain.modeling.objective import Completion, Objective, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source
     from crosstrain.modeling.structure import Ends, Structure
     from crosstrain.modeling.weights import Export, Merge, Quantized, ReadParameter, Weights

@@ -27,7 +27,7 @@ from crosstrain.data.splits import open_split
 from crosstrain.engine.build import build_model, make_objective, model_on_meta
 from crosstrain.engine.checks import check_fit
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.policy import RunnerPolicy
+from crosstrain.inference.policy import Policy
 from crosstrain.training.reference import add_reference
 from crosstrain.utils import storage
 from crosstrain.utils.errors import ConfigError, DataError, EmptySplit
@@ -138,7 +138,7 @@ def test_losses_and_gradients_are_the_papers(workspace: Workspace, name: str) ->
     batch = data.collate([data.get(index, RNG) for index in range(5)])
     batch["reference"] = sequence(model, batch)[0].detach().float() + torch.linspace(-4, 4, 10)
     step = Step([MicroBatch(0, batch, 0, tuple(range(5)))])
-    runner.objective.begin_step(step, RunnerPolicy(runner, data))
+    runner.objective.begin_step(step, Policy(runner, data))
     ours = model(**runner.objective.inputs(step[0].data))
     ours.backward()
     mine = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
@@ -163,7 +163,7 @@ def test_micro_batches_add_negatives(workspace: Workspace) -> None:
             numbers = tuple(range(first, first + size))
             step.append(MicroBatch(first, data.collate([data.get(n, RNG) for n in numbers]), 0, numbers))
             first += size
-        runner.objective.begin_step(step, RunnerPolicy(runner, data))
+        runner.objective.begin_step(step, Policy(runner, data))
         total = sum(runner.compute_loss(micro.data) for micro in step)
         total.backward()
         norm = torch.cat([p.grad.flatten() for p in runner.model.parameters() if p.grad is not None])

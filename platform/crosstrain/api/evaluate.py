@@ -49,8 +49,7 @@ def evaluate(
     samples. given: flags of evaluations, such as tasks=["piqa"] and answers=["test"]. The workers are separate
     processes. Raises UserError for mistakes, and KeyboardInterrupt if the workers were stopped.
     """
-    declare = (evaluation.add_arguments for evaluation in registry.instances("evaluation").values())
-    flags = with_defaults(given, declare, "evaluate", "evaluations")
+    flags = with_defaults(given, "evaluation", "evaluate", "evaluations")
     with tempfile.TemporaryDirectory() as folder, main_hidden():
         output = Path(folder) / "results.json"
         job = flags | {

@@ -29,8 +29,7 @@ def train(
     and KeyboardInterrupt is raised. Raises UserError for a user's mistakes and for known failures such as divergence, a
     full disk or a lost rank, and WorkerFailure, with the traceback, for an unexpected error in a worker.
     """
-    declare = (check.add_arguments for check in registry.instances("preflight").values())
-    flags = with_defaults(given, declare, "train", "checks")
+    flags = with_defaults(given, "preflight", "train", "checks")
     config = load_config(project, options)
     how = Launch.detect(nproc_per_node, config.run.device, max_restarts=config.run.max_restarts)
     run = Run(RunFolder(config.run.output_dir).path)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, whole_pieces
 from crosstrain.checkpoint.files import OTHER, Reader
@@ -253,7 +252,7 @@ def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, FrozenParam
     return {name: FrozenParameter(shape, f"{value:016x}") for (name, shape), value in sums.items()}
 
 
-def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
+def fingerprint(data: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """Return the contribution of a box's `data` to the hash of the box's tensor. `data` is converted to fp32."""
     total = 0
     rows = max(1, _ELEMENTS * data.shape[0] // max(1, data.numel())) if data.ndim else 1
@@ -271,7 +270,7 @@ def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
     return total & _WORD
 
 
-def _mix(z: Tensor) -> Tensor:
+def _mix(z: torch.Tensor) -> torch.Tensor:
     """Compute `rng.splitmix64` in torch. int64 products wrap around; masks undo the sign extension of right shifts."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & (_WORD >> shift))) * (factor - (1 << 64))

@@ -4,7 +4,7 @@ import argparse
 
 from crosstrain.api.evaluation import asked_evaluations
 from crosstrain.cli.command import Command
-from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, new_file
+from crosstrain.cli.flags import add_checkpoint, add_config, add_flags, add_weights, new_file
 from crosstrain.config.registry import registry
 
 
@@ -16,23 +16,26 @@ class EvaluateCommand(Command):
         add_checkpoint(parser)
         add_config(parser, required=False)
         add_weights(parser)
-        parser.add_argument(
-            "--splits",
-            nargs="*",
-            choices=("train", "val", "test"),
-            metavar="SPLIT",
-            help="splits to compute the loss on (default: val and test if they have samples; "
-            "none with flags such as --generate)",
+        add_flags(
+            parser,
+            {
+                "--splits": {
+                    "nargs": "*",
+                    "choices": ("train", "val", "test"),
+                    "metavar": "SPLIT",
+                    "help": "splits to compute the loss on (default: val and test if they have samples; "
+                    "none with flags such as --generate)",
+                },
+                "--max-samples": {"type": int, "metavar": "N", "help": "use at most N samples of each split"},
+                "--max-new-tokens": {
+                    "type": int,
+                    "default": 64,
+                    "metavar": "N",
+                    "help": "maximum number of tokens per generated text (default: 64)",
+                },
+                "--output": {"type": new_file, "metavar": "FILE", "help": "write the results as JSON"},
+            },
         )
-        parser.add_argument("--max-samples", type=int, metavar="N", help="use at most N samples of each split")
-        parser.add_argument(
-            "--max-new-tokens",
-            type=int,
-            default=64,
-            metavar="N",
-            help="maximum number of tokens per generated text (default: 64)",
-        )
-        parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
         for evaluation in registry.instances("evaluation").values():
             evaluation.add_arguments(parser)
 

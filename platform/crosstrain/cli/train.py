@@ -3,7 +3,7 @@
 import argparse
 
 from crosstrain.cli.command import Command
-from crosstrain.cli.flags import add_config, positive
+from crosstrain.cli.flags import add_config, add_flags, positive
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.distributed.launch.launcher import Launch
@@ -17,29 +17,39 @@ class TrainCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument("--fresh", action="store_true", help="start over; the earlier folder is renamed to NAME.1")
-        parser.add_argument("--dry-run", action="store_true", help="run all checks, but do not start the training")
-        parser.add_argument(
-            "--world-size",
-            type=positive,
-            metavar="N",
-            help="with --dry-run: number of ranks; they do not have to exist",
+        add_flags(
+            parser,
+            {
+                "--fresh": {"action": "store_true", "help": "start over; the earlier folder is renamed to NAME.1"},
+                "--dry-run": {"action": "store_true", "help": "run all checks, but do not start the training"},
+                "--world-size": {
+                    "type": positive,
+                    "metavar": "N",
+                    "help": "with --dry-run: number of ranks; they do not have to exist",
+                },
+            },
         )
         group = parser.add_argument_group(
             "several machines: run the same command on each; the flags are named as in torchrun"
         )
-        group.add_argument(
-            "--nnodes", metavar="N|MIN:MAX", help="number of machines, or its minimum and maximum (default: 1)"
-        )
-        group.add_argument("--node-rank", type=int, metavar="R", help="rank of this machine, from 0")
-        group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address of node 0 and a free port there")
-        group.add_argument(
-            "--local-addr",
-            metavar="ADDRESS",
-            help="address of this machine (default: the address from which it connects to node 0)",
-        )
-        group.add_argument(
-            "--rdzv-conf", metavar="KEY=N,...", help="settings of the rendezvous, such as join_timeout=600 (seconds)"
+        add_flags(
+            group,
+            {
+                "--nnodes": {
+                    "metavar": "N|MIN:MAX",
+                    "help": "number of machines, or its minimum and maximum (default: 1)",
+                },
+                "--node-rank": {"type": int, "metavar": "R", "help": "rank of this machine, from 0"},
+                "--rdzv-endpoint": {"metavar": "HOST:PORT", "help": "address of node 0 and a free port there"},
+                "--local-addr": {
+                    "metavar": "ADDRESS",
+                    "help": "address of this machine (default: the address from which it connects to node 0)",
+                },
+                "--rdzv-conf": {
+                    "metavar": "KEY=N,...",
+                    "help": "settings of the rendezvous, such as join_timeout=600 (seconds)",
+                },
+            },
         )
         for check in registry.instances("preflight").values():
             check.add_arguments(parser)

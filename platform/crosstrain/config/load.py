@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from functools import partial, reduce
-from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
@@ -107,8 +106,8 @@ def _builder(project: ProjectLike, options: sources.Overrides, without: Key = ()
         if isinstance(project, Mapping)
         else sources.read_yaml(paths.find(project))
     )
-    if without:
-        base.tree = sources.without(base.tree, without)
+    if without and isinstance(parent := sources.value_at(base.tree, without[:-1]), dict):
+        parent.pop(without[-1], None)
     return _Builder(base, sources.read_options(options))
 
 
@@ -170,7 +169,7 @@ class _Builder:
                 with collected():
                     self._complete(kind, key)
                     continue
-                reduce(getitem, key[:-1], self.tree).pop(key[-1])
+                sources.value_at(self.tree, key[:-1]).pop(key[-1])
             tree = sources.resolve(self.tree, self.layers)  # an error here ends the block, to avoid follow-up errors
             datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
             ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
@@ -221,8 +220,7 @@ class _Builder:
 
     def _complete(self, kind: str, key: Key) -> None:
         """Put the component's defaults and the presets under the user's values."""
-        *section, own = key
-        parent = reduce(getitem, section, self.tree)
+        parent, own = sources.value_at(self.tree, key[:-1]), key[-1]
         given = parent[own]
         if isinstance(given, str):
             given = sources.resolve(self.tree, self.layers, key)
@@ -254,7 +252,7 @@ class _Builder:
         self.layers[:0] = presets
         below = reduce(
             sources.merge,
-            (reduce(getitem, key, layer.tree) for layer in presets),
+            (sources.value_at(layer.tree, key) for layer in presets),
             defaults(cls) | self._earlier(cls),
         )
         if kind == "model" and (rest := self._unpublished(cls, below, given)) != below:
@@ -318,7 +316,7 @@ def _presets(name: str, files: dict[str, Path], key: Key = ()) -> tuple[str, lis
     found: list[sources.Layer] = []
     while file := files.pop(name, None):
         layer = sources.read_yaml(file, key)
-        name = str(reduce(getitem, key, layer.tree).pop("name", name))
+        name = str(sources.value_at(layer.tree, key).pop("name", name))
         found.insert(0, layer)
     return name, found
 

@@ -1,6 +1,5 @@
 """Sources of configuration: read, merge and resolve them, and keep the origin of every key."""
 
-import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -59,7 +58,7 @@ def where(layers: Sequence[Layer], key: Key) -> str:
     for layer in reversed(layers):
         if key in layer.lines:
             return _place(layer, key, key)
-        if key[-1:] == (name_key(key[:-1]),) and isinstance(_value(layer.tree, key[:-1]), str):
+        if key[-1:] == (name_key(key[:-1]),) and isinstance(value_at(layer.tree, key[:-1]), str):
             return _place(layer, key[:-1], key[:-1])
     files = [layer for layer in reversed(layers) if layer.label != OPTIONS]
     for length in range(len(key) - 1, 0, -1):
@@ -129,14 +128,6 @@ def plain_layer(label: str, tree: dict[str, Any]) -> Layer:
     return Layer(label, tree, {key: None for key, _ in walk(tree)})
 
 
-def without(tree: dict[str, Any], key: Key) -> dict[str, Any]:
-    """Return a copy of the tree without the value at `key`."""
-    tree = copy.deepcopy(tree)
-    if isinstance(parent := _value(tree, key[:-1]), dict):
-        parent.pop(key[-1], None)
-    return tree
-
-
 def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) -> Any:
     """Merge `upper` over `lower`, mapping by mapping.
 
@@ -180,7 +171,7 @@ def escape(value: Any) -> Any:
 
 def named(tree: Any, key: Key) -> Any:
     """Return the name that `tree` contains for the component at `key`, or None."""
-    value = _value(tree, key)
+    value = value_at(tree, key)
     return value.get(name_key(key)) if isinstance(value, dict) else value
 
 
@@ -190,7 +181,7 @@ def resolve(tree: dict[str, Any], layers: Sequence[Layer], key: Key = ()) -> Any
     Errors contain the file and line of the key, from `layers`. Nested interpolations can expand to very long text, so a
     process with limits on memory and time resolves all interpolations.
     """
-    value = _value(tree, key)
+    value = value_at(tree, key)
     if not re.search(r"\$\{|\?\?\?", str(value)):
         return value  # fast path: OmegaConf would copy the whole tree
     what = f"{layers[0].label}: resolving its interpolations"
@@ -236,7 +227,8 @@ def _place(layer: Layer, key: Key, shown: Key) -> str:
     return f"{place}: {'.'.join(shown)}" if shown else place
 
 
-def _value(tree: Any, key: Key) -> Any:
+def value_at(tree: Any, key: Key) -> Any:
+    """Return the value at `key` in nested dicts, or None."""
     for name in key:
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 
-def join_padded(arrays: Sequence[Tensor]) -> Tensor:
+def join_padded(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate along the first dimension; in the other dimensions, smaller arrays get zeros at the end."""
     shape = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
     missing = [[most - size for size, most in zip(array.shape[1:], shape, strict=True)] for array in arrays]

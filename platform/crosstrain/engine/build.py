@@ -233,8 +233,7 @@ def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
 
 def _optimizer_kinds(kinds: set[str]) -> set[str]:
     """Select the kinds of optimizer state from the kinds of a checkpoint or a runner."""
-    shared = {shared_kind(kind) for kind in kinds if not kind.startswith(CALLBACK)}
-    return {kind for kind in shared if not kind.startswith(RUNNER)} - {"param"}
+    return {kind for kind in map(shared_kind, kinds) if not kind.startswith((CALLBACK, RUNNER))} - {"param"}
 
 
 def _list(kinds: set[str]) -> str:

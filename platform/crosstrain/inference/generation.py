@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
@@ -142,7 +141,7 @@ def room_after(model: Model, sample: Sample, least: int = 1) -> int:
     return sys.maxsize if limit is None else limit - len(ids)
 
 
-def choose(logits: Tensor, sampling: Sampling, random: list[torch.Generator]) -> Tensor:
+def choose(logits: torch.Tensor, sampling: Sampling, random: list[torch.Generator]) -> torch.Tensor:
     """Sample next tokens [batch], on the CPU, from fp32 logits [batch, vocabulary]; `random`: one generator per row."""
     if sampling.temperature == 0:
         return logits.argmax(-1).cpu()

@@ -5,17 +5,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner, recorded_means, to_device
 from crosstrain.inference.metric import Metric
-from crosstrain.inference.policy import RunnerPolicy
+from crosstrain.inference.policy import Policy
 from crosstrain.modeling.base import Sums, add_sums
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
-from crosstrain.modeling.objective import Objective, Policy
+from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.program import blamed
 from crosstrain.utils.types import MicroBatch, Step
@@ -70,11 +69,11 @@ def evaluate_loss(
         num_workers=num_workers,
         vocab_size=model.vocab_size,
     )
-    policy = RunnerPolicy(runner, dataset)
+    policy = Policy(runner, dataset)
     hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
     metrics = [metric for metric in metrics if metric.token_hits not in hits]
 
-    def record(found: Tensor) -> None:
+    def record(found: torch.Tensor) -> None:
         for name in hits:
             model.record(name, found)
 

@@ -19,8 +19,11 @@ from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Batch, Sample
 
 
-class RunnerPolicy:
-    """Implements `modeling.objective.Policy` with a runner. All ranks call the methods together."""
+class Policy:
+    """The model with its current weights, under any runner. All methods are collective.
+
+    dataset: dataset of the prompts, with the tokenizer and the tokens that end an answer.
+    """
 
     def __init__(self, runner: Runner, dataset: Dataset) -> None:
         self._runner, self.dataset = runner, dataset
@@ -31,7 +34,12 @@ class RunnerPolicy:
         self, prompts: Sequence[Sample], keys: Sequence[tuple[int, ...]], max_new_tokens: int,
         temperature: float = 1.0, ends: Sequence[int] = (),
     ) -> list[Completion]:  # fmt: skip
-        """Return a completion of each prompt; see `Policy.generate`."""
+        """Generate a completion of each prompt, a sample without labels. Temperature 0 chooses the likeliest tokens.
+
+        A completion stops after a token in `ends`, or after `max_new_tokens` tokens. Its random numbers depend only on
+        the run's seed and its key, such as (sample number, index of the completion). A rank may have no prompts. Raises
+        ConfigError if a prompt leaves no room for `max_new_tokens` tokens.
+        """
         runner = self._runner
         wanted = len(prompts)
         if not prompts:  # the forward may be collective
@@ -64,22 +72,25 @@ class RunnerPolicy:
             return self._runner.evaluate(batch, mode).float().cpu()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks with different samples."""
+        """Return the values of all ranks with different samples, in the order of the ranks."""
         return self._ranks.all_gather(value)
 
     def log_probabilities(self, batch: Batch) -> Tensor:
-        """Return log-probabilities [rows, length] of the labels; see `Policy.log_probabilities`."""
+        """Compute log-probabilities [rows, length] of the `labels`, fp32 on the CPU; 0 at positions without a label.
+
+        If the objective has `token_losses`, these are the negated token losses.
+        """
         of_tokens = self._runner.objective.token_losses
         losses = None if of_tokens is None else partial(of_tokens, batch=batch)
         return self.outputs(batch, ForwardMode(reduce=torch.neg, token_losses=losses))
 
     def keep(self, kind: str) -> None:
-        """Replace the copy of the weights called `kind` with the current weights."""
+        """Replace the copy of the weights called `kind`, one of the objective's `keeps`, with the current weights."""
         self._runner.held.keep(kind)
 
     @contextmanager
     def kept(self, kind: str) -> Iterator[None]:
-        """Compute with the copy of the weights called `kind`."""
+        """Context manager in which the policy has the weights called `kind`."""
         self._runner.held.swap(kind)
         try:
             yield

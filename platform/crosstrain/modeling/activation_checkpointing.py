@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     checkpoint,
@@ -41,7 +40,7 @@ SAC_IGNORED_OPS.update(
 )
 
 
-def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+def apply(blocks: list[torch.nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
     """Replace the forward of every block, to keep fewer activations for the backward.
 
     - full: keep only the block's input; recompute everything else.
@@ -62,7 +61,7 @@ def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any], *arg
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+def _offload(block: torch.nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
     wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
     wrapper.checkpoint_utils.patch_batchnorm(block)
     # fairscale wraps only modules, so put the block's forward into a module without parameters.
@@ -78,7 +77,7 @@ def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any
     block.forward = offloaded
 
 
-class _Inside(nn.Module):
+class _Inside(torch.nn.Module):
     """A block's forward under autocast; needed because fairscale's recomputation restores autocast only for CUDA."""
 
     def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -1,21 +1,20 @@
 """The interface of objective plugins: the loss that training minimizes. The default is the targets' cross-entropy."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
 from crosstrain.utils.errors import ConfigError, TrainingError
-from crosstrain.utils.types import Batch, Sample, Step
+from crosstrain.utils.types import Batch, Step
 
 if TYPE_CHECKING:
-    from crosstrain.data.dataset import Dataset
+    from crosstrain.inference.policy import Policy
 
 
 @dataclass
@@ -24,41 +23,6 @@ class Completion:
 
     tokens: list[int]
     log_probabilities: list[float]
-
-
-class Policy(Protocol):
-    """The model with its current weights, under any runner. All methods are collective."""
-
-    dataset: "Dataset"  # dataset of the prompts, with the tokenizer and the tokens that end an answer
-
-    def generate(
-        self, prompts: Sequence[Sample], keys: Sequence[tuple[int, ...]], max_new_tokens: int,
-        temperature: float = 1.0, ends: Sequence[int] = (),
-    ) -> list[Completion]:  # fmt: skip
-        """Generate a completion of each prompt, a sample without labels. Temperature 0 chooses the likeliest tokens.
-
-        A completion stops after a token in `ends`, or after `max_new_tokens` tokens. Its random numbers depend only on
-        the run's seed and its key, such as (sample number, index of the completion). A rank may have no prompts. Raises
-        ConfigError if a prompt leaves no room for `max_new_tokens` tokens.
-        """
-
-    def log_probabilities(self, batch: Batch) -> Tensor:
-        """Compute log-probabilities [rows, length] of the `labels`, fp32 on the CPU; 0 at positions without a label.
-
-        If the objective has `token_losses`, these are the negated token losses.
-        """
-
-    def outputs(self, batch: Batch, mode: ForwardMode) -> Tensor:
-        """Compute what `mode` asks for, without gradients, on the CPU."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks with different samples, in the order of the ranks."""
-
-    def keep(self, kind: str) -> None:
-        """Replace the copy of the weights called `kind`, one of the objective's `keeps`, with the current weights."""
-
-    def kept(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context manager in which the policy has the weights called `kind`."""
 
 
 class Objective:
@@ -84,7 +48,7 @@ class Objective:
 
     # ---- for plugins
 
-    def begin_step(self, step: Step, policy: Policy) -> Step:
+    def begin_step(self, step: Step, policy: "Policy") -> Step:
         """Return the micro batches to train on; default: `step`, from the dataset. Called before targets are counted.
 
         The number of micro batches and their `numbers` must not change. Validation calls this method with one micro

@@ -21,10 +21,17 @@ class Tracking(Callback):
             self._trackers = [IsolatedTracker(component, run) for component in trainer.run.trackers]
 
     def after_step(self, metrics: StepMetrics) -> None:
-        self._track()
+        self.before_end()
 
     def before_end(self) -> None:
-        self._track()
+        """Send the row to the trackers, if a hook has filled it since the last row."""
+        trainer = self.trainer
+        if trainer.row:
+            trainer.folder.check_kept()
+            self._step = trainer.state.step
+            row, trainer.row = {"step": self._step} | trainer.row, {}
+            for tracker in self._trackers:
+                tracker.call(lambda t: t.log(row))
 
     def close(self) -> None:
         finished = bool(self.trainer.state.ended_with) or self._step == self.trainer.max_iters
@@ -35,12 +42,3 @@ class Tracking(Callback):
 
     def places(self) -> list[tuple[str, str]]:
         return [(tracker.name, tracker.place) for tracker in self._trackers if tracker.place]
-
-    def _track(self) -> None:
-        trainer = self.trainer
-        if trainer.row:
-            trainer.folder.check_kept()
-            self._step = trainer.state.step
-            row, trainer.row = {"step": self._step} | trainer.row, {}
-            for tracker in self._trackers:
-                tracker.call(lambda t: t.log(row))

@@ -19,8 +19,8 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.inference.policy import RunnerPolicy
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.policy import Policy
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
@@ -123,16 +123,7 @@ class Trainer:
         self._samples_before, state.uses = state.samples, (batch.use + 1) % self.plan.uses
         state.samples = batch.numbers[0] if state.uses else batch.numbers[-1] + 1
         state.applied_steps += result.applied or not meets  # this count must stay the same on all ranks
-        metrics = self._metrics(loss, rate, scale, result)
-        counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
-        self.throughput.measure(metrics, counted, self.dataset.sequence_length)
-        self.hooks.call("after_step", metrics)
-        return metrics
-
-    def _metrics(self, loss: float, rate: float, scale: float, result: StepResult) -> StepMetrics:
-        """Return the metrics of the attempted step. rate: learning rate. scale: loss scale."""
-        state = self.state
-        return StepMetrics(
+        metrics = StepMetrics(
             step=state.step,
             loss=finite(loss),
             grad_norm=finite(result.grad_norm),
@@ -143,6 +134,10 @@ class Trainer:
             skipped_steps=state.step - state.applied_steps,
             sequence_length=self._length(state.step) if self.run.curriculum else None,
         )
+        counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
+        self.throughput.measure(metrics, counted, self.dataset.sequence_length)
+        self.hooks.call("after_step", metrics)
+        return metrics
 
     # ---- for hooks
 
@@ -201,7 +196,7 @@ class Trainer:
             consecutive=self.runner.capabilities.consecutive_micro_batches,
         )
         objective, timers = self.runner.objective, self.runner.timers
-        policy = RunnerPolicy(self.runner, self.dataset)
+        policy = Policy(self.runner, self.dataset)
         for read in steps:
             step, first = read, self.state.uses if read.numbers[0] == self.state.samples else 0
             for step.use in range(first, self.plan.uses):

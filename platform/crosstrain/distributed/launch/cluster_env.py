@@ -8,6 +8,11 @@ from collections.abc import Mapping
 from crosstrain.utils.errors import ConfigError
 
 _RESTART = "CROSSTRAIN_STARTED_AGAIN"  # set for restarted workers
+# Variables of Open MPI and MPICH: rank, number of ranks, local rank, number of ranks on this machine.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 
 def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: int) -> None:
@@ -44,12 +49,9 @@ def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
         nodes = re.match(r"([^\[,]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", ""))
         address = nodes[1] + (nodes[2] or "") if nodes else env.get("SLURM_LAUNCH_NODE_IPADDR")
         port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000
-    elif "OMPI_COMM_WORLD_RANK" in env:
-        rank, size, local = env["OMPI_COMM_WORLD_RANK"], env["OMPI_COMM_WORLD_SIZE"], env["OMPI_COMM_WORLD_LOCAL_RANK"]
-        address = "127.0.0.1" if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size else None
-    elif "PMI_RANK" in env:
-        rank, size, local = env["PMI_RANK"], env["PMI_SIZE"], env.get("MPI_LOCALRANKID", "0")
-        address = "127.0.0.1" if env.get("MPI_LOCALNRANKS") == size else None
+    elif names := next((names for names in _MPI if names[0] in env), None):
+        rank, size, local = env[names[0]], env[names[1]], env.get(names[2], "0")
+        address = "127.0.0.1" if env.get(names[3]) == size else None
     else:
         return None
     address = env.get("MASTER_ADDR", address)

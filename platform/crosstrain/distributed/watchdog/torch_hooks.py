@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 
 def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
@@ -22,7 +21,7 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
     torch decorates its collectives, and f is replaced inside the decorator's closure. The change also affects callers
     that imported the name earlier, and torch.compile still sees the original function object.
     """
-    function = getattr(distributed_c10d, name, None)
+    function = getattr(dist.distributed_c10d, name, None)
     if function is None or "func" not in function.__code__.co_freevars:
         return lambda: None
     cell: CellType = function.__closure__[function.__code__.co_freevars.index("func")]
