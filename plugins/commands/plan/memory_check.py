@@ -26,10 +26,9 @@ class MemoryCheck(PreflightCheck):
 
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
         """Raise UserError if the runner cannot shard the model, or (on the first launcher) if memory is too small."""
-        from .api import alternatives
         from .estimate import Project
         from .fit import check_memory, gpu_memory
-        from .plan import Budget, make_plan
+        from .plan import Budget, alternatives, make_plan
 
         ready, size = start.ready, start.world_size
         asked = given["device_memory"]

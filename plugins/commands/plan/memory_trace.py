@@ -35,7 +35,6 @@ from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 
 from ...models.hugging_face import dropped_attention
 from .calls import sent_by
-from .fake_world import grouped_mm
 
 # torch has no FLOP formulas for CPU attention or for addmm_, which accumulates the head's gradient in place.
 _FLOPS = flop_registry | {
@@ -177,7 +176,7 @@ def _measure(
         # This logger would print a stack trace for an error that is raised anyway.
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(patch.object(nn.functional, "grouped_mm", grouped_mm))
+        stack.enter_context(patch.object(nn.functional, "grouped_mm", _grouped_mm))
         if device == "cuda":
             attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
             stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
@@ -214,6 +213,16 @@ def _pass_on(tracker: "_Tracker", chain: int, hidden: Tensor, *_args: Any, **_kw
 def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
     """Compute attention without dropout: GPU kernels fuse dropout, and the CPU kernel does not support it."""
     return attention(*args, **kwargs)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+    """Replace torch's grouped_mm, which accepts only bf16 fake tensors: multiply all rows by `weights[0]`.
+
+    Shapes, memory and FLOPs are as in the real operation, which multiplies each group of rows [n, in] by its own
+    weight [in, out].
+    """
+    with torch.autocast(rows.device.type, enabled=False):
+        return rows @ weights[0]
 
 
 def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
