@@ -80,8 +80,7 @@ class Sweep:
             self._train(self._ask(sampler, seed) if number is None else number)
 
         with ThreadPoolExecutor(at_a_time) as pool:
-            for _ in pool.map(next_trial, [*unfinished, *[None] * max(new, 0)]):
-                pass
+            list(pool.map(next_trial, [*unfinished, *[None] * max(new, 0)]))
 
     def _ask(self, sampler: str, seed: int) -> int:
         """Choose the settings of a new run, and return its number."""
@@ -98,10 +97,7 @@ class Sweep:
         given, name = self.study.trials[number].user_attrs.get("options"), self.folder(number)
         value = self._value(given, name) if given else None
         with self._lock:
-            if value is None:
-                self.study.tell(number, state=self._optuna.trial.TrialState.FAIL)
-            else:
-                self.study.tell(number, value)
+            self.study.tell(number, value, self._optuna.trial.TrialState.FAIL if value is None else None)
         result = "failed" if value is None else f"{self.metric} {value:.5g}"
         print(f"{name}: {result}  {' '.join(given or ())}", flush=True)
 
