@@ -186,7 +186,8 @@ def _measure(
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
         inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
-        tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
+        ignored = [t.untyped_storage() for t in (*model.parameters(), *model.buffers(), *inputs.values())]
+        tracker.counted.update(map(id, ignored))
         inside = {id(p) for block in model.blocks() for p in block.parameters()}
         for p in model.parameters():
             if p.requires_grad and p.device.type != "meta":
@@ -249,13 +250,8 @@ class _Tracker(TorchDispatchMode):
         # chain -> value of `_made` when the backward reaches the chain's left-out blocks
         self.boundaries: dict[int, tuple[int, int]] = {}
         self._made = (0, 0)  # gradient bytes so far: in blocks, in the whole model
-        self._known: set[int] = set()  # IDs of the counted storages
-        self._ignored: list[Any] = []
+        self.counted: set[int] = set()  # IDs of the storages that are counted, or that do not count
         self._backward = False
-
-    def ignore(self, tensors: list[Tensor]) -> None:
-        self._ignored = [tensor.untyped_storage() for tensor in tensors]
-        self._known.update(map(id, self._ignored))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -278,13 +274,13 @@ class _Tracker(TorchDispatchMode):
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if id(storage) not in self._known:
-            self._known.add(id(storage))
+        if id(storage) not in self.counted:
+            self.counted.add(id(storage))
             self.live += storage.nbytes()
             weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
 
     def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self.counted.discard(key)
         self.live -= size
 
     # ---- phases
