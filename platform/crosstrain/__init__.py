@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
         FileReader,
         split_file,
     )
-    from crosstrain_plugins.builtin.commands.samples.sample_view import SampleView
+    from crosstrain_plugins.builtin.commands.samples.samples import SampleView
     from crosstrain_plugins.builtin.datasets.vision.conversations import IMAGE, IMAGE_ID, SHARED, Style
     from crosstrain_plugins.builtin.datasets.vision.image import ImageTooLarge, open_image, open_image_file
     from crosstrain_plugins.builtin.datasets.vision.image_dataset import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from crosstrain_plugins.builtin.commands.sweep.space import Choices, Range, read_space
+from crosstrain_plugins.builtin.commands.sweep.sweep import Choices, Range, read_space
 
 from conftest import ENVIRONMENT, Workspace
 from crosstrain import UserError

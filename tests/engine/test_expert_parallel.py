@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crosstrain_plugins.builtin.commands.plan.estimate import Project
-from crosstrain_plugins.builtin.commands.plan.fake_world import fake_world
+from crosstrain_plugins.builtin.commands.plan.estimate import Project, fake_world
 from transformers import AutoModelForCausalLM
 
 from conftest import Workspace

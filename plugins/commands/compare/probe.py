@@ -45,7 +45,6 @@ class Probe(Callback):
         self.runner, self.write, self.noise, self.step = trainer.runner, write, noise, trainer.state.step
         self.group = self.runner.world.twin()
         self.activations, self.routing = Activations(self.runner.model, self.group), Routing(self.runner)
-        self._restore: Callable[[], None] = lambda: None
         self.steps: list[dict[str, Any]] = []
         self._files = {
             kind: Checkpointer(folder / kind, self.group, lambda *_: None, keep_last=None)
@@ -57,11 +56,18 @@ class Probe(Callback):
         self.activations.clear()
         self.routing.clear()
         if self.noise == "products":
-            self._restore = self._disturb()
+            # Perturb weights by up to one rounding error of the compute dtype, until the backward has ended.
+            weights = [shard for shard in self.runner.held.shards() if shard.kind == "param"]
+            self._unperturbed = [(piece, piece.data.clone()) for shard in weights for piece in shard.pieces]
+            self._round_otherwise(weights, lambda _: _EPSILONS[self.runner.precision.dtype])
+            self.runner.loaded()
 
     def after_backward(self, batch: Step, loss: float) -> None:
         """Record learning rates and gradients."""
-        self._restore()
+        if self.noise == "products":
+            for piece, value in self._unperturbed:
+                piece.data.copy_(value)
+            self.runner.loaded()
         optimizer = self.runner.optimizer
         assert optimizer is not None
         self.step += 1
@@ -201,20 +207,6 @@ class Probe(Callback):
         for shard, piece in ((s, p) for s in shards for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + change(math.prod(shard.shape)) * noise.to(piece.data.device))
-
-    def _disturb(self) -> Callable[[], None]:
-        """Perturb weights by up to one rounding error of the compute dtype; return a function that restores them."""
-        shards = [shard for shard in self.runner.held.shards() if shard.kind == "param"]
-        values = [(piece, piece.data.clone()) for shard in shards for piece in shard.pieces]
-        self._round_otherwise(shards, lambda _: _EPSILONS[self.runner.precision.dtype])
-        self.runner.loaded()
-
-        def restore() -> None:
-            for piece, kept in values:
-                piece.data.copy_(kept)
-            self.runner.loaded()
-
-        return restore
 
 
 def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:

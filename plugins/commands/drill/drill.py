@@ -99,13 +99,10 @@ class Drill:
                 raise UserError(f"the run with faults did not reach step {step}; see {self.folder / 'disturbed.log'}")
             time.sleep(0.02)
 
-    def _wait_for_workers(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until all workers take part again; a run with `on_lost_rank: continue` goes on without a lost one."""
+    def _disturb(self, process: subprocess.Popen[bytes], fault: str, rng: random.Random) -> Result:
+        # A run with `on_lost_rank: continue` goes on without a lost worker: wait until all workers take part again.
         while process.poll() is None and (ranks := _RANKS.findall(self._log())) and int(ranks[-1]) < self.workers:
             time.sleep(0.02)
-
-    def _disturb(self, process: subprocess.Popen[bytes], fault: str, rng: random.Random) -> Result:
-        self._wait_for_workers(process)
         known, length = len(_RESTARTED.findall(self._log())), len(self._log())
         workers = _workers(process.pid)
         step, begun = self._step(), time.monotonic()

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import psutil
 
@@ -17,11 +16,6 @@ from crosstrain import UserError
 _PIDFD_GETFD = 438  # number of the system call on all Linux architectures; Python has no function for it
 _SLOW = 5.0  # seconds for which a worker is slow
 _TURN = 0.02  # seconds of standing and of running, in turns
-
-
-def send(number: signal.Signals, worker: int) -> None:
-    """Send a signal to the process."""
-    os.kill(worker, number)
 
 
 def slow(worker: int) -> None:
@@ -47,9 +41,11 @@ def cut(worker: int) -> None:
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
-    "kill": partial(send, signal.SIGKILL),
-    "freeze": partial(send, signal.SIGSTOP),  # the launcher kills the worker when the other workers miss it
+    "kill": lambda worker: os.kill(worker, signal.SIGKILL),
+    # The launcher kills a frozen worker when the other workers miss it.
+    "freeze": lambda worker: os.kill(worker, signal.SIGSTOP),
     "slow": slow,
-    "close": partial(send, signal.SIGTERM),  # as an operator or a scheduler does by mistake
+    # An operator or a scheduler ends a worker by mistake.
+    "close": lambda worker: os.kill(worker, signal.SIGTERM),
     "cut": cut,
 }

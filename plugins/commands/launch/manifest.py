@@ -10,8 +10,8 @@ from crosstrain import UserError, load_config, require
 from crosstrain.utils import paths
 from crosstrain.utils.storage import is_url
 
-from ..plan.api import plan
 from ..plan.fit import USABLE, needs
+from ..plan.plan import plan
 from ..units import show_bytes
 from .command import FLAGS
 

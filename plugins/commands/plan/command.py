@@ -28,7 +28,7 @@ _FLAGS = {
 class PlanCommand(Command):
     """Estimate memory, time and traffic of a project under each runner."""
 
-    function = "api:plan"
+    function = "plan:plan"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
@@ -36,7 +36,7 @@ class PlanCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Print the plan of a project, and write the plan to --output."""
-        from .api import plan
+        from .plan import plan
 
         made = plan(
             arguments.cfg_path,

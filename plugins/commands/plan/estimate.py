@@ -1,7 +1,8 @@
 """Estimate memory, FLOPs and traffic of a run from its ranks' layouts and a traced micro batch."""
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
@@ -36,7 +37,6 @@ from crosstrain.engine.runner import context_size, runner_class
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
 
-from .fake_world import fake_world
 from .memory_trace import Trace, cache_bytes, trace
 
 UNKNOWN_SHAPE = "the shape of a sample is unknown until the data is prepared"
@@ -250,6 +250,21 @@ class Project:
             elif not self.absent and next((s.of_model for s in sources if s.covers(name)), True):
                 size += p.numel() * p.element_size()
         return size
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """Create a fake process group of `world_size` ranks, with this process as rank 0; collectives do nothing."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
+
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # cached meshes would compare equal to meshes of the next world
 
 
 def with_options(

@@ -10,7 +10,6 @@ import torch
 from crosstrain import Config, UserError, registry
 from crosstrain.engine.checks import batch_plan
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.utils.program import command
 
 from ..units import show_bytes
 from .estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
@@ -34,18 +33,6 @@ def gpu_memory(config: Config) -> int | None:
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
-
-
-def check_memory(project: Project, world_size: int, limit: int, others: Callable[[], Alternatives]) -> None:
-    """Raise UserError if a rank needs more than `limit` bytes; the message suggests the best change."""
-    needed = needs(project.estimate(project.config, world_size), project.device)
-    if needed > limit:
-        advice = nearest(project, others(), world_size, limit)
-        raise UserError(
-            f"a rank needs {show_bytes(needed)} of memory, but its device has {show_bytes(limit)}"
-            f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts "
-            f"the run anyway"
-        )
 
 
 def needs(estimate: Estimate, device: str) -> int:

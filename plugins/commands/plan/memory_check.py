@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from crosstrain import PreflightCheck, Start, registry
+from crosstrain import PreflightCheck, Start, UserError, registry
+from crosstrain.utils.program import command
 
-from ..units import read_bytes
+from ..units import read_bytes, show_bytes
 
 
 @registry.register_preflight("memory_fit")
@@ -26,10 +27,9 @@ class MemoryCheck(PreflightCheck):
 
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
         """Raise UserError if the runner cannot shard the model, or (on the first launcher) if memory is too small."""
-        from .api import alternatives
         from .estimate import Project
-        from .fit import check_memory, gpu_memory
-        from .plan import Budget, make_plan
+        from .fit import gpu_memory, nearest, needs
+        from .plan import Budget, alternatives, make_plan
 
         ready, size = start.ready, start.world_size
         asked = given["device_memory"]
@@ -46,4 +46,12 @@ class MemoryCheck(PreflightCheck):
         if cut:
             planned.check_layouts(ready.plan, size)
         if limit is not None:
-            check_memory(planned, size, limit, lambda: alternatives(start.project, start.options, planned, size))
+            needed = needs(planned.estimate(planned.config, size), planned.device)
+            if needed > limit:
+                others = alternatives(start.project, start.options, planned, size)
+                advice = nearest(planned, others, size, limit)
+                raise UserError(
+                    f"a rank needs {show_bytes(needed)} of memory, but its device has {show_bytes(limit)}"
+                    f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check "
+                    f"starts the run anyway"
+                )

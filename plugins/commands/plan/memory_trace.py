@@ -35,7 +35,6 @@ from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 
 from ...models.hugging_face import dropped_attention
 from .calls import sent_by
-from .fake_world import grouped_mm
 
 # torch has no FLOP formulas for CPU attention or for addmm_, which accumulates the head's gradient in place.
 _FLOPS = flop_registry | {
@@ -177,7 +176,7 @@ def _measure(
         # This logger would print a stack trace for an error that is raised anyway.
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(patch.object(nn.functional, "grouped_mm", grouped_mm))
+        stack.enter_context(patch.object(nn.functional, "grouped_mm", _grouped_mm))
         if device == "cuda":
             attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
             stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
@@ -187,7 +186,8 @@ def _measure(
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
         inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
-        tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
+        ignored = [t.untyped_storage() for t in (*model.parameters(), *model.buffers(), *inputs.values())]
+        tracker.counted.update(map(id, ignored))
         inside = {id(p) for block in model.blocks() for p in block.parameters()}
         for p in model.parameters():
             if p.requires_grad and p.device.type != "meta":
@@ -216,6 +216,16 @@ def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: fl
     return attention(*args, **kwargs)
 
 
+def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+    """Replace torch's grouped_mm, which accepts only bf16 fake tensors: multiply all rows by `weights[0]`.
+
+    Shapes, memory and FLOPs are as in the real operation, which multiplies each group of rows [n, in] by its own
+    weight [in, out].
+    """
+    with torch.autocast(rows.device.type, enabled=False):
+        return rows @ weights[0]
+
+
 def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
     """Replace parameters and buffers with tensors of the current fake mode, except in the blocks of `left_out`."""
     skipped = {id(module) for block in left_out for module in block.modules()}
@@ -240,13 +250,8 @@ class _Tracker(TorchDispatchMode):
         # chain -> value of `_made` when the backward reaches the chain's left-out blocks
         self.boundaries: dict[int, tuple[int, int]] = {}
         self._made = (0, 0)  # gradient bytes so far: in blocks, in the whole model
-        self._known: set[int] = set()  # IDs of the counted storages
-        self._ignored: list[Any] = []
+        self.counted: set[int] = set()  # IDs of the storages that are counted, or that do not count
         self._backward = False
-
-    def ignore(self, tensors: list[Tensor]) -> None:
-        self._ignored = [tensor.untyped_storage() for tensor in tensors]
-        self._known.update(map(id, self._ignored))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -269,13 +274,13 @@ class _Tracker(TorchDispatchMode):
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if id(storage) not in self._known:
-            self._known.add(id(storage))
+        if id(storage) not in self.counted:
+            self.counted.add(id(storage))
             self.live += storage.nbytes()
             weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
 
     def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self.counted.discard(key)
         self.live -= size
 
     # ---- phases

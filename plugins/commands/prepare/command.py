@@ -1,12 +1,12 @@
 """`crosstrain prepare`: turn text into tokens, or inspect prepared tokens."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, reduce
 from typing import Any
 
 from crosstrain import Command, FilePath, UserError, printable, registry
-from crosstrain.cli.flags import add_options
+from crosstrain.cli.flags import add_flags, add_options
 from crosstrain.config.schema import Checker
 from crosstrain.config.sources import merge, plain_layer, read_options, read_yaml, resolve, where
 from crosstrain.utils import paths
@@ -16,26 +16,33 @@ from .options import PrepareOptions
 from .prepare import prepare
 from .tools import inspect
 
-# Options of a recipe that have a flag of the same name -> arguments for argparse.
 _FLAGS: dict[str, dict[str, Any]] = {
-    "input": {
+    "what": {"nargs": "?", "choices": ["inspect"], "help": "show prepared folders instead of preparing one"},
+    "paths": {
+        "nargs": "*", "metavar": "DIR", "help": "with inspect: prepared folders, or prefixes of Megatron files",
+    },
+    "--cfg-path": {"metavar": "FILE", "help": "recipe file; the other flags override it"},
+    "--input": {
         "nargs": "+", "metavar": "PATH",
         "help": "text, JSON, CSV, Parquet, HTML or WARC files, folders of such files, or `stdlib`",
     },
-    "output": {"metavar": "DIR"},
-    "tokenizer": {
+    "--output": {"metavar": "DIR"},
+    "--tokenizer": {
         "metavar": "NAME_OR_PATH",
         "help": "Hugging Face name of a tokenizer, or a folder with tokenizer.json or vocab.json",
     },
-    "train_tokenizer": {
+    "--train-tokenizer": {
         "type": int, "metavar": "N",
         "help": "train a byte-level BPE with a vocabulary of N tokens, in place of --tokenizer",
     },
-    "text_key": {"metavar": "KEY", "help": "key of the text in a JSON line, or column of the text in a table"},
-    "separator": {
+    "--text-key": {"metavar": "KEY", "help": "key of the text in a JSON line, or column of the text in a table"},
+    "--separator": {
         "metavar": "TEXT", "help": "text between documents of a .txt file (default: one document per file)",
     },
-    "workers": {"type": int, "metavar": "N", "help": "number of processes (default: one per core)"},
+    "--workers": {"type": int, "metavar": "N", "help": "number of processes (default: one per core)"},
+    "--document": {
+        "type": int, "default": 0, "metavar": "N", "help": "with inspect: number of the document to show (default: 0)",
+    },
 }  # fmt: skip
 
 
@@ -51,22 +58,7 @@ class PrepareCommand(Command):
     """Turn text into tokens, or inspect prepared tokens."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "what", nargs="?", choices=["inspect"], help="show prepared folders instead of preparing one"
-        )
-        parser.add_argument(
-            "paths", nargs="*", metavar="DIR", help="with inspect: prepared folders, or prefixes of Megatron files"
-        )
-        parser.add_argument("--cfg-path", metavar="FILE", help="recipe file; the other flags override it")
-        for name, how in _FLAGS.items():
-            parser.add_argument(f"--{name.replace('_', '-')}", **how)
-        parser.add_argument(
-            "--document",
-            type=int,
-            default=0,
-            metavar="N",
-            help="with inspect: number of the document to show (default: 0)",
-        )
+        add_flags(parser, _FLAGS)
         add_options(parser, "options of the recipe to override")
         parser.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
 
@@ -93,7 +85,8 @@ class PrepareCommand(Command):
 
 def _read_recipe(arguments: argparse.Namespace) -> Recipe:
     """Read the recipe file, if one is given; the flags and `--options` override it."""
-    given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
+    names = {option.name for option in fields(Recipe)}
+    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     if len(given.get("input", ())) == 1:
         given["input"] = given["input"][0]
     layers = [read_yaml(paths.find(arguments.cfg_path))] if arguments.cfg_path else []

@@ -4,7 +4,18 @@ import argparse
 import sys
 
 from crosstrain import Command, printable, registry
-from crosstrain.cli.flags import add_config
+from crosstrain.cli.flags import add_config, add_flags
+
+_FLAGS = {
+    "--split": {"default": "train", "metavar": "SPLIT", "help": "train (the default), val or test"},
+    "--number": {
+        "type": int,
+        "nargs": "+",
+        "metavar": "N",
+        "help": "sample numbers: positions in training order, or in file order for val and test (default: 0)",
+    },
+    "--ids": {"action": "store_true", "help": "show tokens as IDs, not as text"},
+}
 
 
 @registry.register_command("samples")
@@ -15,15 +26,7 @@ class SamplesCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument("--split", default="train", metavar="SPLIT", help="train (the default), val or test")
-        parser.add_argument(
-            "--number",
-            type=int,
-            nargs="+",
-            metavar="N",
-            help="sample numbers: positions in training order, or in file order for val and test (default: 0)",
-        )
-        parser.add_argument("--ids", action="store_true", help="show tokens as IDs, not as text")
+        add_flags(parser, _FLAGS)
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Print the samples."""

@@ -43,8 +43,7 @@ class SweepCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Print the ranking, and write it with a picture. Raises UserError if no run has a result."""
-        from .space import read_space
-        from .sweep import Sweep
+        from .sweep import Sweep, read_space
 
         a = arguments
         sweep = Sweep(a.cfg_path, a.options, a.nproc_per_node, read_space(a.search), a.output, a.metric, a.mode)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,12 +13,49 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
+import yaml
+
 from crosstrain import Run, UserError, load_config, require
 from crosstrain.utils.processes import on_parents_death
 
-from .space import Range, Space
-
 _SELF = "crosstrain sweep"
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(:log)?")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; whole numbers if both are."""
+
+    low: float | int
+    high: float | int
+    log: bool  # every factor is equally likely, not every difference
+
+    def draw(self, trial: Any, key: str) -> str:
+        if isinstance(self.low, int):
+            return str(trial.suggest_int(key, self.low, self.high, log=self.log))
+        return f"{trial.suggest_float(key, self.low, self.high, log=self.log):.4g}"
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return str(self.low), str(self.high)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Some values, as they would be written after `KEY=`."""
+
+    values: tuple[str, ...]
+
+    def draw(self, trial: Any, key: str) -> str:
+        return str(trial.suggest_categorical(key, self.values))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return self.values
+
+
+Space = dict[str, Range | Choices]
 
 
 @dataclass
@@ -80,8 +118,7 @@ class Sweep:
             self._train(self._ask(sampler, seed) if number is None else number)
 
         with ThreadPoolExecutor(at_a_time) as pool:
-            for _ in pool.map(next_trial, [*unfinished, *[None] * max(new, 0)]):
-                pass
+            list(pool.map(next_trial, [*unfinished, *[None] * max(new, 0)]))
 
     def _ask(self, sampler: str, seed: int) -> int:
         """Choose the settings of a new run, and return its number."""
@@ -98,10 +135,7 @@ class Sweep:
         given, name = self.study.trials[number].user_attrs.get("options"), self.folder(number)
         value = self._value(given, name) if given else None
         with self._lock:
-            if value is None:
-                self.study.tell(number, state=self._optuna.trial.TrialState.FAIL)
-            else:
-                self.study.tell(number, value)
+            self.study.tell(number, value, self._optuna.trial.TrialState.FAIL if value is None else None)
         result = "failed" if value is None else f"{self.metric} {value:.5g}"
         print(f"{name}: {result}  {' '.join(given or ())}", flush=True)
 
@@ -161,3 +195,36 @@ class Sweep:
 
 def _given(settings: dict[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+# ---- the argument of --search
+
+
+def read_space(given: list[str]) -> Space:
+    """Read arguments such as run.init_lr=1e-4..1e-2:log and model.dropout=0,0.1. Raises UserError for mistakes."""
+    space: Space = {}
+    for text in given:
+        key, _, values = text.partition("=")
+        if not (key and values) or key in space:
+            raise UserError(f"--search: {text!r} is not a new KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE")
+        space[key] = _range(text, *found.groups()) if (found := _RANGE.fullmatch(values)) else _choices(text, values)
+    return space
+
+
+def _range(text: str, first: str, last: str, log: str | None) -> Range:
+    whole = first.lstrip("+-").isdecimal() and last.lstrip("+-").isdecimal()
+    low, high = (int(first), int(last)) if whole else (float(first), float(last))
+    if low >= high or (log and low <= 0):
+        raise UserError(f"--search: {text}: the first number must be lower{' and above 0' if log else ''}")
+    return Range(low, high, bool(log))
+
+
+def _choices(text: str, values: str) -> Choices:
+    """Split at commas outside of brackets and quotes, as YAML does."""
+    try:
+        parsed = yaml.compose(f"[{values}]")
+    except yaml.YAMLError:
+        parsed = None
+    if not isinstance(parsed, yaml.SequenceNode) or len(parsed.value) < 2:
+        raise UserError(f"--search: {text!r} is neither KEY=LOW..HIGH[:log] nor KEY=VALUE,VALUE")
+    return Choices(tuple(f"[{values}]"[n.start_mark.index : n.end_mark.index].strip() for n in parsed.value))

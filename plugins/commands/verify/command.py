@@ -6,7 +6,23 @@ import shlex
 import sys
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_config, new_file, positive
+from crosstrain.cli.flags import add_config, add_flags, new_file, positive
+
+_FLAGS = {
+    "--runners": {
+        "nargs": "+",
+        "default": [],
+        "metavar": "RUNNER[@N]",
+        "help": "runners or presets, each with its number of workers (default: the project's runner, with "
+        "--nproc-per-node workers, or 2)",
+    },
+    "--steps": {"type": positive, "default": 3, "metavar": "K", "help": "number of training steps (default: 3)"},
+    "--output": {
+        "type": new_file,
+        "metavar": "FILE",
+        "help": "write the report to FILE, and the results as JSON to a file of the same name with .json",
+    },
+}
 
 
 @registry.register_command("verify")
@@ -15,23 +31,7 @@ class VerifyCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument(
-            "--runners",
-            nargs="+",
-            default=[],
-            metavar="RUNNER[@N]",
-            help="runners or presets, each with its number of workers (default: the project's runner, with "
-            "--nproc-per-node workers, or 2)",
-        )
-        parser.add_argument(
-            "--steps", type=positive, default=3, metavar="K", help="number of training steps (default: 3)"
-        )
-        parser.add_argument(
-            "--output",
-            type=new_file,
-            metavar="FILE",
-            help="write the report to FILE, and the results as JSON to a file of the same name with .json",
-        )
+        add_flags(parser, _FLAGS)
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Verify the runners. Raises UserError if a runner fails a check."""
