@@ -99,8 +99,7 @@ def _greedy(
         prompts = [p | {key: np.full_like(p[key], _HIDDEN) for key in p if key == "pixel_values"} for p in prompts]
     sampling = Sampling(max_new_tokens, temperature=0)
     sequences = [Sequence(sampling, i, [end], TextStream(tokenizer)) for i in range(len(prompts))]
-    decode(runner, prompts, sequences, group=runner.dp)
-    return [sequence.text.text.strip() for sequence in sequences]
+    return [text.strip() for text in decode(runner, prompts, sequences, group=runner.dp)]
 
 
 def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any]) -> dict[str, Any]:
