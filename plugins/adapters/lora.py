@@ -104,7 +104,9 @@ class Lora(Adapter):
             path, _, parameter = name.rpartition(".")
             adapter = StackedLora(model.get_submodule(path), parameter, self.rank, self.alpha)
             model.set_submodule(path, adapter)
-            idle += (1.0 - used) * sum(p.numel() for p in adapter.own_parameters())
+            idle += (1.0 - used) * sum(
+                p.numel() for p in chain(adapter.lora_A.parameters(), adapter.lora_B.parameters())
+            )
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -37,7 +37,9 @@ class Stacked(nn.Module):
     def composed(self) -> tuple[nn.Module, dict[str, Any]]:
         """Return the innermost module and its composed parameters."""
         inner = self.base_layer
-        experts, weights = inner.composed() if isinstance(inner, Stacked) else (inner, dict(inner._parameters))
+        experts, weights = (
+            inner.composed() if isinstance(inner, Stacked) else (inner, dict(inner.named_parameters(recurse=False)))
+        )
         weights[self.parameter] = self.changed(weights)
         return experts, weights
 
@@ -47,13 +49,7 @@ class Stacked(nn.Module):
         return self._compute(*inputs)
 
     def _compute(self, *inputs: Tensor) -> Tensor:
-        experts, weights = self.composed()
-        kept = dict(experts._parameters)
-        experts._parameters.update(weights)
-        try:
-            return experts(*inputs)
-        finally:
-            experts._parameters.update(kept)
+        return torch.func.functional_call(*self.composed(), inputs)
 
 
 class StackedLora(Stacked):
@@ -70,10 +66,6 @@ class StackedLora(Stacked):
         width, out = sides if self.transposed else reversed(sides)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(width, rank * count, bias=False, device="meta")})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank * count, out, bias=False, device="meta")})
-
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that this wrapper adds."""
-        return [*self.lora_A.parameters(), *self.lora_B.parameters()]
 
     def changed(self, weights: dict[str, Any]) -> Tensor:
         a, b = self.lora_A["default"].weight, self.lora_B["default"].weight

@@ -109,10 +109,11 @@ def _own_time() -> float:
 
 def _slowest(seconds: Sequence[float], expected: Sequence[float], clause: str) -> tuple[int, str] | None:
     """Return the slowest rank, and `clause` with its ratio to the expected seconds; None if no rank is slow."""
-    slow = []
-    for rank, (taken, normal) in enumerate(zip(seconds, expected, strict=True)):
-        if 1000 * (taken - normal) >= SLOWER_MS and taken >= SLOWER * normal > 0:
-            slow.append((taken / normal, rank))
+    slow = [
+        (taken / normal, rank)
+        for rank, (taken, normal) in enumerate(zip(seconds, expected, strict=True))
+        if 1000 * (taken - normal) >= SLOWER_MS and taken >= SLOWER * normal > 0
+    ]
     if not slow:
         return None
     ratio, rank = max(slow)

@@ -49,10 +49,7 @@ class Arithmetic(Prompts):
 
     @classmethod
     def open(cls, options: Any, split: Split) -> Dataset:
-        return Chat(cls.files(options), split) if options.guesses else cls(options, split)
-
-    def __init__(self, options: Any, split: Split) -> None:
-        super().__init__(self.files(options), split)
+        return (Chat if options.guesses else cls)(cls.files(options), split)
 
     @classmethod
     def shapes(cls, options: Any) -> Batch:

@@ -42,11 +42,7 @@ class MixtureOrder:
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.period = list(counts), sum(counts)
-        self._turn = _turns(self.counts)
-        self._before = np.zeros(self.period, np.int64)  # number of earlier turns of the same source in the period
-        for k in range(len(self.counts)):
-            mine = np.flatnonzero(self._turn == k)
-            self._before[mine] = np.arange(len(mine))
+        self._turn, self._before = _turns(self.counts)
 
     def place(self, n: int) -> tuple[int, int]:
         """Return (source of sample n, number of earlier samples from that source)."""
@@ -83,21 +79,20 @@ class StagedOrder:
         return used[k], int(had[used[k]]) + earlier
 
 
-def _turns(counts: list[int]) -> np.ndarray:
-    """Return the source of each turn, int64 [period].
+def _turns(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the source of each turn, and its number of earlier turns in the period, both int64 [period].
 
     Among the sources that are far enough behind their shares, the source with the earliest deadline is next.
     """
     shares = np.array(counts, np.int64)
     period, number = int(shares.sum()), len(counts)
-    turns = np.zeros(period, np.int64)
-    if number == 1:
-        return turns
+    turns, before = np.zeros(period, np.int64), np.zeros(period, np.int64)
     scale = 2 * number - 2
     had = np.zeros(number, np.int64)
     for step in range(1, period + 1):
         behind = scale * (shares * step - period * had)  # samples by which each source is behind, times period * scale
         left = np.where(behind >= period, (period * (scale - 1) - behind) / shares, np.inf)
         turns[step - 1] = chosen = int(np.argmin(left))
+        before[step - 1] = had[chosen]
         had[chosen] += 1
-    return turns
+    return turns, before

@@ -1,6 +1,6 @@
 """Prompts with reference answers, for objectives that sample answers while they train."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,8 @@ class Prompts(ConversationDataset):
 
     def collate(self, samples: list[Sample]) -> Batch:
         """Return `input_ids` and `answer`, each [rows, longest]; shorter rows end with IGNORE_INDEX."""
-        batch = {}
-        for key in ("input_ids", "answer"):
-            batch[key] = torch.nn.utils.rnn.pad_sequence(
-                [torch.from_numpy(sample[key]) for sample in samples], batch_first=True, padding_value=IGNORE_INDEX
-            )
-        return batch
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_value=IGNORE_INDEX)
+        return {key: pad([torch.from_numpy(sample[key]) for sample in samples]) for key in ("input_ids", "answer")}
 
     def texts(self, rows: list[list[int]]) -> list[str]:
         """Decode rows of tokens, without special tokens."""

@@ -71,9 +71,8 @@ class InfoNCE(OfPairs):
         own = [policy.outputs(micro.data, ForwardMode(head=_Embedding())) for micro in step]
         if own[0].ndim != 2:  # the runner has a head of its own
             raise ConfigError("run.runner: info_nce needs whole models on every rank; use ddp, fsdp or a zero runner")
-        everyone: dict[tuple[int, ...], Tensor] = {}
-        for part in policy.all_gather({micro.numbers: rows for micro, rows in zip(step, own, strict=True)}):
-            everyone |= part
+        parts = policy.all_gather({micro.numbers: rows for micro, rows in zip(step, own, strict=True)})
+        everyone = {numbers: rows for part in parts for numbers, rows in part.items()}
         order = sorted(everyone)  # the same on every rank
         found = torch.cat([everyone[numbers] for numbers in order]).requires_grad_()
         with torch.enable_grad():

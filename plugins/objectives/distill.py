@@ -128,15 +128,12 @@ class Distill(Objective):
         """The teacher, on the student's device; loaded in the first step, after the student's own weights."""
         return load_frozen(self.options.teacher, self.options.weights, next(self.model.parameters()).device)
 
+    @torch.no_grad()
     def begin_step(self, step: Step, policy: Policy) -> Step:
         for micro in step:
-            micro.data = micro.data | {"teacher": self._hidden(micro.data)}
+            inputs = {key: value for key, value in micro.data.items() if key not in self.fields}
+            micro.data = micro.data | {"teacher": self.head.hidden(self.teacher, inputs)}  # [rows, length, H]
         return step
-
-    @torch.no_grad()
-    def _hidden(self, batch: Batch) -> Tensor:
-        """Return the teacher's hidden states [rows, length, H]."""
-        return self.head.hidden(self.teacher, {key: value for key, value in batch.items() if key not in self.fields})
 
     def _divergence(self, logits: Tensor, place: slice, batch: Batch) -> Tensor:
         """Token losses from the student's logits [n, vocab_size]; see `Objective.token_losses`."""

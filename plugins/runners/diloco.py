@@ -184,12 +184,9 @@ class DiLoCo(Runner):
             raise ConfigError(
                 f"run.runner.fragments: {count} fragments need as many blocks with trained parameters, of {len(blocks)}"
             )
-        for kind in (_OWN, _SHARED, _MOMENTUM, _RESIDUAL, _MEAN):
+        sometimes = {_RESIDUAL: self.outer.exchange != "fp32", _MEAN: self.outer.overlap > 0}
+        for kind in (_OWN, _SHARED, _MOMENTUM, *(kind for kind, is_held in sometimes.items() if is_held)):
             self.held.extra[kind] = {p: torch.zeros_like(self._weight(p)) for p in trained}
-        if self.outer.exchange == "fp32":
-            del self.held.extra[_RESIDUAL]
-        if not self.outer.overlap:
-            del self.held.extra[_MEAN]
         self.held.equal = {"param", *(f"runner:{kind}" for kind in (_SHARED, _MOMENTUM, _MEAN))}
 
     def _weight(self, parameter: nn.Parameter) -> Tensor:

@@ -79,8 +79,8 @@ def decode(
     sequences: list[Sequence],
     on_text: OnText | None = None,
     group: Group | None = None,
-) -> None:
-    """Decode one sequence for each prompt until all are finished. Collective.
+) -> list[str]:
+    """Decode one sequence for each prompt until all are finished, and return their texts. Collective.
 
     `group`: ranks with different prompts; all ranks continue until the last sequence of the group is finished.
     """
@@ -92,8 +92,12 @@ def decode(
                 on_text(number, piece)
         going = any(sequence.finish_reason is None for sequence in sequences)
         if not (going if group is None else group.all_reduce_sum(going, tag="unfinished sequences")[0]):
-            return
+            break
         state.append(tokens)
+    for number, sequence in enumerate(sequences):
+        if (rest := sequence.text.finish()) and on_text:
+            on_text(number, rest)
+    return [sequence.text.text for sequence in sequences]
 
 
 def generate(
@@ -116,11 +120,7 @@ def generate(
     count = sampling.num_completions
     sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, stops)) for i in range(count)]
     with runner.evaluating():
-        decode(runner, [prompt] * count, sequences, on_text)
-    for i, sequence in enumerate(sequences):
-        if (rest := sequence.text.finish()) and on_text:
-            on_text(i, rest)
-    return [sequence.text.text for sequence in sequences]
+        return decode(runner, [prompt] * count, sequences, on_text)
 
 
 def as_prompt(ids: list[int], end: int) -> Sample:

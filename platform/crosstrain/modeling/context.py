@@ -24,14 +24,18 @@ from torch import Tensor, nn
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-@dataclass(frozen=True)
-class Context:
-    """The ranks that each take a part of every row; rows are padded at the end, so that all parts are equally long."""
-
-    group: dist.ProcessGroup
+class WithGroup:
+    """An object with a process group, which cannot be copied: a deep copy of a model has the same object."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
+
+
+@dataclass(frozen=True)
+class Context(WithGroup):
+    """The ranks that each take a part of every row; rows are padded at the end, so that all parts are equally long."""
+
+    group: dist.ProcessGroup
 
     @property
     def size(self) -> int:

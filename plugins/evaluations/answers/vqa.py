@@ -51,16 +51,13 @@ def answer_questions(
     UserError if a question leaves no room for `max_new_tokens`.
     """
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    mine, silent = list[Answer](), 0
+    mine = list[Answer]()
 
     def batches() -> Iterator[list[tuple[int, Example]]]:
-        nonlocal silent
         for first in range(runner.dp.rank * _BLOCK, total, runner.dp.size * _BLOCK):
             block: list[tuple[int, Example]] = []
             for index in range(first, min(first + _BLOCK, total)):
-                found = dataset.examples(index)
-                silent += not found
-                block += [(index, example) for example in found]
+                block += [(index, example) for example in dataset.examples(index)]
             for start in range(0, len(block), batch):
                 yield block[start : start + batch]
 
@@ -80,9 +77,9 @@ def answer_questions(
                 for (sample, e), *texts in zip(questions, answers, guesses, strict=False)
             ]
     everyone = [answer for part in runner.dp.all_gather(mine) for answer in part]
-    (unasked,) = runner.dp.all_reduce_sum(silent, tag="samples without questions")
+    asked = {answer.sample for answer in everyone}
     # The sort is stable, so the order within a sample is kept.
-    return sorted(everyone, key=lambda answer: answer.sample), int(unasked)
+    return sorted(everyone, key=lambda answer: answer.sample), total - len(asked)
 
 
 def _greedy(
@@ -99,8 +96,7 @@ def _greedy(
         prompts = [p | {key: np.full_like(p[key], _HIDDEN) for key in p if key == "pixel_values"} for p in prompts]
     sampling = Sampling(max_new_tokens, temperature=0)
     sequences = [Sequence(sampling, i, [end], TextStream(tokenizer)) for i in range(len(prompts))]
-    decode(runner, prompts, sequences, group=runner.dp)
-    return [sequence.text.text.strip() for sequence in sequences]
+    return [text.strip() for text in decode(runner, prompts, sequences, group=runner.dp)]
 
 
 def answer_splits(model: OpenModel, splits: list[Split], given: Mapping[str, Any]) -> dict[str, Any]:

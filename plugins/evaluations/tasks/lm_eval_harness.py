@@ -181,10 +181,7 @@ class HarnessModel(TemplateLM):
         )
         stops = [until] if isinstance(until, str) else until
         rows = [Sequence(sampling, 0, [self.eot_token_id], TextStream(self.tokenizer, stops)) for _ in prompts]
-        decode(self.runner, prompts, rows, group=self.runner.dp)
-        for row in rows:
-            row.text.finish()
-        return [row.text.text for row in rows]
+        return decode(self.runner, prompts, rows, group=self.runner.dp)
 
 
 @cache

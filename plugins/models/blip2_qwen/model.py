@@ -389,6 +389,3 @@ def _segment_mask(segments: Tensor) -> Tensor:
     earlier = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
     own = segments[:, :, None] == segments[:, None, :]
     return ((own | (segments == SHARED)[:, None, :]) & earlier)[:, None]
-
-
-__all__ = ["Blip2Qwen", "Language", "Projector", "QFormer", "Vision"]

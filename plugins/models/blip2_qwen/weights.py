@@ -52,13 +52,9 @@ def sized(options: Any, found: dict[str, Path]) -> Any:
     return options
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return PreTrainedConfig.get_config_dict(folder)[0]
-
-
 def _kind(folder: Path) -> str:
     """Return the kind of a folder, as in `_KINDS`; an empty string for a timm folder."""
-    config = _config(folder)
+    config, _ = PreTrainedConfig.get_config_dict(folder)
     return (
         _RUN
         if config.get("arch") in ("blip2", "blip2_qwen")
@@ -70,7 +66,7 @@ def _kind(folder: Path) -> str:
 
 def _sizes(part: str, folder: Path) -> dict[str, Any]:
     """Return the options of a part that follow from its weights in a folder."""
-    config, kind = _config(folder), _kind(folder)
+    (config, _), kind = PreTrainedConfig.get_config_dict(folder), _kind(folder)
     if kind == _RUN:
         known = ("num_query_tokens", *(Vision if part == "vision" else QFormer).published)
         theirs = {key: value for key, value in config.get(part, {}).items() if key in known}

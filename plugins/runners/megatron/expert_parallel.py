@@ -7,7 +7,7 @@ have no values when a run is planned. The forward of the experts is taken from t
 
 import math
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from crosstrain import ConfigError, Model, has_values
+from crosstrain.modeling.context import WithGroup
 
 
 def check_experts(model: Model, ranks: int) -> None:
@@ -72,14 +73,11 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, *ctx.back), None, None, None
 
 
-class ExpertParallel:
+class ExpertParallel(WithGroup):
     """A process group over which experts are sharded: each stack of experts is split into equal parts in rank order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, dist.get_world_size(group)
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
     def shard(self, model: Model) -> set[str]:
         """Reduce a model on the meta device to this rank's experts, and replace the experts' forward.

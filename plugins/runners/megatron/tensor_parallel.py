@@ -11,7 +11,7 @@ torch.distributed, so that the watchdog can monitor them.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from crosstrain.modeling.context import (
     Context,
     Gather,
     Reduce,
+    WithGroup,
     differentiable,
     gathered,
     joined,
@@ -71,7 +72,7 @@ def with_hidden_states(
     return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
 
-class TensorParallel:
+class TensorParallel(WithGroup):
     """The tensor-parallel ranks, and their collectives on activations.
 
     splits_sequence: True: outside of the sharded matrices, each rank holds a part of the sequence. False in evaluation.
@@ -82,9 +83,6 @@ class TensorParallel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.has_dropout = True  # False: no RNG forks, so that torch.compile captures a block as one graph
         self._aside: Tensor | None = None
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
     def compute(self, model: Model, plan: Resolved) -> None:
         """Make the modules of a plan compute with this rank's slices."""
