@@ -32,7 +32,7 @@ def drill(workspace: Workspace, folder: Path, *flags: str, runner: str) -> subpr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("runner", mostly_slow(RUNNERS, ["ddp"]))
+@pytest.mark.parametrize("runner", mostly_slow(RUNNERS, []))
 def test_a_killed_worker_costs_a_few_steps(workspace: Workspace, runner: str) -> None:
     done = drill(
         workspace, workspace.path / "drill", "--faults", "kill", "--count", "1", "--steps", "20", runner=runner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from conftest import ROOT
 from fixtures_ranks import run_ranks
 
-STEPS, LAYOUTS = 2, 5
+STEPS, LAYOUTS, RANKS = 2, 5, 2
 
 
 def judged(seed: int, folder: str) -> list[str]:
@@ -23,7 +24,8 @@ def judged(seed: int, folder: str) -> list[str]:
     rng = random.Random(seed)
     what = replace(fuzz.draw_what(rng), batch=4, micro_batch=1)
     fuzzer = fuzz.Fuzzer(Path(folder), STEPS)
-    layouts = [fuzz.draw_how(rng, what, STEPS) for _ in range(LAYOUTS)]
+    drawn = (fuzz.draw_how(rng, what, STEPS) for _ in count())
+    layouts = islice((how for how in drawn if max(how.ranks, how.next_ranks) <= RANKS), LAYOUTS)
     return [f"{fuzzer.judge(what, how)}\n{what}\n{how}" for how in layouts]
 
 

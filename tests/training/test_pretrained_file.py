@@ -46,6 +46,7 @@ def folders(workspace: Workspace) -> list[Path]:
     return [path for path in (workspace.path / "cache" / "crosstrain" / "gguf").glob("*")]
 
 
+@pytest.mark.slow
 def test_a_file_trains_as_its_folder_does_and_is_converted_once(project: Workspace) -> None:
     cache = {"XDG_CACHE_HOME": str(project.path / "cache")}
     alone = project.train("alone", env=cache)
