@@ -50,7 +50,8 @@ WIDE = {
 IN_SLICES = {
     12: [
         "ddp@1", "ddp@4", "fsdp@2", "zero1@2", "zero2@2", "zero3@2", "pp2@2", "cp2@2", "cp2@4", "cp4@4", "cp2_pp2@4",
-        "cp2_fsdp@2", "cp2_fsdp@4", "cp4_fsdp@4",
+        "cp2_fsdp@2", "cp2_fsdp@4", "cp4_fsdp@4", "cp2_ddp@4",
+        "cp2_zero1@2", "cp4_zero2@4", "cp2_zero3@4",
     ],
 }  # fmt: skip
 WIDE_IN_SLICES = {12: ["ddp@1", "ddp@4", "fsdp@2", "zero3@2", "tp2@2", "tp4@4", "cp2@2", "tp2_cp2@4", "cp2_fsdp@4"]}
@@ -120,8 +121,8 @@ class Runs:
         runner = name
         if name in MEGATRON:
             runner = json.dumps({"name": "megatron", **MEGATRON[name]})
-        elif degree := re.match(r"cp(\d)_fsdp", name):
-            runner = json.dumps({"name": "fsdp", "context_parallel": int(degree[1])})
+        elif degree := re.fullmatch(r"cp(\d)_(\w+)", name):
+            runner = json.dumps({"name": degree[2], "context_parallel": int(degree[1])})
         length = [f"run.max_iters={last}", f"run.lr_decay_iters={self.steps}"]
         where = [f"run.output_dir={run}", f"run.runner={runner}", f"run.amp={self.amp}"]
         options = [*length, *where, f"run.global_batch_size={self.batch}"]

@@ -76,9 +76,9 @@ CASES += [(model, "megatron_tp2_sp@2") for model in WIDE if model != "wide_lora"
 CASES += [("experts", f"{{name: megatron, expert_parallel: 2}}@{ranks}") for ranks in (2, 4)]
 CASES += [("wide_experts", "{name: megatron, tensor_parallel: 2, expert_parallel: 2}@4")]
 CASES += [
-    (model, f"{{name: fsdp, context_parallel: {degree}}}@{ranks}")
+    (model, f"{{name: {runner}, context_parallel: {degree}}}@{ranks}")
     for model in SLICED
-    for degree, ranks in ((2, 2), (2, 4), (4, 4))
+    for runner, degree, ranks in (("fsdp", 2, 4), ("ddp", 2, 2), ("zero2", 2, 4), ("zero3", 2, 2), ("megatron", 2, 4))
 ]
 CASES += [("images", runner) for runner in RUNNERS]
 

@@ -80,12 +80,14 @@ class Bitwise(Runner):
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
-        """Add the partial sums that a rank keeps between the micro batches of a step, in fp32."""
+        """Add gradients in fp32: partial sums between micro batches, and the gradients of a parameter's slices."""
         found = super().layouts(options, at)
         leaves = cls.leaves_of_round(at)
         kept = max(len(nodes_of(0, leaves * rounds)) for rounds in range(at.batch.accumulation))
+        slices = (at.run.bitwise.slices or 1) // context_size(options)
+        largest = max(p.numel() for p in at.model.parameters() if p.requires_grad)
         for layout in found:
-            layout.gradients += 4 * kept * layout.updated
+            layout.gradients += 4 * (kept * layout.updated + (slices - 1) * largest)
         return found
 
     @classmethod

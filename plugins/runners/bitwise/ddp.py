@@ -17,13 +17,13 @@ from .gradients import WholeGradients
 class BitwiseDDP(Bitwise, DDPRunner):
     """DDP without torch's wrapper, because it adds the gradients of a rank's micro batches one after the other."""
 
-    capabilities: ClassVar = replace(DDPRunner.capabilities, consecutive_micro_batches=True)
+    capabilities: ClassVar = replace(DDPRunner.capabilities, consecutive_micro_batches=True, draws_parts=True)
     gradients: WholeGradients
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         Runner.prepare(self, model, unfused(make_optimizer))
         self.slice(model)
-        self.gradients = WholeGradients([p for p in model.parameters() if p.requires_grad], self.dp)
+        self.gradients = WholeGradients([p for p in model.parameters() if p.requires_grad], self.dp, self.context)
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         self.gradients.begin_step(len(micro_batches))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from crosstrain import ConfigError, Layout, MakeOptimizer, MicroBatch, Model, PlanContext, RunOptions
+from crosstrain import ConfigError, Group, Layout, MakeOptimizer, MicroBatch, Model, PlanContext, RunOptions
 
 from ..fsdp import FSDPRunner
 from .backend import BACKENDS
@@ -40,7 +40,7 @@ class BitwiseFSDP(Rounded, FSDPRunner):
                 module.set_gradient_divide_factor(1.0)  # sum, do not average
                 module.set_force_sum_reduction_for_comms(True)
         if self.world.size == 1:
-            self._alone = WholeGradients([p for p in model.parameters() if p.requires_grad], self.world)
+            self._alone = WholeGradients([p for p in model.parameters() if p.requires_grad], self.world, Group())
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         if self._alone is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from crosstrain import Group
 
+from ..megatron.data_parallel import sum_gradients
 from .partial_sums import PartialSums, nodes_of
 
 _BUCKET = 25 << 20  # bytes of gradients that are exchanged together
@@ -17,11 +18,13 @@ class WholeGradients:
     """The gradients of a step, summed in a fixed tree over the micro batches of all ranks.
 
     Rank r computes micro batches r * count to (r + 1) * count - 1 of a step. They are those of `sources` ranks, one
-    after the other, if the parameters are experts that other ranks send tokens to.
+    after the other, if the parameters are experts that other ranks send tokens to. `context` are the ranks with the
+    other parts of this rank's sequences.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group, sources: int = 1) -> None:
-        self.group, self.sources, self.count, self._leaf = group, sources, 0, [0] * sources
+    def __init__(self, parameters: list[nn.Parameter], group: Group, context: Group, sources: int = 1) -> None:
+        self.group, self.context, self.sources = group, context, sources
+        self.count, self._leaf = 0, [0] * sources
         self._parts = {parameter: [PartialSums() for _ in range(sources)] for parameter in parameters}
         self._sums = {parameter: parts[0] for parameter, parts in self._parts.items()}
 
@@ -32,6 +35,7 @@ class WholeGradients:
 
     def take(self, source: int = 0) -> None:
         """Move the gradients of a source's next micro batch from the parameters into the sums."""
+        sum_gradients([parameter.grad for parameter in self._parts], self.context.process_group)
         for parameter, parts in self._parts.items():
             parts[source].add((0, self._leaf[source]), parameter.grad)
             parameter.grad = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crosstrain import ConfigError, Group, MakeOptimizer, MicroBatch, Model, RunOptions
 
-from ..megatron.data_parallel import DDPStrategy, Share, sum_gradients
+from ..megatron.data_parallel import DDPStrategy, Share
 from ..megatron.expert_parallel import ExpertParallel
 from ..megatron.pipeline import tied_names
 from ..megatron.plan import Resolved, ShardSpec, ends_of
@@ -39,7 +39,9 @@ class TreeStrategy(DDPStrategy):
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]
         owned = [share.owned for share in self.shares]
-        self.gradients = WholeGradients(owned, self.group, 1 if self.sources is None else len(self.sources))
+        self.gradients = WholeGradients(
+            owned, self.group, self.context, 1 if self.sources is None else len(self.sources)
+        )
 
     def start(self, backwards: int) -> None:
         self.gradients.begin_step(backwards)
@@ -48,7 +50,6 @@ class TreeStrategy(DDPStrategy):
         """Add the gradients of a micro batch of each source."""
         if self.sources is None:
             self._hand_over()
-            sum_gradients([share.owned.grad for share in self.shares], self.context.process_group)
             self.gradients.take()
             return
         for number, gradients in enumerate(self.sources):

@@ -21,7 +21,10 @@ from .units import Contiguous, Draws, Enter, Leave, check_vectors, rates
 
 def check_slices(model: Model, count: int) -> None:
     """Raise ConfigError if the modules of a model cannot compute the slices of a sequence on their own."""
-    model.structure.check_context(count)
+    try:
+        model.structure.check_context(count)
+    except ConfigError as error:
+        raise ConfigError(f"run.bitwise.slices needs a model that supports context parallelism: {error}") from None
     if model.structure.ends() is None or model.structure.experts() or model.structure.by_document():
         raise ConfigError(
             "run.bitwise.slices: only language models without experts and recurrent layers can compute slices of a "

@@ -22,7 +22,7 @@ _SCATTER = "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced"
 class BitwiseZeRO(Rounded, DeepSpeedRunner):
     """DeepSpeed's ZeRO on process groups whose sums are fixed trees. Stage 1 reduces gradients as stage 2 does."""
 
-    capabilities: ClassVar = replace(DeepSpeedRunner.capabilities, backends=BACKENDS)
+    capabilities: ClassVar = replace(DeepSpeedRunner.capabilities, backends=BACKENDS, draws_parts=True)
     _norm = 0.0
 
     @classmethod
