@@ -49,9 +49,8 @@ WIDE = {
 }  # fmt: skip
 IN_SLICES = {
     12: [
-        "ddp@1", "ddp@4", "fsdp@2", "zero1@2", "zero2@2", "zero3@2", "pp2@2", "cp2@2", "cp2@4", "cp4@4", "cp2_pp2@4",
-        "cp2_fsdp@2", "cp2_fsdp@4", "cp4_fsdp@4", "cp2_ddp@4",
-        "cp2_zero1@2", "cp4_zero2@4", "cp2_zero3@4",
+        "ddp@1", "ddp@4", "fsdp@2", "zero2@2", "zero3@2", "pp2@2", "cp2@2", "cp2_pp2@4", "cp2_ddp@2", "cp2_ddp@4",
+        "cp4_fsdp@4", "cp2_zero1@2", "cp4_zero2@4", "cp2_zero3@4",
     ],
 }  # fmt: skip
 WIDE_IN_SLICES = {12: ["ddp@1", "ddp@4", "fsdp@2", "zero3@2", "tp2@2", "tp4@4", "cp2@2", "tp2_cp2@4", "cp2_fsdp@4"]}
