@@ -122,10 +122,18 @@ def test_a_run_that_changes_its_runner_and_ranks_gives_the_same_bits(reference: 
         (["run.amp=fp16"], "fp16"),
         (["run.runner=megatron_tp2"], "width: 1 allows a tensor_parallel of 1, but it is 2"),
         (["run.runner=megatron_tp2", "run.bitwise.width=3"], "width: 3 allows a tensor_parallel of 3, but it is 2"),
-        (["run.runner={name: fsdp, context_parallel: 2}"], "slices: 1 does not allow context_parallel=2"),
-        (["run.bitwise.slices=3"], "slices: 3 does not allow"),
-        (["run.runner={name: fsdp, context_parallel: 2}", "run.bitwise={slices: 2, width: 3}"], "width, if it is set"),
-        (["run.bitwise.slices=2", "run.objective=dpo"], "run.objective needs whole sequences"),
+        (
+            ["run.runner={name: fsdp, context_parallel: 2}"],
+            "slices: 1 is not a power of two that is a multiple of context_parallel=2",
+        ),
+        (["run.bitwise.slices=3"], "slices: 3 is not a power of two"),
+        (
+            ["run.runner={name: fsdp, context_parallel: 2}", "run.bitwise={slices: 2, width: 3}"],
+            "width: 3 is not a multiple of context_parallel=2",
+        ),
+        (["run.bitwise.slices=2", "run.objective=dpo"], "run.objective, which needs whole sequences"),
+        (["run.bitwise.slices=2", "run.compile=blocks"], "run.compile"),
+        (["run.runner=megatron_tp2_cp2", "run.bitwise={slices: 2, width: 2}"], "tensor_parallel x context_parallel"),
         (["run.runner=megatron_tp2_sp", "run.bitwise={slices: 2, width: 2}"], "sequence_parallel"),
         (["run.runner={name: megatron, pipeline_parallel: 2, pipeline_chunks: 2}"], "pipeline_chunks"),
         (["run.runner={name: megatron, data_parallel_style: zero1}"], "data_parallel_style"),
@@ -216,7 +224,7 @@ def test_groups_for_gpus_sum_in_the_same_tree() -> None:
     assert run_ranks(4, _sum_of_renamed_nccl) == [tree([1e8, 1.0, -1e8, 1.0])] * 4
 
 
-@pytest.mark.parametrize(("name", "expected"), [("ddp", "cpu:gloo,cuda:nccl"), ("fsdp", "cpu:tree,cuda:tree_nccl")])
+@pytest.mark.parametrize(("name", "expected"), [(name, "cpu:tree,cuda:tree_nccl") for name in ("ddp", "fsdp")])
 def test_a_run_on_gpus_chooses_groups_and_deterministic_kernels(
     shared_workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str, expected: str
 ) -> None:

@@ -78,7 +78,7 @@ CASES += [("wide_experts", "{name: megatron, tensor_parallel: 2, expert_parallel
 CASES += [
     (model, f"{{name: {runner}, context_parallel: {degree}}}@{ranks}")
     for model in SLICED
-    for runner, degree, ranks in (("fsdp", 2, 4), ("ddp", 2, 2), ("zero2", 2, 4), ("zero3", 2, 2), ("megatron", 2, 4))
+    for runner, degree, ranks in (("fsdp", 2, 4), ("ddp", 4, 4), ("zero2", 2, 4), ("zero3", 2, 2), ("megatron", 2, 4))
 ]
 CASES += [("images", runner) for runner in RUNNERS]
 

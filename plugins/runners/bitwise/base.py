@@ -33,7 +33,7 @@ from .backend import rounds
 from .experts import all_experts
 from .norm import exact_norm
 from .partial_sums import nodes_of
-from .slices import Slices, check_slices
+from .slices import SlicedHead, Slices, check_slices
 from .units import Units, check_units, plan_of_units
 
 
@@ -57,13 +57,15 @@ class Bitwise(Runner):
         if run.amp.dtype == "fp16" or run.amp.linear is not None:
             raise ConfigError("run.bitwise: fp16 and float8 are not supported; use run.amp=bf16 or fp32")
         slices, ranks = run.bitwise.slices or 1, context_size(options)
-        if slices % ranks or slices.bit_count() > 1 or (run.bitwise.width or ranks) % ranks:
+        if slices % ranks or slices.bit_count() > 1:
             raise ConfigError(
-                f"run.bitwise.slices: {slices} does not allow context_parallel={ranks}; set slices, in every run that "
-                f"is compared, to a power of two that is a multiple of it, and width, if it is set, to a multiple"
+                f"run.bitwise.slices: {slices} is not a power of two that is a multiple of context_parallel={ranks}; "
+                f"set it to one in every run that is compared"
             )
-        if slices > 1 and run.objective is not None:
-            raise ConfigError("run.bitwise.slices: run.objective needs whole sequences; remove one of the two")
+        if (run.bitwise.width or ranks) % ranks:
+            raise ConfigError(f"run.bitwise.width: {run.bitwise.width} is not a multiple of context_parallel={ranks}")
+        if run.bitwise.slices is not None and (run.objective is not None or run.compile != "none"):
+            raise ConfigError("run.bitwise.slices: remove run.objective, which needs whole sequences, and run.compile")
 
     @classmethod
     def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
@@ -137,7 +139,7 @@ class Bitwise(Runner):
         return super().evaluate(batch, self._sliced(mode))
 
     def _sliced(self, mode: ForwardMode) -> ForwardMode:
-        return mode if self.slices is None else replace(mode, head=self.slices.head(mode.head))
+        return mode if self.slices is None else replace(mode, head=SlicedHead(self.slices, mode.head))
 
     @property
     def gradient_scale(self) -> float:
@@ -159,10 +161,10 @@ class Rounded(Bitwise):
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
-        return super().layouts(_of_adapters(options, at.model), at)
+        return super().layouts(_exact(options, at.run, at.model), at)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        self.options = _of_adapters(self.options, model)
+        self.options = _exact(self.options, self.run, model)
         super().prepare(model, unfused(make_optimizer))
         self._reduced = UsedParameters(model)  # parameters with a gradient from this round
 
@@ -188,13 +190,14 @@ class Rounded(Bitwise):
         self._reduced.check("so its rounds of accumulation cannot be matched; use ddp, or train without run.bitwise")
 
 
-def _of_adapters(options: Any, model: Model) -> Any:
-    """Return options that keep weights in fp32 if the model has adapters.
+def _exact(options: Any, run: RunOptions, model: Model) -> Any:
+    """Return options that keep weights in fp32 if the model has adapters or computes slices.
 
-    The library peft converts the input of an adapter to the dtype of its weights, before dropout.
+    The library peft converts the input of an adapter to the dtype of its weights, before dropout. The gradients of a
+    parameter's slices are added in the dtype of the parameter.
     """
     adapted = any(hasattr(module, "base_layer") for module in model.modules())
-    return replace(options, param_dtype="fp32") if adapted else options
+    return replace(options, param_dtype="fp32") if adapted or run.bitwise.slices is not None else options
 
 
 def _apart(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

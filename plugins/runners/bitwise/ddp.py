@@ -10,6 +10,7 @@ from torch import Tensor
 from crosstrain import MakeOptimizer, MicroBatch, Model, Runner
 
 from ..ddp import DDPRunner
+from .backend import BACKENDS
 from .base import Bitwise, unfused
 from .gradients import WholeGradients
 
@@ -17,7 +18,9 @@ from .gradients import WholeGradients
 class BitwiseDDP(Bitwise, DDPRunner):
     """DDP without torch's wrapper, because it adds the gradients of a rank's micro batches one after the other."""
 
-    capabilities: ClassVar = replace(DDPRunner.capabilities, consecutive_micro_batches=True, draws_parts=True)
+    capabilities: ClassVar = replace(
+        DDPRunner.capabilities, consecutive_micro_batches=True, backends=BACKENDS, draws_parts=True
+    )
     gradients: WholeGradients
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:

@@ -22,6 +22,7 @@ from .base import Bitwise, unfused
 from .experts import ExpertSources
 from .gradients import WholeGradients
 from .norm import exact_norm
+from .slices import SlicedHead
 from .units import Units, check_sequence, plan_of_units
 
 
@@ -97,6 +98,11 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
                 f"run.bitwise.width: {width} allows a tensor_parallel of {', '.join(allowed)}, but it is {degree}; set "
                 f"width, in every run that is compared, to a power of two times {degree}"
             )
+        if degree > 1 and units % options.context_parallel:
+            raise ConfigError(
+                f"run.bitwise.width: {width} is not a multiple of tensor_parallel x context_parallel, {degree} x "
+                f"{options.context_parallel}"
+            )
         if options.offload != "none" or options.data_parallel_style not in (None, "allreduce"):
             raise ConfigError("run.bitwise: megatron must not set offload, or data_parallel_style to zero1 or fsdp")
 
@@ -105,8 +111,10 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
         super().check_model(options, run, model)
         if options.sequence_parallel:
             check_sequence(model, options.plan)
-        staged = run.bitwise.slices is not None and options.pipeline_parallel > 1
-        if staged and tied_names(model, ends_of(model, "pipeline_parallel")):
+        tied = set[str]()
+        if run.bitwise.slices is not None and options.pipeline_parallel > 1:
+            tied = tied_names(model, ends_of(model, "pipeline_parallel"))
+        if any(model.get_parameter(name).requires_grad for name in tied):
             raise ConfigError("run.bitwise.slices: stages would add the gradients of a tied embedding in another order")
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
@@ -129,7 +137,7 @@ class BitwiseMegatron(Bitwise, MegatronRunner):
     def _cut(self, model: Model) -> Any:
         cut = super()._cut(model)
         if self.slices is not None:
-            self.head = self.slices.head(self.head)
+            self.head = SlicedHead(self.slices, self.head)
         return cut
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:

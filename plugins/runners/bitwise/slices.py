@@ -5,6 +5,7 @@ in a fixed tree. Of c context-parallel ranks, each has consecutive slices; a ran
 of them. Attention has whole sequences, and each rank computes some of its heads.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,10 +26,11 @@ def check_slices(model: Model, count: int) -> None:
         model.structure.check_context(count)
     except ConfigError as error:
         raise ConfigError(f"run.bitwise.slices needs a model that supports context parallelism: {error}") from None
-    if model.structure.ends() is None or model.structure.experts() or model.structure.by_document():
+    special = model.structure.experts(), model.structure.by_document(), model.structure.reads_across
+    if model.structure.ends() is None or any(special):
         raise ConfigError(
-            "run.bitwise.slices: only language models without experts and recurrent layers can compute slices of a "
-            "sequence on their own; leave slices out"
+            "run.bitwise.slices: only language models without experts, recurrent layers and DoRA can compute slices of "
+            "a sequence on their own; leave slices out"
         )
     for name, module in model.named_modules():
         for key, rate in rates(module).items():
@@ -56,7 +58,7 @@ class Slices:
 
     def __init__(self, count: int, ranks: Group) -> None:
         self.count, self.draws = count, Draws(count, ranks.rank * count)
-        self._parameters: dict[Tensor, tuple[Tensor, ...]] = {}
+        self._shared: dict[tuple[Tensor, bool], tuple[Tensor, ...]] = {}  # views of parameters used more than once
         self._length: int | None = None  # tokens of this rank in the forward, from its first module
 
     def compute(self, model: Model, draws_heads: bool) -> None:
@@ -70,41 +72,48 @@ class Slices:
         if model.context is not None:
             model.context = _WholeHeads(model.context.group)
         model.register_forward_pre_hook(self._begin)
+        uses = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
         for module in model.modules():
-            if any(p is not None for p in module._parameters.values()) or isinstance(module, nn.Dropout):
-                module.forward = partial(self._each, module, module.forward)
+            own = module._parameters.items()
+            shared = {name for name, parameter in own if parameter is not None and uses[parameter] > 1}
+            if module._parameters or isinstance(module, nn.Dropout):
+                module.forward = partial(self._each, module, shared, module.forward)
 
     def _begin(self, *_: Any) -> None:
-        self._parameters.clear()
+        self._shared.clear()
         self._length = None
 
-    def head(self, head: Head) -> Head:
-        """Return a head that computes the loss of each slice on its own, with the loss of `head`."""
-        return _SlicedHead(self, head)
+    def views(self, parameter: Tensor | None, shared: bool = True) -> tuple[Tensor | None, ...]:
+        """Return a view of a parameter for each slice.
 
-    def views(self, parameter: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return a view of a parameter for each slice; gradients of all its uses in a slice are added first."""
+        shared: the parameter has several uses, whose gradients are added in each slice first.
+        """
         if parameter is None:
             return (None,) * self.count
-        if parameter not in self._parameters:
-            self._parameters[parameter] = Enter.apply(parameter, self.count, None)
-        return self._parameters[parameter]
+        key = parameter, torch.is_grad_enabled()  # a block that is recomputed has had a forward without gradients
+        found = self._shared.get(key) or Enter.apply(parameter, self.count, None)
+        if shared:
+            self._shared[key] = found
+        return found
 
     def cut(self, x: Any) -> list[Any]:
         """Return the slices of a tensor [batch, length, *]; of a different value, the value for each slice."""
         return [part.contiguous() for part in x.chunk(self.count, 1)] if isinstance(x, Tensor) else [x] * self.count
 
-    def _each(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    def _each(
+        self, module: nn.Module, shared: set[str], forward: Callable[..., Tensor], x: Tensor, *others: Any
+    ) -> Tensor:
         self._length = self._length or x.shape[1]
         if x.shape[1] % self.count and not torch.is_grad_enabled():
             return forward(x, *others)
         if x.shape[1] != self._length or self._length % self.count:
             raise ConfigError(
                 f"run.bitwise.slices: {type(module).__name__} gets a tensor of shape {tuple(x.shape)}, but its second "
-                f"dimension must be tokens whose number is a multiple of slices"
+                f"dimension must be tokens whose number is a multiple of slices; set the length of the dataset's "
+                f"sequences to one, or leave slices out"
             )
         own, inputs = module._parameters, [self.cut(value) for value in (x, *others)]
-        views = {name: self.views(parameter) for name, parameter in own.items()}
+        views = {name: self.views(parameter, name in shared) for name, parameter in own.items()}
         drops = isinstance(module, nn.Dropout) and module.training and module.p
         outputs = []
         try:
@@ -118,7 +127,9 @@ class Slices:
         return torch.cat(outputs, 1)
 
 
-class _SlicedHead(Head):
+class SlicedHead(Head):
+    """Computes the loss of each slice on its own, with the loss of `head`."""
+
     def __init__(self, slices: Slices, head: Head) -> None:
         self.slices, self.head = slices, head
 

@@ -8,7 +8,7 @@ the embedding, the head and experts included.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from crosstrain import ConfigError, Group, Model, derive_seed
+from crosstrain.modeling.context import WithGroup
 
 from ..megatron.plan import Resolved, resolve, shard_specs, user_of
 from ..megatron.tensor_parallel import TensorParallel, local, modules_on_parts, weight_of, with_hidden_states
@@ -203,7 +204,7 @@ class Draws:
         return torch.cat([Contiguous.apply(output) for output in outputs], 2), None
 
 
-class Units:
+class Units(WithGroup):
     """The `count` units of this rank. tensor: the tensor-parallel ranks, whose backend sums in a tree; None: one rank.
 
     context: the context-parallel ranks, each of which computes attention for the heads of some of the units.
@@ -217,9 +218,6 @@ class Units:
         self.draws, heads = Draws(count, first), count // context.size
         self.heads = Draws(heads, first + context.rank * heads)
         self._inside = False  # between a column-parallel layer and its row-parallel layer
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
 
     def compute(self, model: Model, plan: Resolved) -> None:
         """Make a model's sharded layers, and dropout between them, compute with units."""
