@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import torch
 
 WIDTHS, BASE = (64, 128, 256, 512), 64
-RATES = tuple(2.0**-n for n in range(10, 4, -1))
+RATES = tuple(2.0**-n for n in range(13, 6, -1))
 COMMON = (
     "model.dropout=0", "model.n_layer=2", "model.n_positions=64", "datasets.stdlib.seq_length=64", "run.amp=fp32",
     "run.global_batch_size=16", "run.eval_interval=null", "run.sample_prompts=[]", "run.lr_sched=constant",
@@ -87,10 +87,10 @@ def rates(folder: Path, steps: int) -> None:
                 losses.append(sum(last[-20:]) / 20)
             best = RATES[losses.index(min(losses))]
             rows.append(
-                ["mup_base_width" if scaled else "standard", width, *(f"{loss:.3f}" for loss in losses), f"{best:.4f}"]
+                ["mup_base_width" if scaled else "standard", width, *(f"{loss:.3f}" for loss in losses), f"{best:.5f}"]
             )
             print(rows[-1], file=sys.stderr, flush=True)
-    print(table(["parametrization", "width", *(f"{rate:.4f}" for rate in RATES), "best rate"], rows))
+    print(table(["parametrization", "width", *(f"{rate:.5f}" for rate in RATES), "best rate"], rows))
 
 
 def main() -> None:

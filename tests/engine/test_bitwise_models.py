@@ -56,12 +56,14 @@ MODELS["lora in bf16"] = {
 }  # fmt: skip
 WIDE = ["wide", "wide_gpt2", "wide_lora", "wide_experts"]
 SLICED = {f"sliced {name.removeprefix('wide_')}": name for name in ("wide", "wide_gpt2", "wide_lora", "tied_qwen3")}
+SLICED["sliced in bf16"] = "wide_gpt2"
 MODELS |= {name: MODELS[model] for name, model in SLICED.items()}
 OPTIONS = {
     "muon": ("run.optimizer=muon",),
     **HALF,
     **dict.fromkeys(WIDE, ("run.bitwise.width=4",)),
     **dict.fromkeys(SLICED, ("run.bitwise.slices=4",)),
+    "sliced in bf16": ("run.bitwise.slices=4", "run.amp=bf16"),
 }
 RUNNERS = ["ddp@3", "fsdp@2", "zero1@2", "zero2@4", "zero3@3"]
 TENSOR = [
@@ -113,6 +115,14 @@ def test_other_models_train_to_the_same_bits(reference: Any, case: tuple[str, st
     assert found["moments"] == one["moments"]
     if not ("experts" in model and ("pp2" in runner or "pipeline" in runner)):  # stages add their own routers' losses
         assert found["metrics"] == one["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+def test_slices_have_the_same_bits_with_every_gradient_checkpointing(reference: Any, mode: str) -> None:
+    path, given, one = reference("sliced gpt2")
+    found = digest(train(path, mode, *given, f"run.gradient_checkpointing={mode}"))
+    assert (found["weights"], found["moments"]) == (one["weights"], one["moments"])
 
 
 @pytest.mark.slow
