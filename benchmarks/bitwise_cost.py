@@ -5,7 +5,8 @@
 
 Two contestants of two ranks with one thread each train the same GPT-2 through the platform, one with `run.bitwise`, and
 alternate every few steps, in changing order. The table shows the median ratio of adjacent turns, with its 95 %
-confidence interval. `ddp@1` is one rank. The width of tensor parallelism is 2; its control has no width.
+confidence interval. `ddp@1` is one rank. The width of tensor parallelism and the slices of
+context parallelism are 2; their controls have none.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from engines import Order, platform
 from tensor_parallel import QUICK
 from turns import Contestant, race
 
-MEGATRON = {"pp2": {"pipeline_parallel": 2}, "tp2": {"tensor_parallel": 2}}
-RUNNERS = ["ddp@1", "ddp", "fsdp", "zero1", "zero2", "zero3", "pp2", "tp2"]
+MEGATRON = {"pp2": {"pipeline_parallel": 2}, "tp2": {"tensor_parallel": 2}, "cp2": {"context_parallel": 2}}
+RUNNERS = ["ddp@1", "ddp", "fsdp", "zero1", "zero2", "zero3", "pp2", "tp2", "cp2"]
+PARTS = {"tp2": {"width": 2}, "cp2": {"slices": 2}}
 
 
 def main() -> None:
@@ -59,7 +61,7 @@ def measure(arguments: argparse.Namespace, folder: Path, runner: str, precision:
     project = write_project(folder, sizes, run)
     name, _, ranks = runner.partition("@")
     chosen = {"name": "megatron", **MEGATRON[name]} if name in MEGATRON else {"name": name}
-    bitwise = {"mode": "on", "width": 2} if name == "tp2" else {"mode": "on"}
+    bitwise = {"mode": "on"} | PARTS.get(name, {})
 
     def side(way: str) -> Contestant:
         options = [f"run.runner={json.dumps(chosen)}", f"run.output_dir={folder}/{way}", "model.dropout=0"]
