@@ -5,8 +5,8 @@
 
 Two contestants of two ranks with one thread each train the same GPT-2 through the platform, one with `run.bitwise`, and
 alternate every few steps, in changing order. The table shows the median ratio of adjacent turns, with its 95 %
-confidence interval. `ddp@1` is one rank. The width of tensor parallelism and the slices of
-context parallelism are 2; their controls have none.
+confidence interval. `ddp@1` is one rank. The width of tensor parallelism and the slices of context parallelism are 2;
+their controls have none.
 """
 
 from __future__ import annotations
