@@ -136,3 +136,18 @@ def test_adapters_are_refused_where_they_would_see_a_part_of_the_sequence(refere
     config = load_config(path, [*given, "run.runner=megatron_tp2_sp"])
     with pytest.raises(ConfigError, match=r"lora_A\.weight would be applied to a part of the sequence"):
         preflight(config, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("sliced gpt2", ["run.runner=megatron_pp2"], "tied embedding"),
+        ("experts", ["run.bitwise.slices=2"], "without experts"),
+        ("sliced lora", ["model.adapter.dora=true"], "and DoRA"),
+    ],
+)
+def test_what_slices_cannot_compute_is_refused(reference: Any, model: str, options: list[str], message: str) -> None:
+    path, given, _ = reference(model)
+    with pytest.raises(ConfigError, match=message):
+        preflight(load_config(path, [*given, *options]), 2)
