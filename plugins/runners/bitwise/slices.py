@@ -74,9 +74,9 @@ class Slices:
         model.register_forward_pre_hook(self._begin)
         uses = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
         for module in model.modules():
-            own = module._parameters.items()
-            shared = {name for name, parameter in own if parameter is not None and uses[parameter] > 1}
-            if module._parameters or isinstance(module, nn.Dropout):
+            own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+            shared = {name for name, parameter in own.items() if uses[parameter] > 1}
+            if own or isinstance(module, nn.Dropout):
                 module.forward = partial(self._each, module, shared, module.forward)
 
     def _begin(self, *_: Any) -> None:
