@@ -81,7 +81,7 @@ class Gate(StopRequest):
     ended = False  # True: there are no more orders
 
     def __init__(self, line: Line) -> None:
-        self.received, self.under_launcher = None, False
+        self.received, self.under_launcher, self.members = None, False, None
         self.line = line
         self.left = 0
         self.result: Result = {}
