@@ -43,7 +43,7 @@ LAYOUTS = {
 }  # fmt: skip
 WIDE = {
     12: [
-        "ddp@1", "tp1@1", "tp2@2", "tp4@4", "tp2@4", "tp2_pp2@4", "tp2_sp@2", "tp2_sp@4", "cp2@2", "fsdp@2", "zero1@2",
+        "ddp@1", "tp1@1", "tp2@2", "tp4@4", "tp2@4", "tp2_pp2@4", "tp2_sp@2", "tp2_sp@4", "fsdp@2", "zero1@2",
         "zero3@2", "ddp@4",
     ],
 }  # fmt: skip
@@ -84,7 +84,7 @@ MEGATRON = {
     "pp2": {"pipeline_parallel": 2}, "tp1": {}, "tp2": {"tensor_parallel": 2}, "tp4": {"tensor_parallel": 4},
     "tp2_pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}, "ep2": {"expert_parallel": 2},
     "tp2_sp": {"tensor_parallel": 2, "sequence_parallel": True}, "cp2": {"context_parallel": 2},
-    "cp4": {"context_parallel": 4}, "cp2_pp2": {"context_parallel": 2, "pipeline_parallel": 2},
+    "cp2_pp2": {"context_parallel": 2, "pipeline_parallel": 2},
     "tp2_cp2": {"tensor_parallel": 2, "context_parallel": 2},
     "tp2_ep2": {"tensor_parallel": 2, "expert_parallel": 2}, "pp2_ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
 }  # fmt: skip

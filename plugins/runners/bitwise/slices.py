@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from crosstrain import ConfigError, ForwardMode, Group, Head, Logits, Model
 from crosstrain.modeling.context import Context
 
-from .units import Contiguous, Draws, Enter, Leave, check_vectors, rates
+from .units import Contiguous, Draws, Enter, Leave, check_rates, check_vectors
 
 
 def check_slices(model: Model, count: int) -> None:
@@ -32,13 +32,12 @@ def check_slices(model: Model, count: int) -> None:
             "run.bitwise.slices: only language models without experts, recurrent layers and DoRA can compute slices of "
             "a sequence on their own; leave slices out"
         )
-    for name, module in model.named_modules():
-        for key, rate in rates(module).items():
-            if "att" not in key:
-                raise ConfigError(
-                    f"run.bitwise.slices: {model.weights.canonical_name(name)}.{key} is {rate:g}, but only dropout of "
-                    f"attention and of modules can be drawn for each slice; set it to 0"
-                )
+    check_rates(
+        model,
+        dict(model.named_modules()),
+        "slices",
+        "only dropout of attention and of modules can be drawn for each slice",
+    )
 
 
 class _WholeHeads(Context):
@@ -128,7 +127,7 @@ class Slices:
 
 
 class SlicedHead(Head):
-    """Computes the loss of each slice on its own, with the loss of `head`."""
+    """A head that computes the loss of each slice on its own, as `head` does."""
 
     def __init__(self, slices: Slices, head: Head) -> None:
         self.slices, self.head = slices, head

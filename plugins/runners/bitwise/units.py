@@ -24,7 +24,7 @@ from ..megatron.tensor_parallel import TensorParallel, local, modules_on_parts, 
 from .partial_sums import PartialSums
 
 _STYLES = ("column", "fused_qkv", "row")
-VECTOR = 64  # activations of a unit must be a multiple; vector instructions treat the rest differently
+_VECTOR = 64  # activations of a unit must be a multiple; vector instructions treat the rest differently
 
 
 def plan_of_units(model: Model, over: dict[str, str]) -> Resolved:
@@ -45,12 +45,18 @@ def check_units(model: Model, over: dict[str, str], width: int) -> None:
         shard_specs(model, plan, width)
     except ConfigError as error:
         raise ConfigError(f"run.bitwise.width: {str(error).partition(': ')[2]}") from None
-    for user in dict.fromkeys(user_of(model, name) for name in plan.modules):
-        for key, rate in rates(model.get_submodule(user)).items():
+    users = (user_of(model, name) for name in plan.modules)
+    check_rates(model, users, "width", "only dropout of attention and of adapters can be drawn for each unit")
+
+
+def check_rates(model: Model, names: Iterable[str], option: str, reason: str) -> None:
+    """Raise ConfigError if a module keeps a dropout rate, other than that of attention, as a plain attribute."""
+    for name in names:
+        for key, rate in _rates(model.get_submodule(name)).items():
             if "att" not in key:
                 raise ConfigError(
-                    f"run.bitwise.width: {model.weights.canonical_name(user)}.{key} is {rate:g}, but only dropout of "
-                    f"attention and of adapters can be drawn for each unit; set it to 0"
+                    f"run.bitwise.{option}: {model.weights.canonical_name(name)}.{key} is {rate:g}, but {reason}; set "
+                    f"it to 0"
                 )
 
 
@@ -69,16 +75,16 @@ def check_sequence(model: Model, over: dict[str, str]) -> None:
             )
 
 
-def rates(module: nn.Module) -> dict[str, float]:
+def _rates(module: nn.Module) -> dict[str, float]:
     """Return the dropout rates above zero that a module keeps as plain attributes."""
     return {key: rate for key, rate in vars(module).items() if "drop" in key and isinstance(rate, float) and rate}
 
 
 def check_vectors(unit: Tensor, option: str) -> None:
     """Raise ConfigError unless a unit's activations fill whole vectors, because their gradients depend on it."""
-    if torch.is_grad_enabled() and unit.numel() % VECTOR:
+    if torch.is_grad_enabled() and unit.numel() % _VECTOR:
         raise ConfigError(
-            f"run.bitwise.{option}: a part has {unit.numel()} activations, which is no multiple of {VECTOR}; use a "
+            f"run.bitwise.{option}: a part has {unit.numel()} activations, which is no multiple of {_VECTOR}; use a "
             f"smaller number"
         )
 
@@ -175,7 +181,7 @@ class Draws:
             dropped = [
                 child.p for key, child in module.named_children() if isinstance(child, nn.Dropout) and "att" in key
             ]
-            if rates(module) or any(dropped):
+            if _rates(module) or any(dropped):
                 model.register_forward_pre_hook(self._pass_heads, with_kwargs=True)
                 model.register_forward_hook(self._check_heads)
                 return
