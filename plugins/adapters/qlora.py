@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import Around, Box, Model, OptionError, dtensor_pieces, registry, whole_pieces
+from crosstrain import Around, Box, ConfigError, Model, OptionError, dtensor_pieces, registry, whole_pieces
 
 from .lora import Lora
 from .stacked import Stacked, innermost, matrices_of
@@ -46,6 +46,12 @@ class QLora(Lora):
                         setattr(parent, name, NF4Linear(module))
                     elif module in experts:
                         setattr(parent, name, _in_four_bits(module))
+                    elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and not isinstance(
+                        module, nn.Conv1d
+                    ):
+                        raise ConfigError(
+                            f"model.adapter: qlora cannot store {type(module).__name__} in four bits; use lora"
+                        )
         model.weights = _QuantizedWeights(model.weights)  # type: ignore[assignment]
 
 

@@ -38,7 +38,7 @@ class RowAudit:
             self.plain[name] += plain.get(name, 0)
         for name in ("unread", "reasons"):
             for key, (number, first) in plain.get(name, {}).items():
-                if name == "reasons" or not self._ignored(key):
+                if name == "reasons" or not any(f"{key}.".startswith(f"{given}.") for given in self.ignore_columns):
                     counts = self.plain[name]
                     kept = key if key in counts or len(counts) < _KINDS else "others"
                     counts.setdefault(kept, [0, first])[0] += number
@@ -68,6 +68,3 @@ class RowAudit:
                 f"{source}: {self.notices()[-1]}: more than max_dropped={max_dropped:g}; fix the rows or raise "
                 f"max_dropped"
             )
-
-    def _ignored(self, path: str) -> bool:
-        return any(path == given or path.startswith(f"{given}.") for given in self.ignore_columns)

@@ -19,6 +19,7 @@ from crosstrain.config.load import load_config
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import UserError
+from fixtures_families import tiny
 from fixtures_moe import mixture
 from fixtures_ranks import train
 from fixtures_training import SETTINGS, TOLERANCE, assert_equal_training, follow, project
@@ -228,6 +229,13 @@ def test_what_does_not_fit_is_refused(based: Callable[[str], Workspace], options
     workspace = based("qwen3_moe")
     with pytest.raises(UserError, match=said):
         build(workspace, *options)
+
+
+def test_qlora_refuses_stacks_that_would_stay_in_full_precision(workspace: Workspace) -> None:
+    model = {"arch": "causal_lm", "config": tiny("llama4_text"), "adapter": {"name": "qlora", "rank": 4}}
+    said = r"^model\.adapter: qlora cannot store Llama4TextExperts in four bits; use lora$"
+    with pytest.raises(UserError, match=said):
+        build(project(workspace, model))
 
 
 @pytest.mark.slow

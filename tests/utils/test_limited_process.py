@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ def work(asked: tuple[str, Any]) -> Any:
         return len(bytes(given))
     while kind == "endless":
         pass
+    if kind == "once" and not Path(given).exists():
+        Path(given).touch()
+        time.sleep(60)
     while kind == "asleep":
         time.sleep(60)
     return given
@@ -105,6 +109,23 @@ def test_an_urgent_call_ends_by_the_clock() -> None:
     with pytest.raises(TooLate, match=r"the work did not finish within 0\.3 s"):
         limited(("asleep", None))
     assert time.monotonic() - started < 20
+    limited.close()
+
+
+def test_a_signal_to_stop_the_run_does_not_fail_a_call(tmp_path: Path) -> None:
+    limited = process()
+    first = limited(("process", None))
+
+    def stop() -> None:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        os.kill(first, signal.SIGTERM)  # a launcher sends it to all processes of a run
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    assert limited(("once", tmp_path / "began")) == tmp_path / "began"
+    stopping.join()
+    assert limited(("process", None)) != first
     limited.close()
 
 

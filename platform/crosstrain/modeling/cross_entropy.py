@@ -30,6 +30,9 @@ KEPT_BYTES = 256 << 20
 # Number of rows of logits per softmax call on a CPU: small enough to stay in the cache in fp32.
 CPU_SOFTMAX_ROWS = 32
 
+# Elements of a product of the head's gradient that are held before they are added in another dtype.
+_PART = 1 << 22
+
 
 @dataclass(frozen=True)
 class Logits:
@@ -247,7 +250,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
             losses = torch.zeros(len(hidden), dtype=exact, device=hidden.device)
             right = None if hits is None else torch.empty_like(ignored)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
-            grad_weight = grad_bias = None
+            grad_weight = torch.zeros_like(weight, dtype=exact) if needed[1] else None
+            grad_bias = torch.zeros_like(weight[:, :1], dtype=exact) if needed[2] else None
             buffer = low_hidden.new_empty(min(plan.chunk_tokens, len(hidden)) * (kept is None), len(weight))
             lift = ctx.lift if any(needed) or kept is not None else None
             for start in range(0, len(hidden), plan.chunk_tokens):
@@ -267,15 +271,11 @@ class _TokenCrossEntropy(torch.autograd.Function):
                     h, ones = h * factor.to(dtype), factor.to(dtype)
                     if grad_hidden is not None:
                         grad_hidden[chunk] *= factor
-                if needed[1]:
-                    grad_weight = _exact_addmm(grad_weight, logits.T, h)
-                if needed[2]:
-                    grad_bias = _exact_addmm(grad_bias, logits.T, ones)
-            if needed[1] and grad_weight is None:  # there are no tokens
-                grad_weight = torch.zeros_like(weight, dtype=exact)
-            if needed[2]:
-                grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if grad_bias is None else grad_bias[:, 0]
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+                if grad_weight is not None:
+                    _add_product_(grad_weight, logits.T, h)
+                if grad_bias is not None:
+                    _add_product_(grad_bias, logits.T, ones)
+        ctx.save_for_backward(grad_hidden, grad_weight, None if grad_bias is None else grad_bias[:, 0])
         losses.masked_fill_(ignored, 0.0)
         if hits is not None and right is not None:
             hits(right[~ignored])
@@ -349,8 +349,14 @@ def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.float(), b.float()) if a.dtype == torch.float16 else torch.mm(a, b)
 
 
-def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return total + a @ b, accumulated in at least fp32. A tensor `total` is overwritten; None counts as 0."""
-    if total is None:
-        return _exact_mm(a, b).to(exact_dtype(a.dtype))
-    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`. If their dtypes differ, the product is held in parts, because the whole would need memory.
+
+    Adding a part while it is in the cache is also faster.
+    """
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        rows = max(_PART // b.shape[1], 1)
+        for part, own in zip(total.split(rows), a.split(rows), strict=True):
+            part.add_(_exact_mm(own, b))

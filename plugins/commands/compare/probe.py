@@ -179,7 +179,8 @@ class Probe(Callback):
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
         """Project each tensor onto random signs; sharding does not change the result. Collective."""
-        mine = {(s.name, p.box): _dot(p.data, _signs(s, p.box)) for s in shards for p in s.pieces}
+        bits = partial(torch.randint, 0, 2, dtype=torch.int8)
+        mine = {(s.name, p.box): _dot(p.data, _drawn(bits, s, p.box) * 2 - 1) for s in shards for p in s.pieces}
         boxes = {key: value for held in self.group.all_gather(mine) for key, value in held.items()}
         return {name: sum(value for (n, _), value in boxes.items() if n == name) for name, _ in boxes}
 
@@ -260,11 +261,6 @@ def _hash(shard: Shard, piece: Piece) -> int:
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         mixed = (mixed ^ (mixed >> shift)) * factor
     return int((mixed ^ (mixed >> 31)).sum()) % 2**64
-
-
-def _signs(shard: Shard, box: Box) -> Tensor:
-    """Return random signs for a box; they do not depend on how the tensor is sharded."""
-    return _drawn(partial(torch.randint, 0, 2, dtype=torch.int8), shard, box) * 2 - 1
 
 
 def _drawn(draw: Callable[..., Tensor], shard: Shard, box: Box, seed: int = 0) -> Tensor:
