@@ -154,7 +154,10 @@ class AdaptedWeights(Around):
 
     def sources(self) -> list[Source]:
         """Return the model's weight sources, restricted to base weights, and the source of the pretrained adapter."""
-        base = [replace(s, covers=partial(_covers_base, s)) for s in self.inner.sources()]
+        base = [
+            replace(source, covers=lambda name, covers=source.covers: not is_adapter(name) and covers(name))
+            for source in self.inner.sources()
+        ]
         folder = self.adapter.folder
         return base if folder is None else [*base, Source(folder, _peft_name, is_adapter)]
 
@@ -227,10 +230,6 @@ class AdaptedExport(Around):
         write_json(folder / _CONFIG, {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()})
         tensors = {_saved_name(name): read(name) for name in sorted(names) if is_adapter(name)}
         write_safetensors(folder / _WEIGHTS, tensors)
-
-
-def _covers_base(source: Source, name: str) -> bool:
-    return not is_adapter(name) and source.covers(name)
 
 
 def _peft_name(name: str, available: set[str]) -> str:

@@ -53,7 +53,9 @@ def read_annotations(path: Path, audit: RowAudit, max_dropped: float = 0.1) -> I
 def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
     """Yield (row, location) of each row in a file; rows in COCO's layout get the image object that they refer to."""
     for row, place in rows_as_given(str(path)):
-        if not isinstance(row, dict) or not isinstance(row.get("annotations"), list):
+        if not isinstance(row, dict) or not (
+            isinstance(row.get("annotations"), list) and isinstance(row.get("images") or [], list)
+        ):
             yield row, place
             continue
         described = [image for image in row.pop("images", None) or () if isinstance(image, dict)]
@@ -87,7 +89,7 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
     named = {key: row.pop(key) for key in _IMAGE_KEYS if key in row}
     refuse_if(not beside and named.keys() >= {"image", "images"}, "it has both image and images")
     given = [] if beside or not named else named.pop(next(iter(named)))
-    unread, parts = set[str](), list[dict[str, Any]]()
+    unread, parts = {f"{key} of the .json" for key in named if beside and key == "images"}, list[dict[str, Any]]()
     images: list[Any] = [_reference(image, unread) for image in (given if isinstance(given, list) else [given])]
     images += [[_reference(frame, unread) for frame in frames] for frames in videos]
     refuse_if(videos and len(videos) < len(images), "it has both images and videos")
@@ -107,6 +109,7 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
         made["conversations"] = [_plain(turn) for turn in one.messages]
         unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - _READ}
         unread |= {"tools"} if one.tools else set()
+    refuse_if(images and any(part.keys() & {*_SOURCES} for part in parts), "it has images in its turns and beside them")
     for part in parts:
         unread |= {f"image.{key}" for key in part.keys() - {*_SOURCES, "type", "text"}}
         images += [_reference(part, unread)] if part.keys() & {*_SOURCES} else []
@@ -118,8 +121,10 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
 
 def _plain(turn: Turn) -> dict[str, Any]:
     """Return the parts of a turn that processors read."""
-    plain = {key: getattr(turn, key) for key in turn.model_fields_set & _READ}
-    return plain | {"content": turn.content and _PLACEHOLDERS.sub(IMAGE, turn.content)}
+    return {
+        **{key: getattr(turn, key) for key in turn.model_fields_set & _READ},
+        "content": turn.content and _PLACEHOLDERS.sub(IMAGE, turn.content),
+    }
 
 
 def _reference(given: Any, unread: set[str]) -> str:
@@ -130,8 +135,7 @@ def _reference(given: Any, unread: set[str]) -> str:
     name = given
     while isinstance(name, dict):
         source = next((source for source in _SOURCES if name.get(source)), "")
-        beside = {key for key, held in name.items() if held not in _EMPTY} - {*_SOURCES, "type"}
-        unread |= {f"image.{key}" for key in beside}
+        unread |= {f"image.{key}" for key in name.keys() - {*_SOURCES, "type"} if name[key] not in _EMPTY}
         held = name.get(source)
         name = f"{_DATA};base64,{held}" if source == "bytes" and isinstance(held, str) else held
     if isinstance(name, bytes):  # the content of an image, from a Parquet table

@@ -1,6 +1,6 @@
 """Images with captions, questions or conversations in WebDataset shards."""
 
-import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from crosstrain import (
     registry,
 )
 
+from ..commands.prepare import io
 from ..commands.prepare.shards import file_state
 from .annotations import annotation_of, keys_of
 from .webdataset import TEXTS, Shards, expand, prepare
@@ -115,10 +116,10 @@ def _keys(name: str, content: dict[str, bytes]) -> list[str]:
         return []
 
 
-def _number(extension: str) -> tuple[int, str]:
-    """Return a key that sorts a sample's images numerically: 0.jpg, 1.jpg, ..., 10.jpg."""
-    number = extension.partition(".")[0]
-    return (int(number) if number.isdecimal() else -1, extension)
+def _number(extension: str) -> list[str | int]:
+    """Return a key that sorts a sample's images by their numbers: jpg, 0.jpg, 1.jpg, ..., 10.jpg, page_2.jpg."""
+    name = extension.rpartition(".")[0]
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
     if len(described) > 1 or len(texts) > 1 or not described + texts:
         raise SampleError(f"{name}: expected one .json object, one .txt or one of each, got {', '.join(content)}")
     with os_errors_as(SampleError, f"{name}: its text cannot be read", ValueError, RecursionError):
-        entry = json.loads(content[described[0]]) if described else {}
+        entry = io.parsed(content[described[0]]) if described else {}
         caption = content[texts[0]].decode("utf-8-sig").strip() if texts else ""
     annotation, unread = annotation_of(entry, beside=True)
     annotation |= dict.fromkeys((*unread, *others), "not read")

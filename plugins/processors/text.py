@@ -51,7 +51,12 @@ class Caption:
             )
         if self.options.clean:
             texts = [re.sub(r'[.!"()*#:;~]', " ", text.lower()) for text in texts]
-        return [" ".join(text.split()[: self.options.max_words]) for text in texts]
+        return [
+            " ".join(text.split()[: self.options.max_words])
+            if self.options.clean or self.options.max_words is not None
+            else text.strip()
+            for text in texts
+        ]
 
     def _request(self, prompt: str, images: int) -> Message:
         return Message("user", IMAGE * images + prompt)

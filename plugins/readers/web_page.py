@@ -12,7 +12,7 @@ from crosstrain import Chunk, DataError, Document, FileReader, registry, require
 from ..commands.prepare import io
 
 TYPES = ("text/html", "application/xhtml+xml", "text/plain")  # content types of pages with text
-_CHARSET = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
+_CHARSET = re.compile(rb"""<(?:meta|\?xml)\b[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
 _LOOK = 2048  # number of bytes at the start of a page to search for its encoding
 _MOST = 64 << 20  # maximum size of a page in an archive, in bytes
 # Encodings that browsers use instead of the declared ones.
@@ -75,9 +75,14 @@ def page_document(content: bytes, content_type: str, source: str, url: str | Non
     """
     header = Message()
     header["Content-Type"] = content_type
-    named = _CHARSET.search(content[:_LOOK])
-    marked = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
-    for name in (marked, header.get_content_charset(), named and named[1].decode("ascii", "replace").lower()):
+    named = _CHARSET.search(re.sub(rb"(?s)<!--.*?-->", b"", content[:_LOOK]))
+    names = (
+        "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig",
+        header.get_content_charset(),
+        named and named[1].decode("ascii", "replace").lower(),
+    )
+    # Text in iso-2022-jp is also valid UTF-8, because it consists of ASCII characters.
+    for name in sorted(names, key=lambda name: name != "iso-2022-jp"):
         try:
             text = content.decode(_READ_AS.get(name or "", name or "utf-8"))
         except (UnicodeDecodeError, LookupError):

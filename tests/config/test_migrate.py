@@ -392,6 +392,8 @@ def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monke
     assert (run["output_dir"], run["init_lr"], run["max_iters"], run["amp"]) == ("out", 2e-3, 20, "bf16")
     assert notes == [
         "not needed here: num_train_epochs: max_steps already sets the length of training",
+        "not carried over: completion_only_loss: TRL trains only on completions if the rows are prompt and completion; "
+        "for such rows, set train_on: last",
         "to be given: run.seed: the file does not set it",
     ]
     assert not Path("ran").exists()
@@ -399,8 +401,10 @@ def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monke
     text, notes, _ = migrate(Path("a.py"), origins()["transformers"])
     run = yaml.safe_load(text)["run"]
     assert (run["objective"], run["amp"]) == ({"name": "dpo", "beta": 0.2}, "bf16")  # TRL's default
+    assert run["max_iters"] == "???"
     assert [note for note in notes if note.startswith("not carried")] == [
-        "not carried over: max_steps: set run.max_iters"
+        "not carried over: disable_dropout: TRL trains on preferences without dropout; if the model has dropout, set "
+        "its rates to 0"
     ]
     Path("a.py").write_text("import os\nseed = 1")
     with pytest.raises(
@@ -549,7 +553,7 @@ MIXTURES = {
         {
             "num_layers": 48, "hidden_size": 2048, "ffn_hidden_size": 6144, "num_attention_heads": 32,
             "num_experts": 128, "kv_channels": 128, "qk_layernorm": True, "num_query_groups": 4,
-            "moe_ffn_hidden_size": 768, "moe_router_topk": 8, "vocab_size": 151936,
+            "group_query_attention": True, "moe_ffn_hidden_size": 768, "moe_router_topk": 8, "vocab_size": 151936,
         },
         30_532_122_624, "",
     ),

@@ -863,3 +863,100 @@ def test_the_next_command_says_what_was_not_known(tmp_path: Path, capsys: pytest
 def test_a_file_of_thousands_of_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected at most 2000 settings, got 2001"):
         migrated(tmp_path, "nanogpt", {f"key_{i}": 1 for i in range(2001)})
+
+
+MEGATRON = (
+    "python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --save o "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 5 --data-path x "
+)
+LLAMA = f"{MEGATRON} --position-embedding-type rope --swiglu "
+TRAINER = {"output_dir": "o", "model_name_or_path": "gpt2"}
+ACCELERATE = "accelerate launch {} --mixed_precision bf16 train.py --model_name_or_path gpt2 --output_dir o\n"
+
+
+@pytest.mark.parametrize(
+    ("origin", "file", "content", "place", "value"),
+    [
+        # A file that names no data is not data itself.
+        ("transformers", "a.json", TRAINER, "datasets.data.prepare.input", "???"),
+        # accelerate's options have the same meaning before the script as in its configuration.
+        ("transformers", "a.sh", ACCELERATE.format("--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu"),
+         "run.runner", {"name": "deepspeed", "stage": 3, "offload_optimizer": {"device": "cpu"}}),
+        ("transformers", "a.sh", ACCELERATE.format("--use_fsdp"), "run.runner", {"name": "fsdp"}),
+        ("transformers", "a.sh", ACCELERATE.format(""), "run.amp", "bf16"),
+        # TRL's trainers
+        ("transformers", "a.py", "ORPOConfig(output_dir='o')", "run.objective", {"name": "orpo", "beta": 0.1}),
+        ("transformers", "a.py", "RewardConfig(output_dir='o')", "run.objective", "reward_model"),
+        ("transformers", "a.py", "RewardConfig(output_dir='o')", "run.init_lr", 1e-4),
+        ("transformers", "a.py", "GRPOConfig('o', beta=0.04, num_generations=4, loss_type='dr_grpo')", "run.objective",
+         {"name": "dr_grpo", "rewards": "???", "completions": 4, "max_new_tokens": 256, "kl": 0.04}),
+        ("transformers", "a.py", "GRPOConfig('o')", "datasets.data.name", "prompts"),
+        # settings of Python scripts
+        ("nanogpt", "a.py", "batch_size: int = 32", "run.micro_batch_size", 32),
+        ("nanogpt", "a.py", "beta1, beta2 = 0.8, 0.99", "run.optimizer.betas", [0.8, 0.99]),
+        ("nanogpt", "a.py", "learning_rate = min_lr = 1e-3", "run.min_lr", 1e-3),
+        ("nanogpt", "a.py", "max_iters = 100\nmax_iters *= 5", "run.max_iters", 500),
+        ("transformers", "a.py", "a = TrainingArguments('o')\na.max_steps = 7", "run.max_iters", 7),
+        ("transformers", "a.py", "a = TrainingArguments('o', max_steps=5)\na.max_steps = 7", "run.max_iters", 7),
+        ("transformers", "a.py", "TrainingArguments('o', max_steps=n)", "run.max_iters", "???"),
+        ("transformers", "a.py", "TrainingArguments('o', seed=1)\nTrainingArguments('o', seed=2)", "run.seed", "???"),
+        # defaults and zeros of the origin
+        ("megatron_lm", "a.sh", f"{LLAMA} --group-query-attention", "model.config.num_key_value_heads", 1),
+        ("megatron_lm", "a.sh", f"{LLAMA} --num-query-groups 2", "model.config.num_key_value_heads", 4),
+        ("megatron_lm", "a.sh", f"{LLAMA} --qk-layernorm", "model.config.head_dim", 16),
+        ("megatron_lm", "a.sh", f"{MEGATRON} --optimizer sgd --sgd-momentum 0.0", "run.optimizer.momentum", 0),
+        ("megatron_lm", "a.sh", f"{MEGATRON} --optimizer muon", "run.optimizer.name", "muon"),
+        ("torchtitan", "a.json", {"optimizer": {"name": "Adam"}}, "run.optimizer.decoupled", False),
+        ("torchtitan", "a.json", {"lr_scheduler": {"decay_ratio": 0.0}}, "run.lr_sched", "constant"),
+        ("transformers", "a.json", TRAINER | {"fp16": True}, "run.amp.initial_scale", 2**16),
+        ("transformers", "a.py",
+         "SFTConfig('o', lr_scheduler_type='cosine_with_min_lr', lr_scheduler_kwargs={'min_lr_rate': 0.1})",
+         "run.min_lr", pytest.approx(2e-6)),
+    ],
+)  # fmt: skip
+def test_what_the_origin_would_do(tmp_path: Path, origin: str, file: str, content: Any, place: str, value: Any) -> None:
+    assert at(migrated(tmp_path, origin, content, file)[0], place) == value
+
+
+@pytest.mark.parametrize(
+    ("origin", "file", "content", "noted"),
+    [
+        ("megatron_lm", "a.sh", f"{MEGATRON} --position-embedding-type none", "position_embedding_type"),
+        ("megatron_lm", "a.sh", f"{MEGATRON} --group-query-attention", "group_query_attention"),
+        ("transformers", "a.json", TRAINER | {"optim": "schedule_free_adamw"}, "optim"),
+        ("transformers", "a.json", TRAINER | {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        ("transformers", "a.json", TRAINER | {"beta": 0.1, "loss_type": "robust", "label_smoothing": 0.2}, "loss_type"),
+        ("transformers", "a.json",
+         TRAINER | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1.5}},
+         "lr_scheduler_kwargs.num_cycles"),
+        ("transformers", "a.py", "TrainingArguments('o', **common)", "**common"),
+        ("transformers", "a.py", "DPOConfig('o')", "disable_dropout"),
+        ("deepspeed", "a.json", {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "bias_correction": False}}},
+         "optimizer.params.bias_correction"),
+    ],
+)  # fmt: skip
+def test_a_difference_from_the_origin_is_named(
+    tmp_path: Path, origin: str, file: str, content: Any, noted: str
+) -> None:
+    notes = migrated(tmp_path, origin, content, file)[1]
+    assert f"not carried over: {noted}: " in notes
+
+
+def test_small_first_batches_make_more_steps(tmp_path: Path) -> None:
+    # A tenth of a percent of GPT-3's training with Megatron-LM's options.
+    start, growth, ramp, batch, total = 16, 16, 58_593, 1536, 1_464_843
+    script = MEGATRON.replace("--global-batch-size 8 --train-iters 5", f"--global-batch-size {batch}")
+    samples = {"train": total, "lr-warmup": 1_831, "lr-decay": 1_269_530}
+    options = " ".join(f"--{name}-samples {count}" for name, count in samples.items())
+    run = migrated(tmp_path, "megatron_lm", f"{script} --rampup-batch-size {start} {growth} {ramp} {options}", "a.sh")[
+        0
+    ]["run"]
+    wanted = []
+    for end in samples.values():
+        seen = steps = 0
+        while seen < end:
+            grown = start + growth * (seen * ((batch - start) // growth) // ramp)
+            seen, steps = seen + min(grown, batch), steps + 1
+        wanted.append(steps)
+    found = [run["max_iters"], run["warmup_steps"], run["lr_decay_iters"]]
+    assert found == pytest.approx(wanted, abs=1)  # the remainder of the last step is left out

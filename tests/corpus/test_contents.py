@@ -258,6 +258,19 @@ def test_the_main_text_of_a_page_is_read_in_the_encoding_that_it_names(tmp_path:
     assert read(written(tmp_path / "x.html", page)) == [WORDS]
 
 
+def test_a_page_of_seven_bits_is_read_in_the_encoding_that_it_names(tmp_path: Path) -> None:
+    text = "これは日本語の文章です。" * 9
+    page = HTML.format("iso-2022-jp", text).encode("iso-2022-jp")
+    assert read(written(tmp_path / "x.html", page)) == [text]
+
+
+@pytest.mark.parametrize("before", ['<!-- <meta charset="iso-8859-1"> -->', '<script charset="iso-8859-1"></script>'])
+def test_only_a_page_s_own_declaration_names_its_encoding(tmp_path: Path, before: str) -> None:
+    text = "Это русский текст, и он достаточно длинный, чтобы быть главным текстом страницы. " * 2
+    page = HTML.format("windows-1251", text).replace("<head>", f"<head>{before}").encode("windows-1251")
+    assert read(written(tmp_path / "x.html", page)) == [text.strip()]
+
+
 def test_a_page_in_an_unknown_encoding_is_named_and_left_out(tmp_path: Path) -> None:
     wrong = HTML.format("utf-8", WORDS).encode("latin-1")
     [document] = documents(str(written(tmp_path / "x.htm", wrong)))

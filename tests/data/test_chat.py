@@ -107,7 +107,7 @@ def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Pa
         json.dumps({"messages": TURNS, "tools": [{"name": "<|im_start|>"}]}): "the tools contains the special token",
         '{"instruction": 5, "output": "a"}': "it is malformed",
         '{"instruction": "a", "history": [5], "output": "a"}': "a turn is int",
-        json.dumps({"messages": TURNS, "tools": "[" * 10**5}): "it is malformed",
+        json.dumps({"messages": TURNS, "tools": "[" * 10**5}): "tools is not JSON",
         '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}': "of the assistant has no text",
         json.dumps({"prompt": "a", "completion": "b " * 300}): "seq_length is 256",
     }

@@ -239,6 +239,13 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "an audio in a turn": ({"messages": [ASKED | {"audio": "a.wav"}, ANSWERED]}, "it has audio"),
     "an image part": ({"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, ANSWERED]}, "not text"),
     "a thought that is no text": ({"messages": [ASKED, ANSWERED | {"reasoning": 5}]}, "reasoning_content: Input should be"),
+    "a part whose text is an object": (
+        {"messages": [ASKED | {"content": [{"type": "text", "text": {"value": Q}}]}, ANSWERED]}, "whose text is not text",
+    ),
+    "a part whose text is a list": ({"messages": [ASKED, ANSWERED | {"content": [{"type": "text", "text": [A]}]}]}, "not text"),
+    "JSON text with a repeated key": (
+        {"messages": [ASKED, ANSWERED | {"tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}]}, "arguments is not JSON",
+    ),
     "half of an exchange": ({"instruction": Q, "output": A, "history": [["hello"]]}, "a turn is list"),
 }  # fmt: skip
 
@@ -248,6 +255,59 @@ def test_refused(name: str) -> None:
     row, reason = REFUSED[name]
     with pytest.raises(ChatError, match=reason):
         conversations(row)
+
+
+OTHER = {"role": "user", "content": "What is two?"}
+FALSE = {"role": "assistant", "content": "Three."}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": [ASKED, ANSWERED], "rejected": [OTHER, FALSE]}, "the prompts of chosen and rejected differ"),
+        (
+            {"chosen": [*EARLIER, ASKED, ANSWERED], "rejected": [ASKED, FALSE]},
+            "the prompts of chosen and rejected differ",
+        ),
+        ({"messages": [ASKED, ANSWERED], "chosen": [ANSWERED], "rejected": [FALSE]}, "its prompt ends with an answer"),
+    ],
+)
+def test_two_answers_have_one_prompt_that_ends_before_them(row: Row, reason: str) -> None:
+    with pytest.raises(ChatError, match=reason):
+        conversations(row, True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "function": {"name": "f"}, "arguments": {"a": 1}},
+        {"name": "f", "arguments": {}, "parameters": {"a": 1}},
+    ],
+)
+def test_arguments_that_no_call_gets_are_reported(call: Row) -> None:
+    _, unread = conversations({"messages": [ASKED, ANSWERED | {"tool_calls": [call]}]})
+    assert unread & {"messages.tool_calls.arguments", "messages.tool_calls.parameters"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train/a.jsonl", "test/a.jsonl"),
+        ("my_train.jsonl", "my_test.jsonl"),
+        ("train.jsonl", "eval.jsonl"),
+        ("Train/a.jl", "Test/a.jl"),
+        ("json-train.jsonl", "json-validation.jsonl"),
+        ("training/a.jsonl", "testing/a.jsonl"),
+    ],
+)
+def test_a_folder_with_several_splits_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match="holds several splits"):
+        list(rows([str(tmp_path)]))
+    (tmp_path / names[1]).rename(tmp_path / "trace_latest_contest.jsonl")
+    assert len(list(rows([str(tmp_path)]))) == 2
 
 
 @pytest.mark.parametrize("label", ["maybe", 2, 0.5, [], "yes"])

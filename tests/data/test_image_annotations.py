@@ -595,3 +595,13 @@ def test_videos_are_lists_of_frames() -> None:
     assert not unread
     with pytest.raises(SampleError, match="both images and videos"):
         annotation_of({"images": ["c.png"], "videos": [["a.png"]], "messages": turns})
+
+
+def test_images_in_turns_and_beside_them_have_no_order_and_are_refused() -> None:
+    turns = [{"role": "user", "content": [{"type": "image", "image": "green.png"}, {"type": "image"}]}]
+    with pytest.raises(SampleError, match="it has images in its turns and beside them"):
+        annotation_of({"images": ["red.png"], "messages": [*turns, {"role": "assistant", "content": "ok"}]})
+
+
+def test_names_of_images_in_a_shard_s_json_are_reported() -> None:
+    assert annotation_of({"images": ["b.png", "a.png"], "caption": "x"}, beside=True)[1] == {"images of the .json"}

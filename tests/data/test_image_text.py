@@ -433,3 +433,9 @@ def test_the_same_shapes_are_made_again_and_others_refused(home: Path) -> None:
     assert all(one.samples.read(i) == other.samples.read(i) for i in range(40))
     with pytest.raises(DataError, match="was made with images=40, but images is now 41: choose a different folder"):
         opened(home, shapes(home, images=41))
+
+
+def test_images_of_a_sample_are_in_the_order_of_their_numbers() -> None:
+    number = module_of("image_text")._number
+    names = ["jpg", "0.jpg", "2.jpg", "10.jpg", "page_2.png", "page_10.png"]
+    assert sorted(reversed(names), key=number) == names

@@ -83,3 +83,10 @@ def test_captions_are_cleaned_and_cut(tmp_path: Path) -> None:
     assert asked.text.endswith("a photo of ")
     assert told.text.startswith("a man hello , he said 1 word")
     assert len(told.text.split()) == 50
+
+
+def test_captions_that_are_not_cleaned_keep_their_lines(tmp_path: Path) -> None:
+    made = processor(tmp_path, "text_processor", "blip_caption", clean="false", max_words="null")
+    caption = "# Receipt\n\n| tea  | 2 |"
+    ((_, told),) = made({"caption": caption}, 1, np.random.default_rng(0))
+    assert told.text == caption

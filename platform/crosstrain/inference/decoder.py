@@ -141,8 +141,7 @@ class KVSlots(Cache):
     def batch(self, tokens: dict[int, int]) -> dict[str, Any]:
         """Build the batch that appends a token to each slot in `tokens`; logits of the other slots are unused."""
         new = torch.zeros(max(tokens) + 1, 1, dtype=torch.long)
-        for slot, token in tokens.items():
-            new[slot] = token
+        new[[*tokens], 0] = torch.tensor([*tokens.values()])
         self._at = torch.tensor(self.lengths[: len(new)])
         self._span = -(-(max(self.lengths) + 1) // BLOCK) * BLOCK
         seen = torch.arange(self._span) <= self._at[:, None]

@@ -37,7 +37,13 @@ class ConfigErrors(ConfigError):
     """Several mistakes in one configuration, sorted by file and line. `str` has one line per mistake."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
-        super().__init__("\n".join(sorted({text for error in errors for text in error.sentences}, key=_by_line)))
+        # Sentences such as `file:12: ...` are sorted by the number of the line.
+        by_line = {
+            re.sub(r":(\d+):", lambda number: f":{number[1]:0>12}:", text, count=1): text
+            for error in errors
+            for text in error.sentences
+        }
+        super().__init__("\n".join(by_line[key] for key in sorted(by_line)))
 
     @property
     def sentences(self) -> list[str]:
@@ -95,11 +101,6 @@ def os_errors_as(kind: type[Exception], problem: str, *others: type[Exception]) 
         yield
     except (OSError, *others) as error:  # type: ignore[misc]
         raise kind(f"{problem} ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _by_line(text: str) -> list[str | int]:
-    """Return a sort key that orders sentences such as `file:12: ...` by line number."""
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r":(\d+):", text, maxsplit=1))]
 
 
 def refusal(error: Exception) -> UserError | None:

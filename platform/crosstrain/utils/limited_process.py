@@ -77,8 +77,7 @@ class LimitedProcess:
                 raise TooLate(f"{self.name} did not finish within {seconds:g} s; {self._advice}")
             error, result = self._connection.recv()
         except (OSError, EOFError):
-            code = self.close()
-            if code in (0, -signal.SIGTERM):  # it was idle for long, or got the signal that asks a run to stop
+            if (code := self.close()) in (0, -signal.SIGTERM):  # it was idle, or got the signal that ends a run
                 return self(given, size)
             late = code == -signal.SIGPROF
             how = f"took more than {round(seconds, 1)} s of CPU time" if late else "crashed or used too much memory"

@@ -38,12 +38,8 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
         tree = readers.get(path.suffix.lower(), read_script)(text)
         _measure(tree)
     if not isinstance(tree, dict) or not tree:
-        of = (
-            f"; a script's settings are the arguments of {', '.join([*calls][:4])}"
-            if calls and path.suffix == ".py"
-            else ""
-        )
-        raise ConfigError(f"{path}: no settings found{of}")
+        of = f"; a script's settings are the arguments of {', '.join([*calls][:4])}" if calls else ""
+        raise ConfigError(f"{path}: no settings found{of * (path.suffix == '.py')}")
     return tree
 
 
@@ -62,9 +58,23 @@ def _assignments(text: str) -> dict[str, Any]:
     """Read the top-level assignments of a Python module."""
     known = dict[str, Any]()
     for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            known[node.targets[0].id] = value_of(node.value, known)
+        for target, value in _assigned(node):
+            known[ast.unparse(target)] = value_of(value, known)
     return known
+
+
+def _assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the targets of an assignment with their values; other nodes have none."""
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+            return [*zip(names, values, strict=False)]
+        case ast.Assign(targets=targets, value=value):
+            return [(target, value) for target in targets]
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            return [(target, value)]
+        case ast.AugAssign(target=target, op=kind, value=value):
+            return [(target, ast.BinOp(target, kind, value))]
+    return []
 
 
 def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
@@ -88,34 +98,37 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
             for word, expression in _words(node, calls[name]).items():
                 value = value_of(expression, known)
                 if ast.unparse(expression) != "None" and (value != UNKNOWN or word not in found):
-                    found[word] = value
+                    found[word] = value if found.get(word, UNKNOWN) in (UNKNOWN, value) else UNKNOWN
             found["calls"] = f"{found.get('calls', '')} {name}"
+    configs = {
+        ast.unparse(name)
+        for node in tree.body
+        for name, value in _assigned(node)
+        if re.match(r"[\w.]+(Config|Arguments)\(", ast.unparse(value))
+    }
+    found |= {key.rpartition(".")[2]: value for key, value in known.items() if key.rpartition(".")[0] in configs}
     return found | (_data_files(tree, known) if "load_dataset" in calls else {})
 
 
 def _words(call: ast.Call, first: str) -> dict[str, ast.expr]:
     """Return a dict of the arguments of a call; `first` names its first positional argument."""
-    return dict(zip([first], call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
+    return dict(zip([first], call.args, strict=False)) | {
+        word.arg or f"**{ast.unparse(word.value)}": word.value for word in call.keywords
+    }
 
 
 def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the files of the datasets passed to a trainer; UNKNOWN if they cannot be determined."""
     variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
     for node in ast.walk(tree):
-        match node:
-            case (
-                ast.Assign(targets=[target, *_], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
-            ):
-                both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-                pairs = zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[attr-defined]
-                variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
-            case ast.Call(func=function, keywords=words):
-                loads += [ast.unparse(node)] if ast.unparse(function).endswith("load_dataset") else []
-                given |= {
-                    word.arg: word.value
-                    for word in words
-                    if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None"
-                }
+        variables += [(node.end_lineno, ast.unparse(name), value) for name, value in _assigned(node)]  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call):
+            loads += [ast.unparse(node)] if ast.unparse(node.func).endswith("load_dataset") else []
+            given |= {
+                word.arg: word.value
+                for word in node.keywords
+                if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None"
+            }
     if len({*loads}) < 2 and not given:
         return {}
     splits = list[ast.Call]()

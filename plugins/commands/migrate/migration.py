@@ -152,7 +152,8 @@ class _Migration:
 
     def _located(self, name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
         """Find a file that the configuration names, in the configuration's folder or the working directory."""
-        return next((str(file) for file in (self._path.parent / str(name), Path(str(name))) if there(file)), None)
+        places = (self._path.parent / str(name), Path(str(name)))
+        return next((str(file) for file in places if name and there(file)), None)
 
     def _vocabulary(self, *names: Any) -> int | None:
         """Return the vocabulary size of a tokenizer, or of GPT-2's vocabulary and merges files; None if unreadable."""
@@ -188,7 +189,7 @@ class _Migration:
                 self.notes.append(
                     (_LOST, ".".join(key), "commands and references ${...} are not carried over; set the value")
                 )
-            elif one not in quiet and (value is not False or ": " not in answer):  # otherwise the setting has no effect
+            elif one not in quiet and (value is not False or ": " not in answer or name in self._origin.neutral):
                 self._settle(key, end, value, read, answer)
         return self._project
 
@@ -275,8 +276,11 @@ def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
     """Remove the values that a template left empty, and add notes for the values that the user must give."""
     match value:
         case dict():
-            each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())
-            return {name: inner for name, inner in each if inner not in (None, {})}
+            return {
+                name: left
+                for name, inner in value.items()
+                if (left := _without_gaps(inner, (*key, name), notes)) not in (None, {})
+            }
         case list():
             return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
         case str() if value.startswith(UNKNOWN):

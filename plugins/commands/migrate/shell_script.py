@@ -32,7 +32,14 @@ _SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that
 _JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
 _SHELLS = {f"{folder}{name}" for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh")}
 _LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
-_COUNTS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "config_file"}  # options of launchers
+# Options of launchers that are settings.
+_SETTINGS = {
+    "nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "config_file", "mixed_precision",
+    "gradient_accumulation_steps", "gradient_clipping", "use_deepspeed", "deepspeed_config_file", "zero_stage",
+    "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
+    "use_fsdp", "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params",
+    "fsdp_activation_checkpointing", "dynamo_backend",
+}  # fmt: skip
 
 
 def read_script(text: str) -> dict[str, Any]:
@@ -287,7 +294,7 @@ class _Shell:
         return options, lost
 
     def _record(self, fields: list[str], line: int) -> None:
-        """Record a command that has options. From the launcher's options, keep only those in _COUNTS."""
+        """Record a command that has options. From the launcher's options, keep only those in _SETTINGS."""
         programs = [
             i
             for i, word in enumerate(fields)
@@ -295,10 +302,10 @@ class _Shell:
         ]
         start = (*programs, 0)[0]
         options, lost = self._options(fields[start + 1 :])
-        counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
+        counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _SETTINGS}
         if options:
-            rank, program = (bool(programs), len(options)), _DOUBT.sub("...", fields[start].rpartition("/")[2])
-            self._runs.append((rank, program, line, counts | options, lost))
+            program = _DOUBT.sub("...", fields[start].rpartition("/")[2])
+            self._runs.append(((bool(programs), len(options)), program, line, counts | options, lost))
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the command with the most options; a Python program takes precedence."""

@@ -12,7 +12,7 @@ import copy
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,8 +178,15 @@ def _measure(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(patch.object(nn.functional, "grouped_mm", _grouped_mm))
         if device == "cuda":
-            attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
-            stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
+            attend = nn.functional.scaled_dot_product_attention
+            stack.enter_context(
+                # GPU kernels fuse dropout, and the CPU kernel does not support it.
+                patch.object(
+                    nn.functional,
+                    "scaled_dot_product_attention",
+                    lambda *args, dropout_p=0.0, **kwargs: attend(*args, **kwargs),
+                )
+            )
             stack.enter_context(patch.object(dropped_attention, "has_no_kernel", lambda _: False))
         for chain, blocks in left_out.items():  # the copy shares these blocks with the model
             for block in blocks:
@@ -209,11 +216,6 @@ def _pass_on(tracker: "_Tracker", chain: int, hidden: Tensor, *_args: Any, **_kw
     if hidden.requires_grad:
         hidden.register_hook(lambda _: tracker.comes_by(chain))
     return hidden
-
-
-def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-    """Compute attention without dropout: GPU kernels fuse dropout, and the CPU kernel does not support it."""
-    return attention(*args, **kwargs)
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:

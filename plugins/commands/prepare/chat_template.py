@@ -282,7 +282,8 @@ def _unwritten(text: str, messages: Sequence[Message], tools: list[Any] | None) 
         for message in messages
         if message["role"] != "assistant" and not _shows(text, written, words_of(message))
     }
-    lacks_tools = any(tool.get("function", {}).get("name", "") not in text for tool in tools or ())
+    functions = [tool.get("function", {}) for tool in tools or ()]  # a call contains the name, too
+    lacks_tools = not all(_shows(text, written, f.get("description") or f.get("name", "")) for f in functions)
     return frozenset(found | ({"tools"} if lacks_tools else set()))
 
 

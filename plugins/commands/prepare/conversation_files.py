@@ -13,8 +13,11 @@ from . import io
 from .io import Row
 
 _TABLES = (".parquet", ".arrow")
-_SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES)
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # prefix of file names on the Hub
+_SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson", ".json", *_TABLES)
+# A word in the name of a file or a folder; the first three letters tell the splits apart.
+_SPLIT = re.compile(
+    r"(?<![a-z])(tra|val|dev|eva|tes)(?:in|ining|id|idation|elopment|l|luation|t|ting)?(?![a-z])", re.IGNORECASE
+)
 
 
 def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
@@ -40,7 +43,9 @@ def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, 
         return _docstrings(ranked)
     path = io.existing(item)
     files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
-    splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
+    splits = {
+        found[1].lower() for file in files for name in file.relative_to(path).parts if (found := _SPLIT.search(name))
+    }
     if (path / "dataset_dict.json").is_file() or len(splits) > 1:
         raise DataError(f"{path} holds several splits: give the files or the folder of one split")
     if not files:

@@ -1,6 +1,5 @@
 """Convert conversations from every published layout to one canonical form."""
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from crosstrain.utils import paths
 
+from . import io
 from .chat_template import ChatError, refuse_if
 from .conversation_files import Row
 
@@ -72,6 +72,8 @@ def conversations(
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise ChatError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    parting = next((turns for turns in zip(*(one.messages for one in made), strict=False) if turns[0] != turns[-1]), ())
+    refuse_if(any(turn.role != "assistant" for turn in parting), "the prompts of chosen and rejected differ")
     return made, reader.unread | reader.rest.keys()
 
 
@@ -126,7 +128,7 @@ class _RowReader:
         question, answer = pairs[0]
         text = self.rest.pop(question)
         if question == "instruction":
-            text = "\n\n".join(filter(None, (text, self.rest.pop("input", None))))
+            text = "\n\n".join(part for part in (text, self.rest.pop("input", "")) if part != "")
         turns = []
         for exchange in self.rest.pop("history", []):
             match exchange:
@@ -144,7 +146,9 @@ class _RowReader:
             "the last turn of chosen or rejected is not an assistant turn",
         )
         if answer[0]["role"] == "assistant":
-            refuse_if(not asked, "it has no prompt")
+            refuse_if(
+                not asked or asked[-1]["role"] == "assistant", "it has no prompt, or its prompt ends with an answer"
+            )
             return asked + answer
         before, own = ([turn for turn in turns if turn["role"] not in _SYSTEM] for turns in (asked, answer))
         if before != own[: len(before)]:
@@ -206,6 +210,7 @@ class _RowReader:
             self.images.append(part)
             return str(KEYS["images"][kind])
         self.unread |= {f"messages.content.{key}" for key in part.keys() - {"type", "text"}}
+        refuse_if(not isinstance(part.get("text", ""), str), "a turn has a part whose text is not text")
         return str(part.get("text", ""))
 
     def _call(self, call: Any) -> Row:
@@ -216,10 +221,12 @@ class _RowReader:
             not isinstance(name, str) or not isinstance(arguments, Mapping),
             f"a call of {name!r} has no name, or its arguments are not a JSON object",
         )
-        keys = (call.keys() | function.keys()) - {"type", "id", "function", "name", "arguments", "parameters"}
-        self.unread |= {f"messages.tool_calls.{key}" for key in keys}
-        made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        return made | {key: call[key] for key in ("id",) if key in call}
+        outside = call.keys() - {"function"} if "function" in call else set()
+        unread = (outside | function.keys() - {"name", "arguments"}) - {"type", "id"}
+        self.unread |= {f"messages.tool_calls.{key}" for key in unread}
+        return {"type": "function", "function": {"name": name, "arguments": arguments}} | {
+            key: call[key] for key in call.keys() & {"id"}
+        }
 
     def one_list_of_tools(self) -> list[Any]:
         """Return the row's tools in OpenAI's format. Raises ChatError if the row has two different lists of tools."""
@@ -234,7 +241,7 @@ class _RowReader:
         """
         if is_json and isinstance(value, str):
             try:
-                value = json.loads(value.strip() or "{}")
+                value = io.parsed((value.strip() or "{}").encode())
             except ValueError:
                 raise ChatError(f"{key} is not JSON") from None
         if isinstance(value, list):

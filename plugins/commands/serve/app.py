@@ -76,7 +76,11 @@ class Web:
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: _refused, ClientDisconnect: _gone, Exception: _broken},
+            exception_handlers={
+                HTTPException: _refused,
+                ClientDisconnect: lambda *_: Response(status_code=499),  # nobody receives this response
+                Exception: _broken,
+            },
         )
 
     # ---- routes
@@ -271,10 +275,6 @@ def _refused(_: Request, error: Exception) -> Response:
     # For an unknown route, the web framework raises an HTTPException that is not an ApiError.
     known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)
     return JSONResponse(known.document, error.status_code, headers=error.headers)
-
-
-def _gone(_: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody receives this response
 
 
 def _broken(request: Request, error: Exception) -> Response:

@@ -175,12 +175,11 @@ def collate(samples: list[Sample]) -> Batch:
     """
     rows = [{key: row for key, row in s.items() if key != "pixel_values"} for s in samples]
     if any("segments" in row for row in rows):
-        rows = [_one_segment(len(row["input_ids"])) | row for row in rows]
+        rows = [
+            {"segments": np.full(len(row["input_ids"]), SHARED), "position_ids": np.arange(len(row["input_ids"]))} | row
+            for row in rows
+        ]
     batch = padded_rows(rows)
     if images := [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]:
         batch["pixel_values"] = torch.cat(images)
     return batch
-
-
-def _one_segment(length: int) -> Sample:
-    return {"segments": np.full(length, SHARED), "position_ids": np.arange(length)}
