@@ -177,11 +177,18 @@ class WikiPage:
         given = {str(each.name).strip(): self._plain(each.value).strip() for each in node.params}
         name, _, given[":"] = self._plain(node.name).strip().lower().replace("_", " ").partition(":")
         second = f"{name}|{given.get('2', '')}"
-        family = re.split("[-/]", name)[0]
-        keys = (f"{second}|{given.get('4')}", second, name if node.params else f"{name}()", name, f"{family}-")
+        keys = (
+            f"{second}|{given.get('4')}",
+            second,
+            f"{name}#{sum(map(str.isdecimal, given))}",
+            name if node.params else f"{name}()",
+            name,
+            f"{re.split('[-/]', name)[0]}-",
+        )
         shown = next((text for key in keys if (text := _RULES["templates"].get(key)) is not None), None)
         used = [next(filter(None, map(given.get, names.split("|"))), "") for names in _PARAMETER.findall(shown or "")]
-        if shown is None or (used and not any(used)):
+        unread = given.keys() - {":", *"|".join(_PARAMETER.findall(shown or "")).split("|")}
+        if shown is None or (used and not any(used)) or (unread and name in _RULES["exact"]):
             if in_line:
                 self.vanished[f"template {name}"] = None
             return ""

@@ -275,6 +275,8 @@ OPTION_MISTAKES = [
      "did you mean small?"),
     ("model.model_type=3", "model.model_type: expected text, got 3"),
     ("model.width=7", "model.width: 7 is not a multiple of depth, 2"),
+    ("datasets.webtext.sample_ratio=abc",
+     "datasets.webtext.sample_ratio: expected a number or null, got the text 'abc'"),
     ("datasets.webtext.split=[1,2]", "datasets.webtext.split: expected a list of 3 values "
      "(a whole number, a whole number, a whole number), got 2 values"),
 ]  # fmt: skip

@@ -222,3 +222,12 @@ def test_hugging_face_datasets_on_disk(tmp_path: Path) -> None:
     assert read(tmp_path / "several") == ["a", "a", "b"]  # extra, then train
     with pytest.raises(DataError, match="has no column 'body'; it has text, n"):
         read(tmp_path / "one", key="body")
+    table.save_to_disk(str(tmp_path / "again"), num_shards=3)
+    table.select([1]).save_to_disk(str(tmp_path / "again"))  # leaves two files of the earlier dataset
+    assert read(tmp_path / "again") == ["b"]
+
+
+def test_other_programs_have_files_with_the_names_of_a_dataset_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"text": "b"}')
+    (tmp_path / "a.txt").write_text("a")
+    assert read(tmp_path) == ["a", "b"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from crosstrain_plugins.builtin.commands.prepare import reader, sources
 from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
+from crosstrain_plugins.builtin.readers.wikipedia import WikiPage
 
 from crosstrain.utils import limited_process
 from crosstrain.utils.errors import DataError
@@ -154,3 +155,25 @@ def test_a_page_that_the_parser_does_not_finish_is_one_dropped_record(
     found.drops = RowAudit()
     assert [text.text for task in found.tasks() for text in found.read(task)] == ["B\n\nb"]
     assert found.drops.plain["dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("{{frac|2|1|2}}", "2 1/2"),
+        ("{{sfrac|1|2}}", "1/2"),
+        ("{{convert|5|by|10|by|3|m}}", "5 by 10 by 3 m"),
+        ("{{convert|5|to about|10|km}}", "5 to about 10 km"),
+        ("{{convert|10|-|20|to|30|km}}", "10–20 to 30 km"),
+        ("{{gaps|1|234|567|8|9|10}}", "12345678910"),
+        ("{{val|1.5|u=m}}", "1.5 m"),
+        # Left out and counted, because the number would become another one.
+        ("{{val|6.02|e=23|u=kg}}", ""),
+        ("{{val|1.5|0.2|u=m}}", ""),
+        ("{{ordinal|3}}", ""),
+    ],
+)
+def test_numbers_stay_what_they_are_or_are_left_out(markup: str, text: str) -> None:
+    page = WikiPage(f"It is {markup} long.", frozenset())
+    assert page.text == f"It is {text} long."
+    assert bool(page.vanished) == (text == "")

@@ -329,3 +329,11 @@ def test_the_size_of_an_image_has_pillows_own_limit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", SIZE[0] * SIZE[1] // 2 - 1)
     with pytest.raises(SampleError, match=r"Image size \(240 pixels\) exceeds limit of 238 pixels"):
         open_image(png(RGB8), "x.png")
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_transparent_grey_of_few_bits_is_refused_because_it_would_stay_visible(bits: int) -> None:
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 1, bits, 0, 0, 0, 0))
+    parts = [head, chunk(b"tRNS", b"\0\1"), chunk(b"IDAT", zlib.compress(b"\0" + b"\x11" * bits)), chunk(b"IEND", b"")]
+    with pytest.raises(SampleError, match="its transparent level of grey has 2 or 4 bits"):
+        open_image(b"\x89PNG\r\n\x1a\n" + b"".join(parts), "a.png")

@@ -19,7 +19,7 @@ from crosstrain.config.registry import registry
 from crosstrain.engine.build import build_model, make_model
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import construct, parameters_on_meta
-from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.errors import CheckpointError, UserError
 from fixtures_gpt2 import build
 from fixtures_ranks import train
 
@@ -113,6 +113,14 @@ def test_pickled_pretrained_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="a pickle file of torch"):
         build(f"model.pretrained={tmp_path}", "model.n_layer=1")
+
+
+def test_prepared_tokens_are_not_taken_for_pickled_weights(tmp_path: Path) -> None:
+    for name in ("tokens.bin", "tokens.idx"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError) as refused:
+        build(f"model.pretrained={tmp_path}", "model.n_layer=1")
+    assert "pickle" not in str(refused.value)
 
 
 def test_constructing_draws_no_random_numbers() -> None:

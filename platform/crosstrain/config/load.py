@@ -172,7 +172,14 @@ class _Builder:
                 sources.value_at(self.tree, key[:-1]).pop(key[-1])
             tree = sources.resolve(self.tree, self.layers)  # an error here ends the block, to avoid follow-up errors
             datasets = {label: dict(entry) for label, entry in tree["datasets"].items()}
-            ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
+            ratios = {
+                label: self.check.value(
+                    bounds.NonNegativeFloat | None,
+                    entry.pop("sample_ratio", None),
+                    ("datasets", label, "sample_ratio"),
+                )
+                for label, entry in datasets.items()
+            }
             with collected():
                 if "model" in tree:
                     variant = tree["model"].get("model_type")

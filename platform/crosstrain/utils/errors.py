@@ -39,7 +39,7 @@ class ConfigErrors(ConfigError):
     def __init__(self, errors: Iterable[UserError]) -> None:
         # Sentences such as `file:12: ...` are sorted by the number of the line.
         by_line = {
-            re.sub(r":(\d+):", lambda number: f":{number[1]:0>12}:", text, count=1): text
+            re.sub(r":(\d+):", lambda number: f"\0{number[1]:0>12}:", text, count=1): text
             for error in errors
             for text in error.sentences
         }

@@ -45,7 +45,11 @@ def foreign_weights(path: Path) -> str | None:
         return _PICKLED
     places = [path, path.parent] if path.is_dir() else []  # the identifying file may be next to a step's folder
     known = (said for place in places for name, said in _FOLDERS.items() if any(place.glob(name)))
-    pickles = (f"contains {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
+    pickles = (
+        f"contains {file.name}, {_PICKLED}"
+        for file in path.glob("*")
+        if file.suffix in _PICKLES and not file.with_suffix(".idx").exists()  # tokens of a dataset have an index
+    )
     return next(known, None) or next(pickles, None)
 
 

@@ -152,8 +152,9 @@ class _Migration:
 
     def _located(self, name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
         """Find a file that the configuration names, in the configuration's folder or the working directory."""
-        places = (self._path.parent / str(name), Path(str(name)))
-        return next((str(file) for file in places if name and there(file)), None)
+        return next(
+            (str(file) for file in (self._path.parent / str(name), Path(str(name))) if name and there(file)), None
+        )
 
     def _vocabulary(self, *names: Any) -> int | None:
         """Return the vocabulary size of a tokenizer, or of GPT-2's vocabulary and merges files; None if unreadable."""

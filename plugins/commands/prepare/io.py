@@ -307,14 +307,18 @@ def files_below(folder: Path) -> list[Path]:
 
     found = []
     for root, folders, names in os.walk(folder, onerror=fail):
-        if {"dataset_dict.json", "dataset_info.json"} & set(names):  # written by save_to_disk: list only the tables
-            names = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
+        tables = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
+        if "dataset_dict.json" in names or ("dataset_info.json" in names and tables):  # written by save_to_disk
+            state = Path(root, "state.json").read_text(errors="replace") if "state.json" in names else ""
+            names = [name for name in tables if not state or f'"{name}"' in state]  # others are of an earlier dataset
         for path in (Path(root, name) for name in folders + names if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
             elif path.is_symlink() or not path.is_dir():
-                kind = "a link to a folder" if path.is_dir() else "a broken link, or not a regular file"
-                raise DataError(f"{path} is {kind}: give its target as a separate input, or remove it")
+                raise DataError(
+                    f"{path} is {'a link to a folder' if path.is_dir() else 'a broken link, or not a regular file'}: "
+                    f"give its target as a separate input, or remove it"
+                )
     return sorted(found)
 
 

@@ -67,6 +67,9 @@ def _check_known(image: Any) -> None:
         or image.mode == "F"
         # some Pillow versions open 16-bit PNG and PPM files in mode I
         or (image.mode == "I" and image.format not in ("PNG", "PPM")),
+        "its transparent level of grey has 2 or 4 bits, which Pillow decodes wrongly: save it with 8 bits": (
+            image.format == "PNG" and "transparency" in image.info and image.tile[0][3] in ("L;2", "L;4")
+        ),
         "its channels are stored in planes, which is not supported: interleave them": planes
         and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
     }
