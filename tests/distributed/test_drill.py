@@ -46,7 +46,7 @@ def test_a_killed_worker_costs_a_few_steps(workspace: Workspace, runner: str) ->
 
 @pytest.mark.slow
 def test_every_fault_is_named(workspace: Workspace) -> None:
-    done = drill(workspace, workspace.path / "drill", "--count", "5", "--steps", "60", runner="ddp")
+    done = drill(workspace, workspace.path / "drill", "--count", "5", "--steps", "300", runner="ddp")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines()[1:6]}
     assert lines.keys() == {"kill", "freeze", "slow", "close", "cut"}

@@ -100,11 +100,15 @@ class Drill:
             time.sleep(0.02)
 
     def _disturb(self, process: subprocess.Popen[bytes], fault: str, rng: random.Random) -> Result:
-        # A run with `on_lost_rank: continue` goes on without a lost worker: wait until all workers take part again.
-        while process.poll() is None and (ranks := _RANKS.findall(self._log())) and int(ranks[-1]) < self.workers:
+        # After a fault, the workers start again. With `on_lost_rank: continue`, the others first go on without one.
+        while process.poll() is None and (
+            len(workers := _workers(process.pid)) < self.workers
+            or ((ranks := _RANKS.findall(self._log())) and int(ranks[-1]) < self.workers)
+        ):
             time.sleep(0.02)
+        if process.poll() is not None:
+            raise UserError(f"the run ended before the fault {fault}; use more --steps")
         known, length = len(_RESTARTED.findall(self._log())), len(self._log())
-        workers = _workers(process.pid)
         step, begun = self._step(), time.monotonic()
         FAULTS[fault](rng.choice(workers))
         if fault != "slow":
@@ -139,8 +143,7 @@ def _outcome(run: Path) -> dict[str, Any]:
     """Return the samples and losses of a run's steps, and the digests of its last checkpoint."""
     rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
     steps = {f"{key} of steps": [row[key] for row in rows] for key in ("samples", "loss")}
-    ends = digests(Reader.open(find_checkpoint(str(run))))
-    return steps | {f"final {key}": digest for key, digest in ends.items()}
+    return steps | {f"final {key}": each for key, each in digests(Reader.open(find_checkpoint(str(run)))).items()}
 
 
 def table(results: list[Result]) -> str:
