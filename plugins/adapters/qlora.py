@@ -46,9 +46,7 @@ class QLora(Lora):
                         setattr(parent, name, NF4Linear(module))
                     elif module in experts:
                         setattr(parent, name, _in_four_bits(module))
-                    elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and not isinstance(
-                        module, nn.Conv1d
-                    ):
+                    elif matrices_of(module) and not isinstance(module, nn.Conv1d):
                         raise ConfigError(
                             f"model.adapter: qlora cannot store {type(module).__name__} in four bits; use lora"
                         )

@@ -118,8 +118,7 @@ def _keys(name: str, content: dict[str, bytes]) -> list[str]:
 
 def _number(extension: str) -> list[str | int]:
     """Return a key that sorts a sample's images by their numbers: jpg, 0.jpg, 1.jpg, ..., 10.jpg, page_2.jpg."""
-    name = extension.rpartition(".")[0]
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", extension.rpartition(".")[0]))]
 
 
 def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:

@@ -186,9 +186,13 @@ class WikiPage:
             f"{re.split('[-/]', name)[0]}-",
         )
         shown = next((text for key in keys if (text := _RULES["templates"].get(key)) is not None), None)
-        used = [next(filter(None, map(given.get, names.split("|"))), "") for names in _PARAMETER.findall(shown or "")]
-        unread = given.keys() - {":", *"|".join(_PARAMETER.findall(shown or "")).split("|")}
-        if shown is None or (used and not any(used)) or (unread and name in _RULES["exact"]):
+        places = _PARAMETER.findall(shown or "")
+        used = [next(filter(None, map(given.get, names.split("|"))), "") for names in places]
+        if (
+            shown is None
+            or (used and not any(used))
+            or (name in _RULES["exact"] and given.keys() - {":", *"|".join(places).split("|")})
+        ):
             if in_line:
                 self.vanished[f"template {name}"] = None
             return ""

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn, cast
 
-from crosstrain import DataError, first_line, open_regular, os_errors_as, require
+from crosstrain import DataError, first_line, open_regular, os_errors_as, read_regular, require
 from crosstrain.utils.files import unique_keys
 from crosstrain.utils.limited_process import address_space
 from crosstrain.utils.paths import near
@@ -309,8 +309,10 @@ def files_below(folder: Path) -> list[Path]:
     for root, folders, names in os.walk(folder, onerror=fail):
         tables = [name for name in names if name.endswith(".arrow") and not name.startswith("cache-")]
         if "dataset_dict.json" in names or ("dataset_info.json" in names and tables):  # written by save_to_disk
-            state = Path(root, "state.json").read_text(errors="replace") if "state.json" in names else ""
-            names = [name for name in tables if not state or f'"{name}"' in state]  # others are of an earlier dataset
+            with os_errors_as(DataError, f"{root}/state.json cannot be read"):
+                state = read_regular(Path(root, "state.json"), 1 << 24) if "state.json" in names else b""
+            # Other tables are of an earlier dataset in the same folder.
+            names = [name for name in tables if not state or os.fsencode(f'"{name}"') in state]
         for path in (Path(root, name) for name in folders + names if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
