@@ -44,8 +44,11 @@ def standard_library() -> Iterator[str]:
         yield from (document.text for document in reader.read(task))
 
 
-def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:
-    """Write random tokens and a project file that trains a GPT-2 on them; return the path of the project file."""
+def write_project(folder: Path, sizes: Sizes, run: dict[str, Any], **more: Any) -> Path:
+    """Write random tokens and a project file that trains a GPT-2 on them; return the path of the project file.
+
+    more: further options of the model.
+    """
     from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
     with TokenWriter(folder / "tokens", best_dtype(sizes.vocabulary)) as writer:
@@ -53,6 +56,7 @@ def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:
     model = {
         "arch": "gpt2", "n_layer": sizes.layers, "n_embd": sizes.hidden, "n_head": sizes.heads,
         "n_positions": sizes.length, "vocab_size": sizes.vocabulary,
+        **more,
     }  # fmt: skip
     random = {"name": "text", "path": f"{folder}/tokens", "seq_length": sizes.length, "split": [1, 0, 0]}
     project = folder / "project.yaml"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, Result, child, table
+from nanogpt import train
 
 # Part of the device's name -> FLOP/s of dense bf16 matrix products, from the vendors' data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}
@@ -215,27 +216,20 @@ def bitwise(row: Row, ranks: int, device: str) -> list[list[str]]:
 
 
 def nanogpt(checkout: Path, row: Row, device: str, compiled: bool) -> Result:
-    """Train nanoGPT's own model with its optimizer, in the loop of its bench.py."""
+    """Train nanoGPT's model as `row`."""
     import torch
 
-    sys.path.insert(0, str(checkout))
-    from model import GPT, GPTConfig  # nanoGPT's
-
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    model = GPT(GPTConfig(block_size=row.length, bias=True, dropout=0.0, **row.nanogpt)).to(device)
-    optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device)
-    trained = torch.compile(model) if compiled else model
-    stamps = []
-    for _ in range(STEPS):
-        tokens = torch.randint(50257, (row.micro_batch, row.length + 1), device=device)
-        with torch.autocast(device, torch.bfloat16):
-            _, loss = trained(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
-        stamps.append(time.perf_counter())
+    stamps: list[float] = []
+    shape = (row.micro_batch, row.length + 1)
+    train(
+        checkout,
+        row.nanogpt | {"block_size": row.length},
+        (torch.randint(50257, shape, device=device) for _ in range(STEPS)),
+        device,
+        "bf16",
+        compiled,
+        lambda: stamps.append(time.perf_counter()),
+    )
     memory = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0
     return {"tokens_per_second": row.micro_batch * row.length / seconds_of(stamps), "memory_mb": memory}
 

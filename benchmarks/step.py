@@ -1,6 +1,8 @@
-"""Compare training steps with a bare PyTorch loop and the Hugging Face Trainer: speed, memory, start-up.
+"""Compare training steps with a bare PyTorch loop, the Hugging Face Trainer and nanoGPT: speed, memory, start-up.
 
     python benchmarks/step.py [--rounds 5] [--steps 6] [--precisions fp32 bf16] [--device cpu] [--against "bare loop"]
+    python benchmarks/step.py --against nanogpt --nanogpt FOLDER    # a checkout of nanoGPT; without dropout
+    python benchmarks/step.py --beside-busy-process ...             # with a process that keeps one core busy
 
 All contestants have the same GPT-2, batch, precision, optimizer and data. Each runs in its own process, in turn. Tokens
 per second are computed from the median step after the first two. Peak memory is the process's highest resident memory
@@ -15,9 +17,12 @@ import json
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +134,24 @@ def hf_trainer(steps: int, precision: str, device: str) -> Result:
     return clock.result(device)
 
 
-def crosstrain(steps: int, precision: str, device: str, **options: Any) -> Result:
+def nanogpt(steps: int, precision: str, device: str) -> Result:
+    """Train nanoGPT's model without dropout, with its optimizer."""
+    import torch
+    import transformers  # noqa: F401 - imported before the clock starts, as in the others
+    from nanogpt import train
+
+    clock = Clock()
+    sizes = {
+        "n_layer": SIZES.layers, "n_head": SIZES.heads, "n_embd": SIZES.hidden, "block_size": SIZES.length,
+        "vocab_size": PADDED,
+    }  # fmt: skip
+    data = torch.as_tensor(SIZES.samples()).to(device)
+    batches = (data[torch.arange(step * BATCH, (step + 1) * BATCH) % len(data)] for step in range(steps))
+    train(Path(os.environ["BENCHMARK_NANOGPT"]), sizes, batches, device, precision, False, clock.step)
+    return clock.result(device)
+
+
+def crosstrain(steps: int, precision: str, device: str, dropout: float = 0.1, **options: Any) -> Result:
     """Run the platform as its users do, from the tokens on disk to the checkpoint at the end."""
     import torch  # noqa: F401 - imported before the clock starts, as in the others
     import transformers  # noqa: F401
@@ -151,7 +173,7 @@ def crosstrain(steps: int, precision: str, device: str, **options: Any) -> Resul
             "output_dir": f"{folder}/out", "max_iters": steps, "micro_batch_size": BATCH, "amp": precision,
             "device": device, "log_interval": 1, **options,
         }  # fmt: skip
-        project = write_project(Path(folder), SIZES, run)
+        project = write_project(Path(folder), SIZES, run, dropout=dropout)
         sys.stdout, real = open(os.devnull, "w"), sys.stdout  # noqa: SIM115
         code = command_line(["train", "--cfg-path", str(project), "--nproc-per-node", "1"])
         sys.stdout = real
@@ -159,8 +181,25 @@ def crosstrain(steps: int, precision: str, device: str, **options: Any) -> Resul
     return clock.result(device)
 
 
-BASELINES = {"bare loop": bare, "HF Trainer": hf_trainer, "not compiled": crosstrain}
-CONTESTANTS = {"crosstrain": crosstrain, "compiled": partial(crosstrain, compile="blocks"), **BASELINES}
+BASELINES = {"bare loop": bare, "HF Trainer": hf_trainer, "not compiled": crosstrain, "nanogpt": nanogpt}
+CONTESTANTS = {
+    "crosstrain": crosstrain,
+    "compiled": partial(crosstrain, compile="blocks"),
+    "without dropout": partial(crosstrain, dropout=0.0),
+    **BASELINES,
+}
+OURS = {"not compiled": "compiled", "nanogpt": "without dropout"}  # baseline -> what it is compared with
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """Keep one core busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
@@ -170,6 +209,8 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--against", nargs="+", choices=BASELINES, default=["bare loop", "HF Trainer"])
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    parser.add_argument("--beside-busy-process", action="store_true")
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contestant:
@@ -182,20 +223,12 @@ def main() -> None:
     for precision in arguments.precisions:
 
         def run(name: str, precision: str = precision) -> Result:
-            return child(
-                __file__,
-                "--contestant",
-                name,
-                "--precisions",
-                precision,
-                "--steps",
-                str(arguments.steps),
-                "--device",
-                arguments.device,
-                env={"BENCHMARK_STARTED": str(time.time())},
-            )
+            flags = ("--precisions", precision, "--steps", str(arguments.steps), "--device", arguments.device)
+            with busy_process() if arguments.beside_busy_process else nullcontext():
+                started = {"BENCHMARK_STARTED": str(time.time()), "BENCHMARK_NANOGPT": str(arguments.nanogpt)}
+                return child(__file__, "--contestant", name, *flags, env=started)
 
-        ours = "compiled" if "not compiled" in arguments.against else "crosstrain"
+        ours = OURS.get(arguments.against[0], "crosstrain")
         results = rounds([ours, *arguments.against], run, arguments.rounds)
         for other in arguments.against:
             keys = ("tokens_per_second", "peak_mb", "startup_s")

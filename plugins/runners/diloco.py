@@ -89,6 +89,8 @@ class DiLoCo(Runner):
         # runner of each team: ddp or fsdp
         inner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))
         groups: PositiveInt | list[PositiveInt] = 2  # number of teams of equal size, or the number of ranks of each
+        # number of teams with which the run goes on after losses of ranks (run.on_lost_rank); None: all
+        min_groups: PositiveInt | None = None
         every: PositiveInt = 50  # steps between exchanges
         outer_lr: PositiveFloat = 0.7  # learning rate of the outer SGD
         outer_momentum: Fraction = 0.9  # momentum of the outer SGD
@@ -104,7 +106,7 @@ class DiLoCo(Runner):
                 if getattr(self, name) > self.every - (name == "overlap"):
                     raise OptionError(name, f"{getattr(self, name)} does not fit into every={self.every} steps")
 
-    capabilities: ClassVar = Capabilities(exact=False, extends="inner")
+    capabilities: ClassVar = Capabilities(exact=False, extends="inner", rejoins=True)
 
     def __init__(self, options: Any, run: RunOptions) -> None:
         super().__init__(options.inner.options, run)
@@ -121,6 +123,7 @@ class DiLoCo(Runner):
         """Number of ranks of each team. Raises ConfigError if the teams do not fit the number of ranks."""
         groups = options.groups
         if isinstance(groups, int):
+            groups = min(groups, max(world_size, options.min_groups or groups))
             if world_size % groups:
                 raise ConfigError(f"run.runner.groups: {groups} does not divide the {world_size} ranks evenly")
             return [world_size // groups] * groups
@@ -138,6 +141,11 @@ class DiLoCo(Runner):
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options.inner.options, run)
+        if options.overlap and run.on_lost_rank == "continue":
+            raise ConfigError(
+                "run.on_lost_rank: continue cannot take over an exchange that is under way; use restart, or "
+                "run.runner.overlap=0"
+            )
 
     @classmethod
     def check_model(cls, options: Any, run: RunOptions, model: Model) -> None:
@@ -205,8 +213,8 @@ class DiLoCo(Runner):
         super().loaded()
 
     def _begin(self) -> None:
-        """Copy the model's weights to the shared weights before the first step, unless a checkpoint had them."""
-        if not self._begun and not self.held.was_loaded(_SHARED):
+        """Copy the model's weights to the shared weights before the first step, unless these were loaded."""
+        if not self._begun and not (self.state["steps"] and self.held.was_loaded(_SHARED)):
             for p, shared in self.held.extra[_SHARED].items():
                 shared.copy_(self._weight(p))
         self._begun = True
@@ -297,12 +305,12 @@ class DiLoCo(Runner):
                 for p, change in self._arrive(number).items():
                     self.held.extra[_MEAN][p].copy_(change)
             own = {p: self._weight(p).clone() for fragment in self.fragments for p in fragment}
+        self.held.extra[_OWN], self._is_merged = own, True
+        try:  # the exchange raises an error if a rank was lost
             codec = CODECS["fp32"]
             for fragment in self.fragments:
                 weights = {p: own[p] for p in fragment}
                 self._set(self._mean(self._transfer(codec.encode(_flat(weights))), codec, weights))
-        self.held.extra[_OWN], self._is_merged = own, True
-        try:
             yield
         finally:
             self._is_merged = False

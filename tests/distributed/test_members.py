@@ -157,6 +157,42 @@ def test_a_lost_shard_without_a_copy_is_read_from_the_newest_checkpoint(shared_w
 
 
 @pytest.mark.slow
+def test_teams_go_on_without_a_lost_one(shared_workspace: Workspace) -> None:
+    """Three teams of one rank become two, which keep their weights, optimizer states and errors of rounding."""
+    every, lost = 10, 2  # a planned change of ranks keeps the first teams
+    runner = f"{{name: diloco, groups: 3, min_groups: 2, every: {every}}}"
+    options = (f"run.runner={runner}", "run.bitwise=false", "run.max_iters=60")
+    with started(shared_workspace, "teams", *options) as (process, run):
+        os.kill(sorted(workers(process.pid))[lost], signal.SIGKILL)
+        assert process.wait(300) == 0
+    (told,) = changes(run)
+    found = re.fullmatch(rf"rank {lost} was killed by SIGKILL; 2 ranks go on from step (\d+)", told)
+    assert found is not None
+    assert int(found[1]) % every == every - 1, "the other teams do not notice the loss before they exchange"
+    before = f"run.max_iters={found[1]}"
+    name = "teams_planned"
+    train(shared_workspace.project, name, *OPTIONS, *options, before, size=3)
+    planned = train(shared_workspace.project, name, *OPTIONS, *options, size=2)
+    assert weights_of(run.folder) == weights_of(planned.folder)
+
+
+@pytest.mark.slow
+def test_a_replaced_rank_takes_part_in_its_team_again(shared_workspace: Workspace) -> None:
+    """Two teams of two ranks become two of one, and two of two again, without a file."""
+    options = (
+        "run.runner={name: diloco, groups: 2, every: 10}", "run.bitwise=false", "run.max_iters=200",
+        "run.global_batch_size=8", "run.max_restarts=1",
+    )  # fmt: skip
+    with started(shared_workspace, "replaced", *options, nproc=4) as (process, run):
+        os.kill(sorted(workers(process.pid))[3], signal.SIGKILL)
+        assert process.wait(300) == 0
+    assert changes(run)[-1].split("; ")[1].startswith("4 ranks go on from step ")
+    assert "newest checkpoint" not in (run.folder / "log.txt").read_text()
+    losses = [row["loss"] for row in run.rows]
+    assert max(losses[-3:]) < losses[0]
+
+
+@pytest.mark.slow
 def test_workers_that_lose_their_connections_go_on(
     shared_workspace: Workspace, undisturbed: Callable[..., dict[str, str]]
 ) -> None:
@@ -208,3 +244,6 @@ def test_refusals(shared_workspace: Workspace) -> None:
     options = ("run.on_lost_rank=continue", "run.runner=zero2")
     refused = shared_workspace.train("refused", *options, nproc=2, fails=True)
     assert refused.err.startswith("error: run.on_lost_rank: deepspeed cannot leave its process groups")
+    overlap = "run.runner={name: diloco, every: 10, overlap: 2}"
+    refused = shared_workspace.train("refused", "run.on_lost_rank=continue", overlap, nproc=2, fails=True)
+    assert refused.err.startswith("error: run.on_lost_rank: continue cannot take over an exchange that is under way")

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crosstrain_plugins.builtin.runners.diloco import CODECS
+from crosstrain_plugins.builtin.runners.diloco import CODECS, DiLoCo
 
 from conftest import Run, Workspace
+from crosstrain.checkpoint.boxes import Shard, own_kind, shared_kind
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.engine.build import as_stored
 from crosstrain.engine.checks import batch_plan
 from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
@@ -230,3 +233,29 @@ def test_other_runners_and_layouts(shared_workspace: Workspace) -> None:
     ):
         with pytest.raises(ConfigError, match=sentence):
             batch_plan(load_config(project, [*outer, option]), 2)
+
+
+def test_the_run_goes_on_with_fewer_teams_but_not_with_too_few() -> None:
+    options = registry.get("runner", "diloco").Options(groups=4, min_groups=2)
+    assert {ranks: DiLoCo.sizes(options, ranks) for ranks in (2, 3, 4, 8)} == {
+        2: [1, 1],
+        3: [1, 1, 1],
+        4: [1, 1, 1, 1],
+        8: [2, 2, 2, 2],
+    }
+    for ranks in (1, 6):
+        with pytest.raises(ConfigError, match="does not divide"):
+            DiLoCo.sizes(options, ranks)
+
+
+def test_teams_take_over_the_tensors_of_those_that_are_left() -> None:
+    """Teams 2 and 10 are left of eleven. They become teams 0 and 1, and a new one takes the first one's tensors."""
+
+    def own(team: int, *kinds: str) -> list[Shard]:
+        return [Shard(own_kind(team, kind), "w", (1,), []) for kind in kinds]
+
+    kinds = {shard.kind for team in (2, 10) for shard in own(team, "param", "exp_avg", "runner:residual")}
+    for team, source in enumerate([2, 10, 2]):
+        wanted = own(team, "param", "exp_avg", "runner:residual")
+        kept = wanted[:2] if team == 2 else wanted  # errors of rounding belong to one team
+        assert [s.kind for s in as_stored(kinds, wanted)] == [own_kind(source, shared_kind(s.kind)) for s in kept]

@@ -28,10 +28,15 @@ def own_kind(team: int, kind: str) -> str:
     return f"{RUNNER}{team}:{kind}"
 
 
+def team_of(kind: str) -> int:
+    """Return the team that was passed to `own_kind` to make `kind`; -1 for other kinds."""
+    team = kind.removeprefix(RUNNER).partition(":")[0]
+    return int(team) if kind.startswith(RUNNER) and team.isdecimal() else -1
+
+
 def shared_kind(kind: str) -> str:
     """Return the kind that was passed to `own_kind` to make `kind`; other kinds are returned unchanged."""
-    prefix, _, name = kind.removeprefix(RUNNER).partition(":")
-    return name if kind.startswith(RUNNER) and prefix.isdecimal() else kind
+    return kind if team_of(kind) < 0 else kind.removeprefix(RUNNER).partition(":")[2]
 
 
 @dataclass(frozen=True, slots=True)

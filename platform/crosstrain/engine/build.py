@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, own_kind, shared_kind
+from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, shared_kind, team_of
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.load_weights import (
     PretrainedWeights,
@@ -222,11 +222,18 @@ def _wanted_shards(
 
 
 def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
-    """Select the shards that a checkpoint with these `kinds` can fill, and give them the checkpoint's kinds."""
+    """Select the shards that can be filled from tensors of these `kinds`, and give them the names of these kinds.
+
+    The n-th team takes the own tensors of the n-th team among `kinds`. Further teams take the first one's, but no
+    tensors of its runner.
+    """
     out = []
     for shard in shards:
         shared = shared_kind(shard.kind)
-        names = [shard.kind, shared] if shared.startswith(RUNNER) else [shard.kind, shared, own_kind(0, shared)]
+        teams = sorted({kind for kind in kinds if shared_kind(kind) == shared} - {shared}, key=team_of)
+        names = [shared] if shared.startswith(RUNNER) else [shared, *teams]
+        if shard.kind != shared:
+            names = [*teams[team_of(shard.kind) :][:1], *names]
         out += [replace(shard, kind=name) for name in names if name in kinds][:1]
     return out
 

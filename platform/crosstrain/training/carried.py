@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from crosstrain.checkpoint.boxes import CALLBACK, Piece, Shard, check_cover
+from crosstrain.checkpoint.boxes import CALLBACK, Piece, Shard, check_cover, own_kind, shared_kind
 from crosstrain.checkpoint.checkpointer import Holding, assign, holdings
 from crosstrain.checkpoint.manifest import STORED_DTYPES
 from crosstrain.distributed.group import Group
+from crosstrain.engine.build import as_stored
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback
@@ -42,7 +43,7 @@ class Carried:
         """Return this rank's state; None if the rank was interrupted within an update."""
         if trainer.settled != trainer.runner.updates:
             return None
-        tensors = holdings(trainer.runner.held.shards() + trainer.hooks.shards())
+        tensors = holdings(_apart(trainer.runner) + trainer.hooks.shards())
         return Carried(asdict(trainer.complete_state()), trainer.saved_step, tensors)
 
     @property
@@ -72,15 +73,20 @@ class Handover:
         boxes = defaultdict(list)
         for holding in handover._givers:
             boxes[holding.kind, holding.name, holding.shape].append(holding.box)
-        for (kind, name, shape), parts in boxes.items():
-            if check_cover(parts, shape):
+        lost = {kind: name for (kind, name, shape), parts in boxes.items() if check_cover(parts, shape)}
+        whole = {shared_kind(kind) for kind, _, _ in boxes if kind not in lost}
+        for kind, name in lost.items():
+            if shared_kind(kind) not in whole:
                 log.info("a part of %s %s was lost, so the newest checkpoint is loaded", kind, name)
                 return None
+        handover._givers = {holding: giver for holding, giver in handover._givers.items() if holding.kind not in lost}
         return handover
 
     def restore(self, runner: Runner) -> State:
         """Load the weights, the optimizer state and the runner's own state, and return the run's. Collective."""
-        self._fill(runner.held.shards(), runner.device, of_callbacks=False)
+        shards = as_stored({holding.kind for holding in self._givers}, _apart(runner))
+        self._fill(shards, runner.device, of_callbacks=False)
+        runner.held.stored = {shard.kind for shard in shards}
         runner.loaded()
         state = State(**self.state)
         state.give_to(runner)
@@ -110,3 +116,11 @@ class Handover:
             for piece in wanted[holding.kind, holding.name]:
                 if (common := piece.box.intersect(holding.box)) is not None:
                     piece.part(common).copy_(received.part(common))
+
+
+def _apart(runner: Runner) -> list[Shard]:
+    """Return the rank's shards, with the names of kinds of which each team has its own outside of `Runner.merged`."""
+    shards = runner.held.shards()
+    if runner.capabilities.exact:
+        return shards
+    return [replace(s, kind=own_kind(runner.team_number, "param")) if s.kind == "param" else s for s in shards]
