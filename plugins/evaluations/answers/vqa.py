@@ -77,9 +77,8 @@ def answer_questions(
                 for (sample, e), *texts in zip(questions, answers, guesses, strict=False)
             ]
     everyone = [answer for part in runner.dp.all_gather(mine) for answer in part]
-    asked = {answer.sample for answer in everyone}
     # The sort is stable, so the order within a sample is kept.
-    return sorted(everyone, key=lambda answer: answer.sample), total - len(asked)
+    return sorted(everyone, key=lambda answer: answer.sample), total - len({answer.sample for answer in everyone})
 
 
 def _greedy(
