@@ -8,7 +8,6 @@ from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from crosstrain import (
     Batch,
@@ -225,7 +224,7 @@ class Project:
         for name, p in trained:
             kind = name in hidden, p.ndim
             if kind not in self._state_bytes:
-                trial = nn.Parameter(torch.zeros([8] * p.ndim))
+                trial = torch.nn.Parameter(torch.zeros([8] * p.ndim))
                 optimizer = make([(name, trial)])
                 if isinstance(optimizer, MatrixOptimizer):
                     optimizer.bind(list, Group(), trial.device)

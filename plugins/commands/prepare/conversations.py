@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from crosstrain.utils import paths
 
-from . import io
 from .chat_template import ChatError, refuse_if
-from .conversation_files import Row
+from .io import Row, parsed
 
 KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
 _SYSTEM = ("system", "developer")  # roles of a system message
@@ -241,7 +240,7 @@ class _RowReader:
         """
         if is_json and isinstance(value, str):
             try:
-                value = io.parsed((value.strip() or "{}").encode())
+                value = parsed((value.strip() or "{}").encode())
             except ValueError:
                 raise ChatError(f"{key} is not JSON") from None
         if isinstance(value, list):
