@@ -271,12 +271,10 @@ def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
 def _weight(turn: Row) -> Row:
     """Remove the keys that select a turn for training, and return its weight. Raises ChatError if keys disagree."""
     said = {key: turn.pop(key) for key in KEYS["learned"] if key in turn}
-    if not said:
-        return {}
     refuse_if(not all(value in (0, 1) for value in said.values()), f"a turn has {said}; expected 0, 1, false or true")
     weights = {int(value == KEYS["learned"][key]) for key, value in said.items()}
     refuse_if(len(weights) > 1, f"a turn has {said}, which contradict each other")
-    return {"weight": min(weights)}
+    return {"weight": min(weights)} if weights else {}
 
 
 def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
