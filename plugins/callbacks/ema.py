@@ -19,9 +19,10 @@ class EMA(Callback):
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.average = []
-        for shard in self.weights():
-            self.average.append(replace(shard, kind="ema", pieces=[Piece(p.box, p.data.clone()) for p in shard.pieces]))
+        self.average = [
+            replace(shard, kind="ema", pieces=[Piece(p.box, p.data.clone()) for p in shard.pieces])
+            for shard in self.weights()
+        ]
 
     def weights(self) -> list[Shard]:
         """Return this rank's shards of the trained parameters."""

@@ -18,7 +18,7 @@ from .prompts import Prompts
 
 _END, _UNKNOWN = "<end>", "<unknown>"
 _SUMMANDS, _LARGEST = 5, 3  # number of summands, and the largest one
-_HELD_OUT = {"val": 100, "test": 200}  # sums of these splits
+_VAL, _TEST = 100, 200  # number of sums in these splits
 _TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ '<end>' }}{% endif %}{% endfor %}"
 
 
@@ -77,13 +77,11 @@ class Arithmetic(Prompts):
 
 def _write(rng: np.random.Generator, folder: Path) -> None:
     every = [digits for digits in itertools.product(range(_LARGEST + 1), repeat=_SUMMANDS) if sum(digits) < 10]
-    order, problems = iter(rng.permutation(len(every))), dict[str, list[tuple[int, ...]]]()
-    for split, number in _HELD_OUT.items():
-        problems[split] = [every[next(order)] for _ in range(number)]
-    problems["train"] = [every[i] for i in order]
-    for split, chosen in problems.items():
+    shuffled = [every[i] for i in rng.permutation(len(every))]
+    splits = {"val": shuffled[:_VAL], "test": shuffled[_VAL : _VAL + _TEST], "train": shuffled[_VAL + _TEST :]}
+    for split, chosen in splits.items():
         _write_rows(folder / f"{split}.jsonl", [(digits, sum(digits)) for digits in chosen])
-    _write_rows(folder / "guesses.jsonl", [(digits, int(rng.integers(10))) for digits in problems["train"]])
+    _write_rows(folder / "guesses.jsonl", [(digits, int(rng.integers(10))) for digits in splits["train"]])
     target = folder / "tokenizer"
     target.mkdir()
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*"0123456789+=", _UNKNOWN])}, _UNKNOWN))

@@ -83,8 +83,9 @@ class ConversationDataset(Dataset):
         Raises DataError if too many rows are dropped.
         """
         tokenizer = load_with_template(options.tokenizer, options.chat_template)[1]
-        source = ChatSource(_paths(options), tokenizer, cls.targets(options), options.seq_length, cls.preferences)
-        folder = prepare_chat(source)
+        folder = prepare_chat(
+            ChatSource(_paths(options), tokenizer, cls.targets(options), options.seq_length, cls.preferences)
+        )
         row_audit(folder, ()).check(" and ".join(_paths(options)), options.max_dropped)
         return folder
 

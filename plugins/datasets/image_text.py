@@ -127,11 +127,10 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
     A .txt that differs from the object's caption is returned under `txt`. Unread keys, and the extensions of other
     members, are returned as keys too, so that they are reported.
     """
-    described, texts, others = list[str](), list[str](), list[str]()
-    for extension in content:
-        kind = extension.rpartition(".")[2]
-        held = described if kind == "json" else texts if kind in TEXTS else others
-        held += [extension] if kind not in IMAGES else []
+    kinds = {extension: extension.rpartition(".")[2] for extension in content}
+    described = [extension for extension, kind in kinds.items() if kind == "json"]
+    texts = [extension for extension, kind in kinds.items() if kind in TEXTS and kind != "json"]
+    others = [extension for extension, kind in kinds.items() if kind not in (*TEXTS, *IMAGES)]
     if len(described) > 1 or len(texts) > 1 or not described + texts:
         raise SampleError(f"{name}: expected one .json object, one .txt or one of each, got {', '.join(content)}")
     with os_errors_as(SampleError, f"{name}: its text cannot be read", ValueError, RecursionError):

@@ -19,7 +19,7 @@ import struct
 from contextlib import ExitStack
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -182,7 +182,7 @@ class TokenFile:
             self._bin.announce((start * width, stop * width) for start, stop in ranges)
 
 
-class TokenWriter:
+class TokenWriter(ExitStack[None]):
     """A writer of `prefix.bin` and `prefix.idx`, with one sequence per document.
 
     Only the lengths of the documents are kept in memory. Use the writer as a context manager. If the `with` block ends
@@ -191,13 +191,13 @@ class TokenWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        super().__init__()
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self.num_documents = self.num_tokens = 0
         self._sizes: list[np.ndarray] = []  # lengths of the documents
-        self._files = ExitStack()
-        self._idx, self._bin = (self._files.enter_context(replacing(Path(path))) for path in _paths(prefix))
-        self._files.push(self._finish)  # called before the files are renamed
+        self._idx, self._bin = (self.enter_context(replacing(Path(path))) for path in _paths(prefix))
+        self.push(self._finish)  # called before the files are renamed
 
     def add(self, documents: list[list[int]]) -> None:
         """Append documents, each a list of token IDs. Raises DataError if an ID does not fit the dtype."""
@@ -223,12 +223,6 @@ class TokenWriter:
         self._sizes.append(sizes.astype("<i4"))
         self.num_documents += len(sizes)
         self.num_tokens += tokens
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._files.__exit__(*exception)
 
     def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the index, unless the block has raised an exception, and write both files to the disk."""

@@ -25,8 +25,7 @@ class Calculator(Environment):
     role: ClassVar[str] = "tool"
 
     def reply(self, episode: Episode) -> str | None:
-        call = _last_call(episode, "calculator")
-        return None if call is None else calculate(call)
+        return _reply(episode, "calculator", calculate)
 
 
 @registry.register_environment("python")
@@ -45,16 +44,17 @@ class Python(Environment):
     options: Options
 
     def reply(self, episode: Episode) -> str | None:
-        call = _last_call(episode, "python")
-        if call is None:
-            return None
-        output = run_python(call, self.options.seconds, self.options.megabytes)
+        return _reply(episode, "python", self._output)
+
+    def _output(self, program: str) -> str:
+        output = run_python(program, self.options.seconds, self.options.megabytes)
         return "error" if output is None else output[:_SHOWN]
 
 
-def _last_call(episode: Episode, name: str) -> str | None:
+def _reply(episode: Episode, name: str, tool: Callable[[str], str]) -> str | None:
+    """Return the reply of a tool to its last call in the policy's last turn; None: the turn does not call it."""
     calls = [text for called, text in _CALL.findall(episode.text) if called == name]
-    return calls[-1] if calls else None
+    return tool(calls[-1]) if calls else None
 
 
 def calculate(expression: str) -> str:

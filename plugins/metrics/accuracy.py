@@ -1,7 +1,6 @@
 """Accuracy of classification and next-token prediction."""
 
 import torch
-from torch import Tensor
 
 from crosstrain import IGNORE_INDEX, Batch, Metric, registry
 
@@ -12,7 +11,7 @@ class Accuracy(Metric):
 
     token_hits = "accuracy"
 
-    def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def sums(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         labels = batch["labels"]
         known = labels != IGNORE_INDEX
         return torch.stack([((outputs.argmax(-1) == labels) & known).sum(), known.sum()])

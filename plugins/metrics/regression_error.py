@@ -1,7 +1,6 @@
 """Regression errors."""
 
 import torch
-from torch import Tensor
 
 from crosstrain import Batch, Metric, registry
 
@@ -10,7 +9,7 @@ from crosstrain import Batch, Metric, registry
 class RegressionError(Metric):
     """MAE, RMSE and R2 over all elements; labels have the shape of the outputs."""
 
-    def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def sums(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         labels = batch["labels"].double().reshape(outputs.shape)
         errors = outputs.double() - labels
         ones = torch.ones_like(labels)

@@ -96,6 +96,5 @@ class TableReader(ColumnReader):
         assert chunk.data is not None
         group, key = int(chunk.data), self.options.text_key
         with io.table(chunk.file) as table:
-            rows = table.rows(row_groups=[group], columns=[key])
-            for number, row in enumerate(rows, sum(table.groups[:group]) + 1):
+            for number, row in enumerate(table.rows(row_groups=[group], columns=[key]), sum(table.groups[:group]) + 1):
                 yield row_document(row[key], f"column {key!r} of {chunk.file}, row {number}", table.names, key)

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain import Chunk, Document, FileReader, Text, registry
-
-from ..commands.prepare.reader import split_file
+from crosstrain import Chunk, Document, FileReader, Text, registry, split_file
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 

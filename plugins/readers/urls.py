@@ -19,12 +19,11 @@ from urllib.robotparser import RobotFileParser
 from annotated_types import Interval
 from tqdm import tqdm
 
-from crosstrain import Chunk, DataError, Document, FileReader, PositiveInt, Text, registry, require
+from crosstrain import Chunk, DataError, Document, FileReader, PositiveInt, Text, registry, require, split_file
 from crosstrain.utils.files import append
 
 from ..commands.prepare import io
 from ..commands.prepare.download import AGENT
-from ..commands.prepare.reader import split_file
 from ..commands.prepare.shards import key_of
 from .web_page import TYPES, page_document
 

@@ -17,7 +17,6 @@ class TensorBoardTracker(Tracker):
     """TensorBoard: curves, generated text, the configuration and the hyperparameters."""
 
     def __init__(self, options: Any, run: TrackedRun) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog
         from torch.utils.tensorboard.summary import hparams
 
         super().__init__(options, run)
@@ -26,7 +25,7 @@ class TensorBoardTracker(Tracker):
         self._file = self._folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._write(file_version="brain.Event:2")
         # A START event makes TensorBoard hide the points that earlier starts logged at or after this event's step.
-        self._write(step=run.resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._write(step=run.resumed_step + 1, session_log={"status": "START"})
         if not run.resumed_step:
             self._summarize(0, _text("config", yaml.safe_dump(run.config, sort_keys=False)))
         self._summarize(0, *hparams(dict(flat(run.config)), {"train/loss": None, "val/loss": None}))
@@ -41,11 +40,10 @@ class TensorBoardTracker(Tracker):
         return f"tensorboard --logdir {self._folder}"
 
     def _summarize(self, step: int, *summaries: Any) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self._write(step=step, summary=Summary(value=[value for summary in summaries for value in summary.value]))
+        self._write(step=step, summary={"value": [value for summary in summaries for value in summary.value]})
 
     def _write(self, **event: Any) -> None:
+        """Append an event; a dict stands for a message inside it."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crosstrain_plugins.builtin.datasets.vision.conversations import collate
+from crosstrain_plugins.builtin.datasets.vision.conversations import ConversationEncoder
 from torch.distributed.tensor import DTensor
 
 from conftest import Run
@@ -50,8 +50,8 @@ def test_a_mixed_batch_has_the_loss_of_its_samples_one_by_one(project: Path) -> 
     runner = seeing(project)
     samples = [sample(images, length, i) for i, (images, length) in enumerate([(0, 5), (1, 9), (3, 14), (0, 20)])]
     with runner.evaluating():
-        together = runner.evaluate(collate(samples)).item()
-        single = [runner.evaluate(collate([s])).item() for s in samples]
+        together = runner.evaluate(ConversationEncoder.collate(samples)).item()
+        single = [runner.evaluate(ConversationEncoder.collate([s])).item() for s in samples]
     assert together == pytest.approx(sum(single), rel=1e-6)
     assert len({round(loss / 5, 3) for loss in single}) == 4
 
@@ -61,7 +61,7 @@ def test_images_matter_and_each_stands_at_its_place(project: Path) -> None:
     one = sample(2, 8, 0)
     swapped = one | {"pixel_values": one["pixel_values"][::-1].copy()}
     with runner.evaluating():
-        losses = [runner.evaluate(collate([s])).item() for s in (one, swapped, one)]
+        losses = [runner.evaluate(ConversationEncoder.collate([s])).item() for s in (one, swapped, one)]
     assert losses[0] == losses[2]
     assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
 
@@ -77,9 +77,9 @@ def test_packed_conversations_are_computed_as_single_ones(project: Path) -> None
     single = [dataset.encoder.sample([c]) | pixels for c in conversations]
     assert len(packed["input_ids"]) < 0.75 * sum(len(s["input_ids"]) for s in single)
     with runner.evaluating():
-        whole = runner.evaluate(collate([packed])).item()
-        apart = [runner.evaluate(collate([s])).item() for s in single]
-        fused = seeing(project).evaluate(collate([packed, single[0]])).item()
+        whole = runner.evaluate(ConversationEncoder.collate([packed])).item()
+        apart = [runner.evaluate(ConversationEncoder.collate([s])).item() for s in single]
+        fused = seeing(project).evaluate(ConversationEncoder.collate([packed, single[0]])).item()
     assert whole == pytest.approx(sum(apart), rel=1e-6)
     assert fused == pytest.approx(whole + apart[0], rel=1e-5)
 
@@ -89,7 +89,7 @@ def test_images_without_placeholders_are_refused(project: Path) -> None:
     broken = sample(2, 8, 0)
     broken["input_ids"][0] = 3
     with runner.evaluating(), pytest.raises(DataError, match=r"2 images of 4 query tokens do not fill 7 placeholders"):
-        runner.evaluate(collate([broken]))
+        runner.evaluate(ConversationEncoder.collate([broken]))
 
 
 # ---- what is trained
@@ -106,7 +106,7 @@ def test_by_default_the_projection_alone_is_trained(project: Path, projection_on
     assert trained == {"language_projection.weight", "language_projection.bias"}
     assert runner.optimizer is not None
     assert sum(p.numel() for group in runner.optimizer.param_groups for p in group["params"]) == 32 * 32 + 32
-    batch = collate([sample(1, 9, 0)])
+    batch = ConversationEncoder.collate([sample(1, 9, 0)])
     runner.compute_loss(batch).backward()
     assert {n for n, p in runner.model.weights.parameters().items() if p.grad is not None} == trained
     moments = {n for n in stored(projection_only.checkpoint(8)) if n.startswith("exp_avg")}
@@ -137,7 +137,7 @@ def test_parts_have_a_precision_of_their_own(project: Path) -> None:
     runner.model.vision.blocks[0].mlp.fc1.register_forward_hook(lambda m, i, o: seen.update(vision=o.dtype))
     runner.model.projector.register_forward_hook(lambda m, i, o: seen.update(projector=o.dtype))
     with runner.evaluating():
-        runner.evaluate(collate([sample(1, 9, 0)]))
+        runner.evaluate(ConversationEncoder.collate([sample(1, 9, 0)]))
     assert seen == {"vision": torch.bfloat16, "projector": torch.float32}
 
 
@@ -148,7 +148,7 @@ def test_parts_have_gradient_checkpointing_of_their_own(project: Path) -> None:
     assert "forward" not in vars(kept.model.language_model.blocks()[0])
     for runner in (plain, kept):
         runner.model.eval()  # dropout draws elsewhere
-        runner.compute_loss(collate([sample(1, 9, 0)])).backward()
+        runner.compute_loss(ConversationEncoder.collate([sample(1, 9, 0)])).backward()
     for name, p in plain.model.weights.parameters().items():
         assert torch.allclose(p.grad, kept.model.weights.parameters()[name].grad, atol=1e-6), name
 

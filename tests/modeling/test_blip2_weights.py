@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from crosstrain_plugins.builtin.datasets.vision.conversations import collate
+from crosstrain_plugins.builtin.datasets.vision.conversations import ConversationEncoder
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, Run
@@ -408,7 +408,7 @@ def adapted(published: Path) -> Run:
 
 def test_adapters_change_nothing_at_first_and_the_rest_is_frozen(published: Path) -> None:
     plain, with_lora = build(published), build(published, *LORA)
-    batch = collate([sample(1, 9, 0)])
+    batch = ConversationEncoder.collate([sample(1, 9, 0)])
     with plain.evaluating(), with_lora.evaluating():
         assert torch.equal(plain.evaluate(batch), with_lora.evaluate(batch))
     trained = {n for n, p in with_lora.model.weights.parameters().items() if p.requires_grad}
@@ -436,7 +436,7 @@ def test_adapters_are_merged_on_export(published: Path, adapted: Run) -> None:
     with torch.no_grad():
         for name, p in merged.model.weights.parameters().items():
             p[: weights[name].shape[0]].copy_(weights[name])
-    batch = collate([sample(1, 9, 0)])
+    batch = ConversationEncoder.collate([sample(1, 9, 0)])
     with ours.evaluating(), merged.evaluating():
         assert merged.evaluate(batch).item() == pytest.approx(ours.evaluate(batch).item(), rel=1e-5)
     base = load_file(published.parent / "qwen" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]

@@ -30,8 +30,7 @@ class ConvertCommand(Command):
             print(f"wrote {output}, for model.pretrained, with the tokenizer and the {convert_gguf(source, output)}")
         else:
             memory = (1 << 30) + 3 * source.stat().st_size  # the tensors as read, and as written
-            process = LimitedProcess(
+            written, parts = LimitedProcess(
                 convert, f"converting {source}", memory=memory, seconds=1800.0, advice="check the file"
-            )
-            written, parts = process((source, output))
+            )((source, output))
             print(f"wrote {written} tensors to {output}; use it as `pretrained` of {', '.join(parts)}")

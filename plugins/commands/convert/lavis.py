@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from crosstrain import DataError, first_line, write_json
 from crosstrain.checkpoint.files import write_safetensors
@@ -53,7 +52,7 @@ def convert(given: tuple[Path, Path]) -> tuple[int, list[str]]:
     except Exception as error:  # unpickling may raise anything
         raise DataError(f"{source}: torch cannot read its tensors safely ({first_line(error)[:300]})") from None
     state = content.get("model", content) if isinstance(content, dict) else {}
-    found = renamed({name: value for name, value in state.items() if isinstance(value, Tensor)}, source)
+    found = renamed({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, source)
     if with_text := "words.weight" in found:
         _arrange_words(found)
     with new_folder(output) as folder:
@@ -63,9 +62,9 @@ def convert(given: tuple[Path, Path]) -> tuple[int, list[str]]:
     return len(found), [option for prefix, option in parts.items() if any(n.startswith(prefix) for n in found)]
 
 
-def renamed(state: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
+def renamed(state: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:
     """Return the tensors under the names of `blip2`. Raises DataError for unknown tensors, and if there are none."""
-    found, unknown = dict[str, Tensor](), list[str]()
+    found, unknown = dict[str, torch.Tensor](), list[str]()
     for name, value in state.items():
         new = next((re.sub(p, to, name) for p, to in _NAMES.items() if re.fullmatch(p, name)), None)
         if name in _COPIES:
@@ -82,7 +81,7 @@ def renamed(state: dict[str, Tensor], source: Path) -> dict[str, Tensor]:
     return found
 
 
-def _arrange_words(found: dict[str, Tensor]) -> None:
+def _arrange_words(found: dict[str, torch.Tensor]) -> None:
     """Move the rows of [CLS] and [DEC], LAVIS's additional last token, to the end; the bias of [CLS] is unused."""
     for name in {"words.weight", "word_bias"} & found.keys():
         rows = found[name]
@@ -91,7 +90,7 @@ def _arrange_words(found: dict[str, Tensor]) -> None:
         found["log_temperature"] = found["log_temperature"].float().reshape(1).log()
 
 
-def _config(found: dict[str, Tensor], with_text: bool) -> dict[str, Any]:
+def _config(found: dict[str, torch.Tensor], with_text: bool) -> dict[str, Any]:
     """Return the options of the model, as far as they follow from shapes; BERT and EVA have heads of 64 and 88."""
 
     def count(pattern: str) -> int:

@@ -29,13 +29,14 @@ class DrillCommand(Command):
         """Print a table of faults and losses. Raises UserError unless both runs end with the same weights."""
         from .drill import Drill, table
 
-        a = arguments
-        if a.output.exists():
-            raise UserError(f"--output: {a.output} already exists: remove it, or choose a different folder")
-        if a.count * 2 > a.steps:
-            raise UserError(f"--count: {a.count} faults need at least {2 * a.count} steps; set --steps")
-        drill = Drill(a.cfg_path, a.options, a.nproc_per_node or 2, a.output, a.steps)
-        print(table(drill.run(a.faults, a.count, a.seed)))
+        if arguments.output.exists():
+            raise UserError(f"--output: {arguments.output} already exists: remove it, or choose a different folder")
+        if arguments.count * 2 > arguments.steps:
+            raise UserError(f"--count: {arguments.count} faults need at least {2 * arguments.count} steps; set --steps")
+        drill = Drill(
+            arguments.cfg_path, arguments.options, arguments.nproc_per_node or 2, arguments.output, arguments.steps
+        )
+        print(table(drill.run(arguments.faults, arguments.count, arguments.seed)))
         if lost := drill.differences():
-            raise UserError(f"the run with faults differs from the one without: {lost}; both are in {a.output}")
+            raise UserError(f"the run with faults differs from the one without: {lost}; both are in {drill.folder}")
         print("both runs have the same samples, losses and final weights, bit for bit")

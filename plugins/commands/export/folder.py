@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from torch import Tensor
 
 from crosstrain import (
     CheckpointError,
@@ -171,7 +170,7 @@ class _Parameters:
     owned: tuple[str, ...]  # prefixes of the names to export
     prefix: str  # prefix that is stripped from the exported names
 
-    def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def outlines(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Return the dtypes and shapes of all exported parameters, as tensors on the meta device."""
         found = {
             n: (t.shape, STORED_DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"
@@ -185,7 +184,7 @@ class _Parameters:
             if self.prefix + name not in merged
         }
 
-    def read(self, name: str, outline: Tensor, memory: Tensor) -> Tensor:
+    def read(self, name: str, outline: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Read a parameter into the start of `memory`, with the dtype and shape of `outline`."""
         name = self.prefix + name
         value = memory[: outline.nbytes].view(outline.dtype).view(outline.shape)
@@ -197,7 +196,7 @@ class _Parameters:
         self.reader.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
         return value
 
-    def _fp32(self, name: str) -> Tensor:
+    def _fp32(self, name: str) -> torch.Tensor:
         if (frozen := self.reader.frozen.get(name)) is None:
             return self.reader.whole(name)
         assert self.pretrained is not None

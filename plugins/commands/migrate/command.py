@@ -37,8 +37,9 @@ class MigrateCommand(Command):
     def run(self, arguments: argparse.Namespace) -> None:
         """Write the project, and print notes. Raises UserError for an unknown program."""
         path = arguments.output
-        read = LimitedProcess(_read, f"reading {arguments.file}", seconds=_SECONDS, advice="give its settings only")
-        text, notes, ranks = read(arguments)
+        text, notes, ranks = LimitedProcess(
+            _read, f"reading {arguments.file}", seconds=_SECONDS, advice="give its settings only"
+        )(arguments)
         with (
             os_errors_as(UserError, f"{path} cannot be written; choose a different name with --output"),
             open(path, "x", encoding="utf-8") as file,

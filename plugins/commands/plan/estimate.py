@@ -8,7 +8,6 @@ from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from crosstrain import (
     Batch,
@@ -113,12 +112,11 @@ class Project:
         check_held(self.model, runner, config)
         runner.check_model(config.run.runner.options, config.run, self.model)
         with fake_world(world_size):
-            found, layouts = [], self.layouts(config, world_size, batch)
-            for layout in layouts:
-                traced = self.trace_of(layout, batch.micro_batch, mode)
-                found.append((self._memory(layout, traced, mode), layout.sent + traced.exchanged * batch.accumulation))
-        memories = sorted((memory for memory, _ in found), key=lambda memory: -memory.total)
-        sent, bubble = max(sent for _, sent in found), max(layout.bubble for layout in layouts)
+            layouts = self.layouts(config, world_size, batch)
+            traced = [(layout, self.trace_of(layout, batch.micro_batch, mode)) for layout in layouts]
+            memories = sorted((self._memory(*each, mode) for each in traced), key=lambda memory: -memory.total)
+        sent = max(layout.sent + each.exchanged * batch.accumulation for layout, each in traced)
+        bubble = max(layout.bubble for layout in layouts)
         return Estimate(world_size, batch, mode, memories[0], memories[1:], sent, bubble)
 
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
@@ -225,7 +223,7 @@ class Project:
         for name, p in trained:
             kind = name in hidden, p.ndim
             if kind not in self._state_bytes:
-                trial = nn.Parameter(torch.zeros([8] * p.ndim))
+                trial = torch.nn.Parameter(torch.zeros([8] * p.ndim))
                 optimizer = make([(name, trial)])
                 if isinstance(optimizer, MatrixOptimizer):
                     optimizer.bind(list, Group(), trial.device)

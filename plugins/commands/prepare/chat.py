@@ -23,7 +23,7 @@ from ...datasets.indexed_dataset import TokenWriter
 from ...datasets.row_audit import RowAudit
 from . import io
 from .chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
-from .conversation_files import Row, rows
+from .conversation_files import rows
 from .conversations import Conversation, conversations
 from .download import download
 from .pool import cores, run_stage
@@ -62,14 +62,14 @@ class _Encode:
         self.template = ChatTemplate(self.source.tokenizer)  # loaded before the process is forked
         return LimitedProcess(self._read, "")
 
-    def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, _Result]]:
+    def __call__(self, item: tuple[tuple[io.Row | str, str], ...]) -> list[tuple[str, _Result]]:
         found = []
         for row, place in item:
             self.process.name = f"{place}: the chat template or its tokenizer"
             found.append((place, self.process(row)))
         return found
 
-    def _read(self, row: Row | str) -> _Result:
+    def _read(self, row: io.Row | str) -> _Result:
         if isinstance(row, str):
             return row, set()
         try:

@@ -10,7 +10,6 @@ from typing import Any
 from crosstrain import DataError
 
 from . import io
-from .io import Row
 
 _TABLES = (".parquet", ".arrow")
 _SUFFIXES = (".jsonl", ".jsonlines", ".jl", ".ndjson", ".json", *_TABLES)
@@ -20,7 +19,7 @@ _SPLIT = re.compile(
 )
 
 
-def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
+def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[io.Row | str, str]]:
     """Yield (row, place) for the rows of files and folders, and for the built-in rows named `docstrings`.
 
     ranked: built-in rows also have a rejected answer. For a line that is not a JSON object, yield a reason instead of a
@@ -37,7 +36,7 @@ def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str
         yield row, place
 
 
-def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
+def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[io.Row | str, str]]:
     """Yield the rows of one file or folder as `rows` does, but keep each row's own order of keys."""
     if item == "docstrings":
         return _docstrings(ranked)
@@ -63,7 +62,7 @@ def _in_order(value: Any, order: dict[str, Any]) -> Any:
     return {key: found[key] for key in sorted(found, key=lambda key: order[key][0])}
 
 
-def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
+def _json(file: Path) -> Iterator[tuple[io.Row | str, str]]:
     whole = io.entries(file, lambda row: not isinstance(row.get("data"), list))
     if whole is not None:
         for number, entry in enumerate(whole):
@@ -75,7 +74,7 @@ def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
                 yield _row(line), f"{file}:{number}"
 
 
-def _row(line: bytes) -> Row | str:
+def _row(line: bytes) -> io.Row | str:
     try:
         row = io.parsed(line)
     except ValueError as error:
@@ -83,12 +82,12 @@ def _row(line: bytes) -> Row | str:
     return row if isinstance(row, dict) else "it is not a JSON object"
 
 
-def _table(file: Path) -> Iterator[tuple[Row, str]]:
+def _table(file: Path) -> Iterator[tuple[io.Row, str]]:
     with io.table(file) as table:
         yield from ((row, f"{file}, row {number}") for number, row in enumerate(table.rows()))
 
 
-def _docstrings(ranked: bool) -> Iterator[tuple[Row, str]]:
+def _docstrings(ranked: bool) -> Iterator[tuple[io.Row, str]]:
     """Yield questions about functions and classes of Python's standard library, with their docstrings as answers.
 
     The rejected answer is the docstring of a different function or class. Nothing is imported.

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from crosstrain.utils import paths
 
-from . import io
 from .chat_template import ChatError, refuse_if
-from .conversation_files import Row
+from .io import Row, parsed
 
 KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
 _SYSTEM = ("system", "developer")  # roles of a system message
@@ -241,7 +240,7 @@ class _RowReader:
         """
         if is_json and isinstance(value, str):
             try:
-                value = io.parsed((value.strip() or "{}").encode())
+                value = parsed((value.strip() or "{}").encode())
             except ValueError:
                 raise ChatError(f"{key} is not JSON") from None
         if isinstance(value, list):
@@ -272,12 +271,10 @@ def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
 def _weight(turn: Row) -> Row:
     """Remove the keys that select a turn for training, and return its weight. Raises ChatError if keys disagree."""
     said = {key: turn.pop(key) for key in KEYS["learned"] if key in turn}
-    if not said:
-        return {}
     refuse_if(not all(value in (0, 1) for value in said.values()), f"a turn has {said}; expected 0, 1, false or true")
     weights = {int(value == KEYS["learned"][key]) for key, value in said.items()}
     refuse_if(len(weights) > 1, f"a turn has {said}, which contradict each other")
-    return {"weight": min(weights)}
+    return {"weight": min(weights)} if weights else {}
 
 
 def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:

@@ -70,8 +70,8 @@ def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite
             raise DataError(f"{url} is not empty: overwrite it explicitly or choose a different output")
         made = place / "made"
         summary = prepare(options, made, progress, overwrite=True)
-        files = (path for path in made.rglob("*") if path.is_file())
-        for path in sorted(files, key=lambda path: path.name == "dataset.json"):  # last: it marks a prepared folder
+        # dataset.json is last, because it marks a prepared folder.
+        for path in sorted(filter(Path.is_file, made.rglob("*")), key=lambda path: path.name == "dataset.json"):
             storage.upload(path, storage.join(url, path.relative_to(made).as_posix()))
         locate_remote.cache_clear()
         shutil.rmtree(place)

@@ -81,8 +81,7 @@ def flaw(text: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # an invalid byte, or a lone surrogate
-        valid = len(text[: error.start].encode())
-        return f"is not UTF-8 text: invalid at byte {valid}, as {text[error.start]!r}"
+        return f"is not UTF-8 text: invalid at byte {len(text[: error.start].encode())}, as {text[error.start]!r}"
     return ""
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from crosstrain import Component, ConfigError, DataError, UserError, log, printable, registry, to_plain
+from crosstrain import Component, ConfigError, DataError, FileReader, UserError, log, printable, registry, to_plain
 from crosstrain.config.schema import Checker, options_class
 from crosstrain.utils import storage
 
 from . import io
-from .reader import FileReader
 
 Input = str | Component | list[str | Component]
 

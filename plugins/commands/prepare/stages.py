@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain import TextTokenizer, load_tokenizer
+from crosstrain import Chunk, FileReader, TextTokenizer, load_tokenizer
 
 from .filter import Dropped, Filter, make_filters
-from .reader import Chunk, FileReader
 from .shards import CorpusShard, file_state, key_of
 from .sources import InputSource
 from .stats import Counts

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from crosstrain import Sample
 from crosstrain.inference.generation import Sequence, choose
@@ -71,7 +70,7 @@ class Job(Sequence):
         self.cancelled = True
         self.deliver(error)
 
-    def advance(self, logits: Tensor) -> int | None:
+    def advance(self, logits: torch.Tensor) -> int | None:
         """Choose the next token from the logits [vocabulary], deliver its text, and return the token (None: end)."""
         if logits.isnan().any():
             raise ValueError("the model's logits contain NaN")
@@ -97,7 +96,7 @@ class Job(Sequence):
         if text or scores:
             self.deliver(Piece(self.choice, text, scores))
 
-    def _score(self, token: int, logits: Tensor) -> Score:
+    def _score(self, token: int, logits: torch.Tensor) -> Score:
         logprobs = torch.log_softmax(logits, -1).clamp(min=_LEAST)
         best = logprobs.topk(min(self.logprobs or 0, len(logprobs)))
         return Score(token, logprobs[token].item(), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError, from_json
 
 from .api_error import ApiError, wrong
 
@@ -152,7 +151,7 @@ Request = TypeVar("Request", CompletionRequest, ChatRequest)
 def parse(body: bytearray, kind: type[Request]) -> Request:
     """Parse and check a request's body. Raises ApiError 400 with the name of the wrong parameter."""
     try:
-        document = pydantic_core.from_json(body, allow_inf_nan=False)
+        document = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(document, dict):

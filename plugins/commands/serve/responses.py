@@ -35,8 +35,12 @@ class ResponseBuilder(ABC):
 
     def whole(self) -> Document:
         """Return the whole response, for a non-streaming request."""
-        choices = [self.choice(choice) for choice in self._choices]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": [self.choice(choice) for choice in self._choices],
+            "usage": self.usage(),
+        }
 
     def chunk(self, choices: list[Document], **usage: Any) -> Document:
         """Return a part of a streamed response.

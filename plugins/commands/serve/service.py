@@ -70,8 +70,12 @@ class Service:
 
     def _check(self, request: TextRequest, prompts: int) -> None:
         if request.model not in (None, self.name):
-            problem = f"the model {str(request.model)[:200]!r} does not exist; the server has only {self.name!r}"
-            raise ApiError(404, problem, "model", "model_not_found")
+            raise ApiError(
+                404,
+                f"the model {str(request.model)[:200]!r} does not exist; the server has only {self.name!r}",
+                "model",
+                "model_not_found",
+            )
         if (count := prompts * (request.n or 1)) > self.limits.waiting:
             raise wrong("n", f"got {count} completions; at most {self.limits.waiting} are allowed")
 
@@ -98,8 +102,11 @@ class Service:
         if self.model.max_length is None:
             room = self.limits.tokens
         if wanted is not None and wanted > room:
-            problem = f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)} tokens; at most {room} fit"
-            raise wrong(wanted_param, problem, _TOO_LONG)
+            raise wrong(
+                wanted_param,
+                f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)} tokens; at most {room} fit",
+                _TOO_LONG,
+            )
         return room if wanted is None else wanted
 
     def _jobs(

@@ -126,8 +126,24 @@ class ConversationEncoder:
             return None
         return {key: value if key == "pixel_values" else value[:limit] for key, value in sample.items()}
 
-    def collate(self, samples: list[Sample]) -> Batch:
-        return collate(samples)
+    @staticmethod
+    def collate(samples: list[Sample]) -> Batch:
+        """Make a batch: sequences [batch, length], padded on the right, and all images in one tensor [images, 3, H, W].
+
+        The length is a multiple of 8, for tensor cores and sequence parallelism. Padding is at the end and is not a
+        target, so a causal model needs no mask for it. The batch has `segments` and `position_ids` only if a sample has
+        segments.
+        """
+        rows = [{key: row for key, row in s.items() if key != "pixel_values"} for s in samples]
+        if any("segments" in row for row in rows):
+            rows = [
+                {"segments": np.full(length, SHARED), "position_ids": np.arange(length), **row}
+                for row, length in ((row, len(row["input_ids"])) for row in rows)
+            ]
+        batch = padded_rows(rows)
+        if images := [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]:
+            batch["pixel_values"] = torch.cat(images)
+        return batch
 
     def _shared(self, encoded: list[EncodedChat]) -> int:
         """Return the length of the common prefix of all conversations, up to the token before the first target."""
@@ -165,21 +181,3 @@ def check_images(conversation: Conversation, images: int, videos: int = 0) -> No
             raise SampleError(f"the text has the placeholder {other[0].strip()}, but only images are supported")
         if _HALF_A_PAIR.search(message.text):
             raise SampleError("the text contains half a surrogate pair, which is not a valid character")
-
-
-def collate(samples: list[Sample]) -> Batch:
-    """Make a batch: sequences [batch, length], padded on the right, and all images in one tensor [images, 3, H, W].
-
-    The length is a multiple of 8, for tensor cores and sequence parallelism. Padding is at the end and is not a target,
-    so a causal model needs no mask for it. The batch has `segments` and `position_ids` only if a sample has segments.
-    """
-    rows = [{key: row for key, row in s.items() if key != "pixel_values"} for s in samples]
-    if any("segments" in row for row in rows):
-        rows = [
-            {"segments": np.full(len(row["input_ids"]), SHARED), "position_ids": np.arange(len(row["input_ids"]))} | row
-            for row in rows
-        ]
-    batch = padded_rows(rows)
-    if images := [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]:
-        batch["pixel_values"] = torch.cat(images)
-    return batch

@@ -184,8 +184,6 @@ class ImageDataset(VqaDataset):
     exceeds `max_skipped`. Each process counts its own samples.
     """
 
-    options: Any
-
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         self.text_processor: TextProcessor = _processor(options.text_processor, split)
@@ -315,8 +313,10 @@ class ImageDataset(VqaDataset):
         text: TextProcessor = _processor(options.text_processor)
         key = "tokenizer" if options.processor is None else "processor"  # a checkpoint has the processor's files
         options = replace(options, **{key: str(tokenizer)})
-        encoder = _encoder(options, text, _processor(options.vis_processor), encode)
-        return ImagePrompts(encoder, getattr(text, "asked", list))  # a processor need not define `asked`
+        return ImagePrompts(
+            _encoder(options, text, _processor(options.vis_processor), encode),
+            getattr(text, "asked", list),  # a processor need not define `asked`
+        )
 
 
 def _encoder(

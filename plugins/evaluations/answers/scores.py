@@ -10,8 +10,10 @@ from crosstrain import require
 
 OTHERS = ("vqa_accuracy", "f1", "bleu4", "cider")  # scores besides `right` that the log shows
 _LONG = 4  # words; kinds of question with longer reference answers on average are also scored as captions
-_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_NUMBERS = {word: str(number) for number, word in enumerate(_WORDS)}
+_NUMBERS = {
+    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
+    "eight": "8", "nine": "9", "ten": "10",
+}  # fmt: skip
 _ARTICLES = {"a", "an", "the"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

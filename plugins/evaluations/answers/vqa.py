@@ -55,9 +55,8 @@ def answer_questions(
 
     def batches() -> Iterator[list[tuple[int, Example]]]:
         for first in range(runner.dp.rank * _BLOCK, total, runner.dp.size * _BLOCK):
-            block: list[tuple[int, Example]] = []
-            for index in range(first, min(first + _BLOCK, total)):
-                block += [(index, example) for example in dataset.examples(index)]
+            indices = range(first, min(first + _BLOCK, total))
+            block = [(index, example) for index in indices for example in dataset.examples(index)]
             for start in range(0, len(block), batch):
                 yield block[start : start + batch]
 
@@ -77,9 +76,8 @@ def answer_questions(
                 for (sample, e), *texts in zip(questions, answers, guesses, strict=False)
             ]
     everyone = [answer for part in runner.dp.all_gather(mine) for answer in part]
-    asked = {answer.sample for answer in everyone}
     # The sort is stable, so the order within a sample is kept.
-    return sorted(everyone, key=lambda answer: answer.sample), total - len(asked)
+    return sorted(everyone, key=lambda answer: answer.sample), total - len({answer.sample for answer in everyone})
 
 
 def _greedy(
@@ -150,11 +148,8 @@ def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
 def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
     """Select at most `most` answers with their images: one per image, spread over the split."""
     about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
-    found = []
-    for sample, answer in about.items():
-        if (picture := next((e.picture for e in dataset.examples(sample)), None)) is not None:
-            found.append((answer, picture))
-    return found[:most]
+    pictures = {sample: next((e.picture for e in dataset.examples(sample)), None) for sample in about}
+    return [(about[sample], picture) for sample, picture in pictures.items() if picture is not None][:most]
 
 
 def answer_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:

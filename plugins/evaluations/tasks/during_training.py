@@ -34,12 +34,11 @@ class EvalTasks(Callback):
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         """Run the tasks. Collective."""
-        chosen = self.options
         with self.trainer.throughput.paused():
             from .lm_eval_harness import HarnessModel, run_tasks
 
             model = HarnessModel(self.trainer.runner, self._tokenizer, self._encode, quiet=True)
-            found = run_tasks(model, chosen.tasks, chosen.task_path, chosen.max_samples)
+            found = run_tasks(model, self.options.tasks, self.options.task_path, self.options.max_samples)
         scores = {
             f"{task}/{name.removesuffix(',none')}": value
             for task, values in found.items()

@@ -37,5 +37,9 @@ class Tasks(Evaluation):
         from .remembered import key_of
 
         encode, key = partial(model.encoders.encode, "text"), key_of(model, given["weights"])
-        made = HarnessModel(model.runner, model.tokenizer, encode, key=key)
-        return run_tasks(made, given["tasks"], given["task_path"], given["max_samples"])
+        return run_tasks(
+            HarnessModel(model.runner, model.tokenizer, encode, key=key),
+            given["tasks"],
+            given["task_path"],
+            given["max_samples"],
+        )

@@ -14,7 +14,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import Tensor
 from tqdm import tqdm
 
 from crosstrain import (
@@ -155,9 +154,9 @@ class HarnessModel(TemplateLM):
             ids[i, :stop] = torch.tensor(row[:-1])
             start = max(0, stop - len(continuation))
             labels[i, start:stop] = torch.tensor(row[1 + start :])
-        hits, targets = list[Tensor](), labels != IGNORE_INDEX
+        hits, targets = list[torch.Tensor](), labels != IGNORE_INDEX
 
-        def both(losses: Tensor) -> Tensor:
+        def both(losses: torch.Tensor) -> torch.Tensor:
             right = torch.zeros_like(losses)
             right[targets.to(losses.device)] = hits[0].to(losses.dtype)
             return torch.stack([losses.double().sum(1), right.double().sum(1)])
