@@ -31,6 +31,7 @@ from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_pub
 from .hugging_face.internals import ROPE_KEYS, keys_beside_fields, routers_of
 from .hugging_face.mup import MaximalUpdate
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys for the number of experts
 # PreTrainedConfig keys that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
 
@@ -153,6 +154,10 @@ def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
     heads, keys = (_global(config, key) for key in ("num_attention_heads", "num_key_value_heads"))
     if type(heads) is type(keys) is int and heads % keys:
         raise ConfigError(f"model.config.num_key_value_heads: {keys} does not divide num_attention_heads={heads}")
+    experts = next(filter(None, (_global(config, key) for key in _EXPERTS)), None)
+    chosen = _global(config, "num_experts_per_tok")
+    if type(experts) is type(chosen) is int and chosen > experts:
+        raise ConfigError(f"model.config.num_experts_per_tok: {chosen} is more than the {experts} experts")
     for key, value in given.items():
         if "drop" in key and isinstance(value, (int, float)) and not 0 <= value < 1:
             raise ConfigError(f"model.config.{key}: expected a number of at least 0 and below 1, got {value}")

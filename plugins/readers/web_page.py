@@ -7,7 +7,7 @@ from email.message import Message
 from io import StringIO
 from typing import Any
 
-from crosstrain import Chunk, DataError, Document, FileReader, registry, require
+from crosstrain import Chunk, DataError, Document, FileReader, LimitedProcess, LimitError, registry, require
 
 from ..commands.prepare import io
 
@@ -71,7 +71,7 @@ def page_document(content: bytes, content_type: str, source: str, url: str | Non
     """Return a page as a document: plain text is unchanged; HTML is reduced to its main text, which may be empty.
 
     content_type: value of the HTTP header. The document is empty if the page is neither in Unicode nor in its declared
-    encoding.
+    encoding, or if finding its main text takes too long.
     """
     header = Message()
     header["Content-Type"] = content_type
@@ -87,10 +87,23 @@ def page_document(content: bytes, content_type: str, source: str, url: str | Non
             text = content.decode(_READ_AS.get(name or "", name or "utf-8"))
         except (UnicodeDecodeError, LookupError):
             continue
-        if header.get_content_type() != "text/plain":
-            text = require("trafilatura", "reading HTML").extract(text, url=url, include_comments=False) or ""
-        return Document(text, source)
+        if header.get_content_type() == "text/plain":
+            return Document(text, source)
+        require("trafilatura", "reading HTML")  # imported here, so that its import is not part of a page's time
+        try:
+            return Document(_limited((text, url), len(text)), source)
+        except LimitError as error:
+            return Document("", source, (str(error),))
     return Document("", source, ("page in an unknown encoding",))
+
+
+def _main_text(given: tuple[str, str | None]) -> str:
+    """Return the main text of a page; `given` is (HTML, address)."""
+    html, url = given
+    return require("trafilatura", "reading HTML").extract(html, url=url, include_comments=False) or ""
+
+
+_limited = LimitedProcess(_main_text, "finding the main text of a page", advice="remove the page")
 
 
 def _page(record: Any, source: str) -> Document:

@@ -21,6 +21,7 @@ from crosstrain_plugins.builtin.commands.prepare.conversation_files import rows
 from crosstrain_plugins.builtin.commands.prepare.dedup import shingles
 from crosstrain_plugins.builtin.commands.prepare.options import NearOptions, PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.readers import web_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from warcio.statusandheaders import StatusAndHeaders
@@ -28,6 +29,7 @@ from warcio.warcwriter import WARCWriter
 
 from crosstrain.config.schema import Component
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.limited_process import LimitedProcess
 from fixtures_corpus import documents, read
 
 
@@ -246,6 +248,16 @@ def test_a_parquet_file_that_becomes_gigabytes_is_refused(tmp_path: Path) -> Non
     assert read(table_of(tmp_path / "z.parquet", "words " * 1000, 100)) == ["words " * 1000] * 100
 
 
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_both_formats_of_arrow_are_read(tmp_path: Path, kind: str) -> None:
+    table = pyarrow.table({"text": ["one", "two"]})
+    path = str(tmp_path / "x.arrow")
+    create = pyarrow.ipc.new_file if kind == "file" else pyarrow.ipc.new_stream
+    with create(path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table, max_chunksize=1)
+    assert read(path) == ["one", "two"]
+
+
 # ---- pages and archives
 
 WORDS = "Café au lait is a good drink, and this is a paragraph that is long enough to be the main text of a page."
@@ -269,6 +281,21 @@ def test_only_a_page_s_own_declaration_names_its_encoding(tmp_path: Path, before
     text = "Это русский текст, и он достаточно длинный, чтобы быть главным текстом страницы. " * 2
     page = HTML.format("windows-1251", text).replace("<head>", f"<head>{before}").encode("windows-1251")
     assert read(written(tmp_path / "x.html", page)) == [text.strip()]
+
+
+def test_a_page_whose_main_text_takes_too_long_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def extract(page: str, **_: Any) -> str:
+        while "endless" in page:
+            pass
+        return page
+
+    monkeypatch.setattr("trafilatura.extract", extract)
+    monkeypatch.setattr(web_page, "_limited", LimitedProcess(web_page._main_text, "finding it", seconds=0.2))
+    found = [web_page.page_document(page, "text/html", "x") for page in (b"endless", b"short")]
+    assert [document.text for document in found] == ["", "short"]
+    assert found[0].unread[0].startswith("finding it took more than 0.2 s of CPU time")
 
 
 def test_a_page_in_an_unknown_encoding_is_named_and_left_out(tmp_path: Path) -> None:

@@ -89,6 +89,9 @@ CROSSED = {
     causal_lm(hidden_size=63): "is not a multiple of the number of attention heads",
     causal_lm(num_attention_heads=0): "transformers cannot build a model from it",
     causal_lm(num_key_value_heads=3): "3 does not divide num_attention_heads=4",
+    "model={arch: causal_lm, config: {model_type: mixtral, num_local_experts: 2, num_experts_per_tok: 4}}": (
+        "model.config.num_experts_per_tok: 4 is more than the 2 experts"
+    ),
     causal_lm(num_hidden_layers=0): "model.config.num_hidden_layers: expected 1 to 10000, got 0",
     causal_lm(num_hidden_layers=10**12): "expected 1 to 10000",
     causal_lm(intermediate_size=0): "model.config.intermediate_size: expected 1 to",

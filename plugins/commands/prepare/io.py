@@ -237,9 +237,9 @@ def bounded(path: Path, more: int = 0) -> Iterator[None]:
 
 @contextmanager
 def table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file, or an Arrow stream written by `datasets.save_to_disk`, with pyarrow.
+    """Open a Parquet file, or an Arrow file or stream, with pyarrow.
 
-    Yield an object with `names` (column names), `groups` (number of rows of each row group; an Arrow stream counts as
+    Yield an object with `names` (column names), `groups` (number of rows of each row group; an Arrow file counts as
     one group of 0 rows) and `rows` (a function of `row_groups` and `columns` that yields rows).
 
     A few bytes of the file can expand to gigabytes. Raises DataError if the file, or a row read from it in the block,
@@ -270,6 +270,7 @@ def _parquet(file: Path, source: Any) -> SimpleNamespace:
 
 def _arrow(file: Path, source: Any) -> SimpleNamespace:
     with bounded(file):
+        source.seek(8 if source.read(6) == b"ARROW1" else 0)  # in an Arrow file, a stream follows these 8 bytes
         stream = require("pyarrow.ipc", f"reading {file}").open_stream(source)
 
     def lists() -> Iterator[list[Any]]:
