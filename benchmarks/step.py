@@ -228,11 +228,11 @@ def main() -> None:
                 started = {"BENCHMARK_STARTED": str(time.time()), "BENCHMARK_NANOGPT": str(arguments.nanogpt)}
                 return child(__file__, "--contestant", name, *flags, env=started)
 
-        ours = OURS.get(arguments.against[0], "crosstrain")
-        results = rounds([ours, *arguments.against], run, arguments.rounds)
-        for other in arguments.against:
+        ours = {other: OURS.get(other, "crosstrain") for other in arguments.against}
+        results = rounds([*dict.fromkeys(ours.values()), *ours], run, arguments.rounds)
+        for other, own in ours.items():
             keys = ("tokens_per_second", "peak_mb", "startup_s")
-            rows.append([precision, other, *(ratio(results[ours], results[other], key) for key in keys)])
+            rows.append([precision, other, *(ratio(results[own], results[other], key) for key in keys)])
     print(table(["precision", "against", "tokens/s", "peak memory", "start to first step"], rows))
 
 

@@ -89,7 +89,8 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
     named = {key: row.pop(key) for key in _IMAGE_KEYS if key in row}
     refuse_if(not beside and named.keys() >= {"image", "images"}, "it has both image and images")
     given = [] if beside or not named else named.pop(next(iter(named)))
-    unread, parts = set[str](["images of the .json"] * (beside and "images" in named)), list[dict[str, Any]]()
+    unread = {"images of the .json"} if beside and "images" in named else set[str]()
+    parts = list[dict[str, Any]]()
     images: list[Any] = [_reference(image, unread) for image in (given if isinstance(given, list) else [given])]
     images += [[_reference(frame, unread) for frame in frames] for frames in videos]
     refuse_if(videos and len(videos) < len(images), "it has both images and videos")

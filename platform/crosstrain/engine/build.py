@@ -1,6 +1,7 @@
 """Build the configured runner, model, optimizer and learning-rate schedule, for training and for evaluation."""
 
 import fnmatch
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -227,13 +228,15 @@ def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
     The n-th team takes the own tensors of the n-th team among `kinds`. Further teams take the first one's, but no
     tensors of its runner.
     """
-    out = []
+    out, own = [], defaultdict[str, list[str]](list)  # own: kind without its team -> kinds of the teams, in order
+    for kind in sorted(kinds, key=team_of):
+        if team_of(kind) >= 0:
+            own[shared_kind(kind)].append(kind)
     for shard in shards:
-        shared = shared_kind(shard.kind)
-        teams = sorted({kind for kind in kinds if shared_kind(kind) == shared} - {shared}, key=team_of)
-        names = [shared] if shared.startswith(RUNNER) else [shared, *teams]
-        if shard.kind != shared:
-            names = [*teams[team_of(shard.kind) :][:1], *names]
+        shared, team = shared_kind(shard.kind), team_of(shard.kind)
+        names = [shared] if shared.startswith(RUNNER) else [shared, *own[shared]]
+        if team >= 0:
+            names = [*own[shared][team : team + 1], *names]
         out += [replace(shard, kind=name) for name in names if name in kinds][:1]
     return out
 

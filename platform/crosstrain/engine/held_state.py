@@ -1,6 +1,7 @@
 """A rank's shards of parameters, optimizer state and gradients, as boxes of logical tensors."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,13 @@ class HeldState:
     def saved(self) -> list[Shard]:
         """Return the shards that this rank saves: the first team saves those that are equal in all teams."""
         return [s for s in self.shards() if not self.runner.team_number or shared_kind(s.kind) != s.kind]
+
+    def apart(self) -> list[Shard]:
+        """Return this rank's shards outside of `Runner.merged`, where each team of a runner has its own parameters."""
+        shards, team = self.shards(), self.runner.team_number
+        if self.runner.capabilities.exact:
+            return shards
+        return [replace(s, kind=own_kind(team, s.kind)) if s.kind == "param" else s for s in shards]
 
     def gradients(self) -> list[Shard]:
         """Return this rank's shards of the gradients, times `gradient_scale`; valid after `forward_backward`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from crosstrain.checkpoint.boxes import CALLBACK, Piece, Shard, check_cover, own_kind, shared_kind
+from crosstrain.checkpoint.boxes import CALLBACK, Piece, Shard, check_cover, shared_kind
 from crosstrain.checkpoint.checkpointer import Holding, assign, holdings
 from crosstrain.checkpoint.manifest import STORED_DTYPES
 from crosstrain.distributed.group import Group
@@ -43,7 +43,7 @@ class Carried:
         """Return this rank's state; None if the rank was interrupted within an update."""
         if trainer.settled != trainer.runner.updates:
             return None
-        tensors = holdings(_apart(trainer.runner) + trainer.hooks.shards())
+        tensors = holdings(trainer.runner.held.apart() + trainer.hooks.shards())
         return Carried(asdict(trainer.complete_state()), trainer.saved_step, tensors)
 
     @property
@@ -84,7 +84,7 @@ class Handover:
 
     def restore(self, runner: Runner) -> State:
         """Load the weights, the optimizer state and the runner's own state, and return the run's. Collective."""
-        shards = as_stored({holding.kind for holding in self._givers}, _apart(runner))
+        shards = as_stored({holding.kind for holding in self._givers}, runner.held.apart())
         self._fill(shards, runner.device, of_callbacks=False)
         runner.held.stored = {shard.kind for shard in shards}
         runner.loaded()
@@ -116,11 +116,3 @@ class Handover:
             for piece in wanted[holding.kind, holding.name]:
                 if (common := piece.box.intersect(holding.box)) is not None:
                     piece.part(common).copy_(received.part(common))
-
-
-def _apart(runner: Runner) -> list[Shard]:
-    """Return the rank's shards, with the names of kinds of which each team has its own outside of `Runner.merged`."""
-    shards = runner.held.shards()
-    if runner.capabilities.exact:
-        return shards
-    return [replace(s, kind=own_kind(runner.team_number, "param")) if s.kind == "param" else s for s in shards]

@@ -137,8 +137,9 @@ class ConversationEncoder:
         rows = [{key: row for key, row in s.items() if key != "pixel_values"} for s in samples]
         if any("segments" in row for row in rows):
             rows = [
-                {"segments": np.full(length, SHARED), "position_ids": np.arange(length), **row}
-                for row, length in ((row, len(row["input_ids"])) for row in rows)
+                {"segments": np.full(len(row["input_ids"]), SHARED), "position_ids": np.arange(len(row["input_ids"]))}
+                | row
+                for row in rows
             ]
         batch = padded_rows(rows)
         if images := [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]:
