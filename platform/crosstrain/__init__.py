@@ -111,9 +111,8 @@ if TYPE_CHECKING:  # imported only by mypy and editors; some names belong to plu
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.objective import Completion, Objective, log_probabilities
-    from crosstrain.modeling.pretrained import Excerpt, Source
     from crosstrain.modeling.structure import Ends, Structure
-    from crosstrain.modeling.weights import Export, Merge, Quantized, ReadParameter, Weights
+    from crosstrain.modeling.weights import Excerpt, Export, Merge, Quantized, ReadParameter, Source, Weights
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
     from crosstrain.training.callback import Callback

@@ -18,7 +18,7 @@ from crosstrain.checkpoint.manifest import MANIFEST, FrozenParameter
 from crosstrain.config.pretrained_folder import NOTE
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
-from crosstrain.modeling.pretrained import Place, Source, Stack, names_at
+from crosstrain.modeling.weights import Place, Source, Stack, names_at
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.files import read_regular
 from crosstrain.utils.rng import generator

@@ -31,7 +31,7 @@ from crosstrain import (
 )
 from crosstrain.inference.cache import GrowingCache
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.modeling.pretrained import Place, Stack
+from crosstrain.modeling.weights import Place, Stack
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 
 from . import internals
