@@ -18,7 +18,7 @@ from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.engine.build import build_model, make_model
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.meta_init import construct, parameters_on_meta
+from crosstrain.modeling.meta_init import materialize, parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, UserError
 from fixtures_gpt2 import build
 from fixtures_ranks import train
@@ -127,7 +127,9 @@ def test_constructing_draws_no_random_numbers() -> None:
     config = load_config("projects/quickstart.yaml")
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    model = construct(lambda: make_model(config), torch.device("cpu"))
+    with parameters_on_meta():
+        model = make_model(config)
+    materialize(model, torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert model.lm.lm_head.weight is model.lm.transformer.wte.weight
     fill_initial(model, [], 0)

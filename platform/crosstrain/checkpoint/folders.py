@@ -12,7 +12,7 @@ from crosstrain.checkpoint.files import Reader, fetch_manifest, fsync, has_manif
 from crosstrain.checkpoint.manifest import MANIFEST, STATE, IncompatibleCheckpointError, read_json
 from crosstrain.checkpoint.run_folder import RUN_ID
 from crosstrain.utils import storage
-from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.errors import CheckpointError, os_errors_as
 from crosstrain.utils.files import read_regular, write_atomically
 from crosstrain.utils.foreign_weights import foreign_weights, lone_adapter
 from crosstrain.utils.logging import log
@@ -30,15 +30,12 @@ def steps(root: Path) -> list[int]:
 
     Raises CheckpointError if `root` cannot be read.
     """
-    try:
+    names: list[str] = []
+    with os_errors_as(CheckpointError, f"{root}: cannot be read"), suppress(FileNotFoundError, NotADirectoryError):
         if (url := storage.origin(root)) is not None:
             names = [name.removesuffix(f"/{MANIFEST}") for name in storage.files(url) if name.endswith(f"/{MANIFEST}")]
         else:
             names = os.listdir(root)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
 

@@ -56,13 +56,12 @@ class BatchPlan:
         Raises ConfigError for inconsistent sizes, with the nearest valid global batch size.
         """
         total, micro, accumulation = run.global_batch_size, run.micro_batch_size, run.accum_grad_iters
+        unit = (micro or 1) * (accumulation or 1) * dp_size
         if total is None:
-            micro, accumulation = micro or 1, accumulation or 1
-            return cls(micro * accumulation * dp_size, micro, accumulation, dp_size)
+            return cls(unit, micro or 1, accumulation or 1, dp_size)
         if micro is None and accumulation is None:
             accumulation = 1
         factors = {"micro_batch_size": micro, "accum_grad_iters": accumulation, "data-parallel ranks": dp_size}
-        unit = (micro or 1) * (accumulation or 1) * dp_size
         exact = micro is not None and accumulation is not None
         if total != unit if exact else total % unit:
             below = total // unit * unit

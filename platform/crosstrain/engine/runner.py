@@ -28,7 +28,7 @@ from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
-from crosstrain.modeling.meta_init import construct
+from crosstrain.modeling.meta_init import materialize, parameters_on_meta
 from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.rng import derive_seed
@@ -102,13 +102,13 @@ class Runner:
     dp: Group
     model: Model
     module: nn.Module
-    micro_losses: list[Tensor]  # summed loss of each micro batch in the last step; empty on a rank without losses
 
     def __init__(self, options: Any, run: RunOptions) -> None:
         self.options, self.run = options, run
         self.timers, self.context = Timers(), Group()
         self.optimizer: torch.optim.Optimizer | None = None
-        self.micro_losses = []
+        # summed loss of each micro batch in the last step; empty on a rank without losses
+        self.micro_losses: list[Tensor] = []
         self.updates = 0  # optimizer steps that this process has begun
         self.state: dict[str, Any] = {}
         self.objective = Objective(None)  # computes the loss of a batch
@@ -181,8 +181,10 @@ class Runner:
     # ---- building
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
-        """Build the model on its device; weights are loaded after `prepare`."""
-        return construct(make_model, self.device)
+        """Build the model in fp32 on its device, with all weights zero; weights are loaded after `prepare`."""
+        with parameters_on_meta():
+            model = make_model()
+        return materialize(model, self.device)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         """Shard or wrap the model, then build the optimizer, unless `make_optimizer` is None (evaluation)."""

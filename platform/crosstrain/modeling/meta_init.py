@@ -77,13 +77,6 @@ def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Para
                 module._parameters[name] = replaced[parameter]
 
 
-def construct(make_model: Callable[[], M], device: torch.device) -> M:
-    """Build the model in fp32 on `device`, with all weights zero."""
-    with parameters_on_meta():
-        model = make_model()
-    return materialize(model, device)
-
-
 def has_values(tensor: Tensor) -> bool:
     """Return False for a tensor without data: a meta tensor, or a fake tensor in the trace of a plan."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -48,16 +48,15 @@ class _Kept:
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     """Train on this rank, and return the signal that stopped training, or 0."""
     config = Config.from_plain(plain)
-    if membership.current is None:
-        return _train(config, under_launcher, _Kept())
     kept = _Kept()
-    while True:
+    while membership.current is not None:
         before = membership.current.epoch.number
         if membership.current.enter(kept.carried.part if kept.carried else None).number > before + 1:
             kept.carried = None  # this worker was left out of an epoch, so its state is old
         with suppress(membership.Regroup):
             return _train(config, under_launcher, kept)
         leave_groups()
+    return _train(config, under_launcher, kept)
 
 
 def _train(config: Config, under_launcher: bool, kept: _Kept) -> int:
