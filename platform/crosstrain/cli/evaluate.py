@@ -4,7 +4,7 @@ import argparse
 
 from crosstrain.api.evaluation import asked_evaluations
 from crosstrain.cli.command import Command
-from crosstrain.cli.flags import add_checkpoint, add_config, add_flags, add_weights, new_file
+from crosstrain.cli.flags import CHECKPOINT, WEIGHTS, add_config, add_flags, new_file
 from crosstrain.config.registry import registry
 
 
@@ -13,12 +13,12 @@ class EvaluateCommand(Command):
     """Compute loss, perplexity, scores and text from a checkpoint."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_checkpoint(parser)
+        add_flags(parser, CHECKPOINT)
         add_config(parser, required=False)
-        add_weights(parser)
         add_flags(
             parser,
-            {
+            WEIGHTS
+            | {
                 "--splits": {
                     "nargs": "*",
                     "choices": ("train", "val", "test"),

@@ -48,6 +48,22 @@ def ask() -> str:
     return line
 
 
+# Flags of commands that open a checkpoint.
+CHECKPOINT: dict[str, dict[str, Any]] = {
+    "--checkpoint": {"required": True, "metavar": "DIR", "help": "path or URL of a checkpoint, or of a run's folder"},
+    "--trust-data": {
+        "action": "store_true",
+        "help": "open the data and pretrained weights that a checkpoint names, although you did not train it",
+    },
+}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "--weights": {
+        "metavar": "NAME",
+        "help": "use the weights that this callback kept, such as ema (default: the trained weights)",
+    }
+}
+
+
 def add_flags(parser: argparse._ActionsContainer, flags: Mapping[str, Mapping[str, Any]]) -> None:
     """Add flags. flags: the flag's names, separated by spaces -> keywords for argparse's `add_argument`."""
     for names, how in flags.items():
@@ -62,13 +78,17 @@ def add_options(parser: argparse.ArgumentParser, help: str) -> None:
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--cfg-path", required=required, metavar="FILE", help="project file")
     add_options(parser, "options to override, such as run.seed=1; may be given several times")
-    parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="number of workers per machine (default: one per GPU, or one without a GPU)",
+    add_flags(
+        parser,
+        {
+            "--nproc-per-node": {
+                "type": int,
+                "metavar": "N",
+                "help": "number of workers per machine (default: one per GPU, or one without a GPU)",
+            },
+            "--local_rank --local-rank": {"type": int, "help": argparse.SUPPRESS},  # ignored; LOCAL_RANK is used
+        },
     )
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # ignored; LOCAL_RANK is used
     parser.set_defaults(as_given=True)  # the command does not change the project and options
 
 
@@ -90,22 +110,3 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             for note in filter(None, (each.of_file(Path(paths.find(project))) for each in programs)):
                 print(sentence(f"note: {note}"), file=sys.stderr)
             raise
-
-
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--weights",
-        metavar="NAME",
-        help="use the weights that this callback kept, such as ema (default: the trained weights)",
-    )
-
-
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="path or URL of a checkpoint, or of a run's folder"
-    )
-    parser.add_argument(
-        "--trust-data",
-        action="store_true",
-        help="open the data and pretrained weights that a checkpoint names, although you did not train it",
-    )

@@ -3,7 +3,7 @@
 import argparse
 
 from crosstrain import Command, UserError, registry
-from crosstrain.cli.flags import add_checkpoint, add_flags, add_options, add_weights, positive
+from crosstrain.cli.flags import CHECKPOINT, WEIGHTS, add_flags, add_options, positive
 
 from ..units import read_bytes
 
@@ -34,9 +34,7 @@ class ExportCommand(Command):
     """Write a checkpoint as a plain Hugging Face model folder."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_checkpoint(parser)
-        add_weights(parser)
-        add_flags(parser, _FLAGS)
+        add_flags(parser, CHECKPOINT | WEIGHTS | _FLAGS)
         add_options(parser, "options to override in the configuration, such as the source of frozen parameters")
 
     def run(self, arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from crosstrain import Command, UserError, printable, registry, require
-from crosstrain.cli.flags import add_checkpoint, add_config, add_flags, add_weights, positive, seconds
+from crosstrain.cli.flags import CHECKPOINT, WEIGHTS, add_config, add_flags, positive, seconds
 from crosstrain.distributed.launch.launcher import launch
 
 _KEY = "CROSSTRAIN_API_KEY"
@@ -52,8 +52,7 @@ class ServeCommand(Command):
     """Serve a checkpoint through an OpenAI-compatible API and a web page."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_checkpoint(parser)
-        add_weights(parser)
+        add_flags(parser, CHECKPOINT | WEIGHTS)
         add_config(parser, required=False)
         add_flags(parser, _FLAGS)
 
