@@ -28,7 +28,7 @@ def find_desync(
             if there is None or there.ranks != here.ranks or not (settled or failed or mine.aborting or other.aborting):
                 continue
             numbers = range(max(here.first, there.first), min(here.next, there.next))
-            pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
+            pairs = [(n, here[n], there[n]) for n in numbers]
             evidence = [n for n, a, b in pairs if not a.matches(b)][:1]
             if evidence and evidence[0] < numbers.stop - FORGIVEN:
                 continue
@@ -88,9 +88,7 @@ def describe_mute(mine: RankReport, mute: list[int]) -> str:
 def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, others: list[RankReport]) -> str:
     everyone = sorted([mine, *others], key=lambda report: report.rank)
     number, owner, proven = _parting(group, evidence, mine, other, everyone)
-    call, theirs = owner.call(group, number), (other if owner is mine else mine).call(group, number)
-    assert call is not None
-    assert theirs is not None
+    call, theirs = (report.histories[group][number] for report in (owner, other if owner is mine else mine))
     if not proven and (call.operation, call.location) == (theirs.operation, theirs.location):
         a, b = sorted((mine, other), key=lambda report: report.rank)
         return (
@@ -130,8 +128,7 @@ def _oddity(report: RankReport, group: str, number: int, everyone: list[RankRepo
 
     A call is more likely wrong if only this rank made it, if user code made it, or if many ranks made a different call.
     """
-    call = report.call(group, number)
-    assert call is not None
+    call = report.histories[group][number]
     others = [other for other in everyone if other is not report and other.call(group, number) != call]
     unknown = not any(call in other.histories[group].calls for other in others if group in other.histories)
     called_from_outside = bool(report.waits_at(group, number) and report.external_caller)
@@ -147,8 +144,7 @@ def _never_entered(
     by_location: bool = False,
 ) -> str:
     """Describe the ranks that did not enter the call of `owner`. by_location: calls match only at equal locations."""
-    call = owner.call(group, number)
-    assert call is not None
+    call = owner.histories[group][number]
     here: list[int] = []
     late: list[RankReport] = []
     for report in everyone:

@@ -90,8 +90,12 @@ class History:
     def next(self) -> int:
         return self.first + len(self.calls)
 
+    def __getitem__(self, number: int) -> Call:
+        """Return the call at a position that the history contains."""
+        return self.calls[number - self.first]
+
     def get(self, number: int) -> Call | None:
-        return self.calls[number - self.first] if self.first <= number < self.next else None
+        return self[number] if self.first <= number < self.next else None
 
 
 @dataclass
