@@ -100,8 +100,7 @@ def scattered(size: int, ranks: int) -> int:
 
 def data_parallel(at: PlanContext) -> Layout:
     """Layout of plain data parallelism: every rank holds the whole model, and gradients are summed."""
-    ranks = at.replicas
-    return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
+    return replicated(Sizes.of(at.model), at.replicas, once=at.replicas == 1 and at.batch.accumulation == 1)
 
 
 def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:

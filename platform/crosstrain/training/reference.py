@@ -33,16 +33,15 @@ def add_reference(
     that checkpoint's run are read instead of measured. None: a new run. Raises TrainingError if the values to read are
     missing or damaged, or were measured on different data.
     """
-    world = runner.world
     if start is None:
         log.info("measuring the log-probabilities of the reference: %d samples", len(dataset))
         dataset.reference = _measure(dataset, runner, micro_batch, num_workers)
     else:
         earlier = reference_file(start.parent.parent, dataset.split)
-        dataset.reference = world.broadcast(_read(earlier, dataset.digest))
+        dataset.reference = runner.world.broadcast(_read(earlier, dataset.digest))
         if dataset.reference is None:
             raise TrainingError(f"{earlier}: the reference that the run started with is missing; start the run over")
-    if world.rank == 0:
+    if runner.world.rank == 0:
         _write(reference_file(folder, dataset.split), dataset.reference, dataset.digest)
 
 

@@ -99,7 +99,6 @@ class Trainer:
         """Attempt one step and return its metrics. If any rank got a request to stop, take no step and return None."""
         state, runner, timers = self.state, self.runner, self.runner.timers
         self.ranks = runner.together
-        meets = self.ranks is runner.world
         self.hooks.call("before_batch")
         timers.reset(synchronize=self.logs(state.step + 1))
         with timers("batch generator"):
@@ -122,7 +121,8 @@ class Trainer:
         state.step += 1
         self._samples_before, state.uses = state.samples, (batch.use + 1) % self.plan.uses
         state.samples = batch.numbers[0] if state.uses else batch.numbers[-1] + 1
-        state.applied_steps += result.applied or not meets  # this count must stay the same on all ranks
+        # Count a step that teams take alone in any case, so that the count is the same on all ranks.
+        state.applied_steps += result.applied or self.ranks is not runner.world
         metrics = StepMetrics(
             step=state.step,
             loss=finite(loss),
@@ -233,8 +233,9 @@ class Trainer:
         """Reload the last checkpoint, as after a restart, and return the micro batches of the following steps."""
         with suppress(CheckpointError):  # a failed save was already logged
             self.checkpointer.wait()
-        folder = self.folder
-        checkpoint = starting_point(folder.checkpoints, self.run.resume_from, self.runner.world, folder.run_id)
+        checkpoint = starting_point(
+            self.folder.checkpoints, self.run.resume_from, self.runner.world, self.folder.run_id
+        )
         assert checkpoint is not None  # with roll_back, a checkpoint was saved before the first step
         left_out = bad.left_out(checkpoint, self.state)
         reload(self.runner, checkpoint, self.frozen)
