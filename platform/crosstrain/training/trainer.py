@@ -121,7 +121,7 @@ class Trainer:
         state.step += 1
         self._samples_before, state.uses = state.samples, (batch.use + 1) % self.plan.uses
         state.samples = batch.numbers[0] if state.uses else batch.numbers[-1] + 1
-        # Count a step that teams take alone in any case, so that the count is the same on all ranks.
+        # A step without all ranks always counts, so that the count is the same on all ranks.
         state.applied_steps += result.applied or self.ranks is not runner.world
         metrics = StepMetrics(
             step=state.step,
