@@ -1,5 +1,6 @@
 """GPT-2: transformers' GPT2LMHeadModel, unmodified, with a loss that never materializes the full logits."""
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,13 +17,13 @@ from crosstrain import (
     TransformersModel,
     TransformersStructure,
     TransformersWeights,
+    build_transformers,
     pretrained_folder,
     registry,
 )
 
 from .hugging_face.attention import Attention
 from .hugging_face.base import DropRate, Layers, Size, check_published
-from .hugging_face.internals import padded, without_initial_values
 from .hugging_face.mup import MaximalUpdate
 
 
@@ -62,12 +63,11 @@ class GPT2(TransformersModel):
         config = GPT2Config.from_pretrained(source, **given) if source else GPT2Config(**given)
         if config.n_embd % config.n_head:
             raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
-        made = padded(config, options.make_vocab_size_divisible_by, options.attention, GPT2LMHeadModel)
+        computed = copy.deepcopy(config)
         # gelu_pytorch_tanh is gelu_new as one operator: it is faster, and autograd saves a third as many activations.
-        if made.activation_function == "gelu_new":
-            made.activation_function = "gelu_pytorch_tanh"
-        with without_initial_values():
-            lm = GPT2LMHeadModel(made)
+        if computed.activation_function == "gelu_new":
+            computed.activation_function = "gelu_pytorch_tanh"
+        lm = build_transformers(GPT2LMHeadModel, computed, options.make_vocab_size_divisible_by, options.attention)
         super().__init__(options, config, lm, source)
         self.structure, self.weights = _Structure(self), _Weights(self)
         if options.mup_base_width is not None:

@@ -30,7 +30,7 @@ from crosstrain import (
 )
 from crosstrain.engine.precision import DTYPES
 
-from .sharding import computes_in_half, fully_sharded, is_linear, linear_weights
+from .sharding import computes_in_half, fully_sharded, is_linear, linear_weights, reshard
 
 # Meshes get different names, because DTensor's caches take meshes with the same names and ranks for one mesh. A mesh
 # that is made after ranks were lost or added would then get results for this rank's place in an older mesh.
@@ -159,7 +159,7 @@ class FSDPRunner(Runner):
         try:
             yield
         except Exception:  # a lost rank ends the step; the shards are the state to go on from
-            self._reshard()
+            reshard(self.model)
             raise
 
     @contextmanager
@@ -168,10 +168,4 @@ class FSDPRunner(Runner):
             with super().evaluating():
                 yield
         finally:  # no backward follows that would reshard gathered parameters
-            self._reshard()
-
-    def _reshard(self) -> None:
-        """Free all gathered parameters, so that the model has its shards."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            reshard(self.model)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from crosstrain import ConfigError, Layout, MakeOptimizer, Model, PlanContext, RunOptions, Sizes, all_reduced, scattered
 
@@ -49,6 +50,13 @@ def computes_in_half(run: RunOptions, model: Model) -> bool:
     """Return True if only bf16 matmuls read the weights of linear layers, so the weights may be rounded in advance."""
     in_bf16 = (run.amp.dtype, run.amp.linear, run.compile) == ("bf16", None, "none")
     return in_bf16 and not (model.structure.reads_across or model.weights.quantized())
+
+
+def reshard(model: nn.Module) -> None:
+    """Free all parameters that FSDP2 has gathered, so that the model has its shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def share(size: int, ranks: int) -> int:

@@ -65,7 +65,7 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
 
 
 class TransformersModel(LanguageModel):
-    """A `...ForCausalLM` model from transformers, built from a `padded` configuration.
+    """A `...ForCausalLM` model from transformers, built by `build_transformers`.
 
     Subclasses build the module, and their options have a field `make_vocab_size_divisible_by`.
     """

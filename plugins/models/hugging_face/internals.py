@@ -46,19 +46,6 @@ def keys_beside_fields(family: str) -> set[str]:
     return {*_TABLE["read_by_all"], *_TABLE["older_keys"].get(family, ())}
 
 
-def padded(
-    config: PreTrainedConfig, multiple: int, attention: Attention | None, model: type[PreTrainedModel]
-) -> PreTrainedConfig:
-    """Copy a configuration with its vocabulary padded to a multiple of `multiple`, and choose the attention."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    text.vocab_size = -(-text.vocab_size // multiple) * multiple
-    config._attn_implementation = choose_attention(attention, model, config)
-    # Training needs neither the hidden states of every block nor the attention weights.
-    config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
-    return config
-
-
 def build_transformers(
     auto: Any, config: PreTrainedConfig, multiple: int = 1, attention: Attention | None = None
 ) -> PreTrainedModel:
@@ -67,9 +54,14 @@ def build_transformers(
     The vocabulary is padded to a multiple of `multiple`.
     """
     kind = auto if isinstance(auto, type) and issubclass(auto, PreTrainedModel) else auto._model_mapping[type(config)]
-    made = padded(config, multiple, attention, kind)
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.vocab_size = -(-text.vocab_size // multiple) * multiple
+    chosen = choose_attention(attention, kind, config)
+    # Training needs neither the hidden states of every block nor the attention weights.
+    config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
     with without_initial_values():
-        return kind._from_config(made, attn_implementation=made._attn_implementation, dtype=torch.float32)
+        return kind._from_config(config, attn_implementation=chosen, dtype=torch.float32)
 
 
 def plans_of(decoder: PreTrainedModel) -> tuple[dict[str, str], list[str]]:

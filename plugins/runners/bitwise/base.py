@@ -18,6 +18,7 @@ from crosstrain import (
     Group,
     Layout,
     MakeOptimizer,
+    MicroBatch,
     Model,
     NamedParameters,
     PlanContext,
@@ -31,6 +32,7 @@ from ..megatron.tensor_parallel import TensorParallel
 from ..used_parameters import UsedParameters
 from .backend import rounds
 from .experts import all_experts
+from .gradients import WholeGradients
 from .norm import exact_norm
 from .partial_sums import nodes_of
 from .slices import SlicedHead, Slices, check_slices
@@ -48,6 +50,7 @@ class Bitwise(Runner):
 
     tensor: TensorParallel | None = None  # None: this rank has whole matrices
     slices: Slices | None = None  # None: modules compute whole sequences
+    gradients: WholeGradients | None = None  # sums of this rank's gradients; None: the engine sums them
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -131,6 +134,11 @@ class Bitwise(Runner):
         """Make a model that is sharded or wrapped compute slices of sequences, if the run's options say so."""
         if self.slices is not None:
             self.slices.compute(model, draws_heads=self.run.bitwise.width is None)
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+        if self.gradients is not None:
+            self.gradients.begin_step(len(micro_batches))
+        return super().forward_backward(micro_batches, num_targets)
 
     def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         return super().compute_loss(batch, self._sliced(mode))

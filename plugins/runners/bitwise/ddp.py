@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from crosstrain import MakeOptimizer, MicroBatch, Model, Runner
+from crosstrain import MakeOptimizer, Model, Runner
 
 from ..ddp import DDPRunner
 from .backend import BACKENDS
@@ -27,10 +27,6 @@ class BitwiseDDP(Bitwise, DDPRunner):
         Runner.prepare(self, model, unfused(make_optimizer))
         self.slice(model)
         self.gradients = WholeGradients([p for p in model.parameters() if p.requires_grad], self.dp, self.context)
-
-    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
-        self.gradients.begin_step(len(micro_batches))
-        return super().forward_backward(micro_batches, num_targets)
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:

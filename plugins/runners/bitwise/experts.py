@@ -2,6 +2,7 @@
 
 from inspect import unwrap
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,8 @@ class ExpertSources(ExpertParallel):
         outputs, own = [rows[:0]], dict(experts._parameters)
         for taps, sent, chosen in zip(self.taps, rows.split(counts), numbers.split(counts), strict=True):
             tapped: dict[str, Any] = {name: _Tapped.apply(p, taps) for name, p in own.items()}
-            experts._parameters.update(tapped)
-            try:
+            with patch.dict(experts._parameters, tapped):
                 outputs += [_one_each(experts, sent, chosen)] if len(sent) else []
-            finally:
-                experts._parameters.update(own)
         return torch.cat(outputs)
 
 

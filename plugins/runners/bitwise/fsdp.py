@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from crosstrain import ConfigError, Group, Layout, MakeOptimizer, MicroBatch, Model, PlanContext, RunOptions
+from crosstrain import ConfigError, Group, Layout, MakeOptimizer, Model, PlanContext, RunOptions
 
 from ..fsdp import FSDPRunner
 from .backend import BACKENDS
@@ -21,7 +21,6 @@ class BitwiseFSDP(Rounded, FSDPRunner):
     """FSDP2 on process groups whose sums are fixed trees."""
 
     capabilities: ClassVar = replace(FSDPRunner.capabilities, backends=BACKENDS, draws_parts=True)
-    _alone: WholeGradients | None = None  # sums for a single rank, because FSDP2 then reduces nothing
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -39,23 +38,18 @@ class BitwiseFSDP(Rounded, FSDPRunner):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # sum, do not average
                 module.set_force_sum_reduction_for_comms(True)
-        if self.world.size == 1:
-            self._alone = WholeGradients([p for p in model.parameters() if p.requires_grad], self.world, Group())
-
-    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
-        if self._alone is not None:
-            self._alone.begin_step(len(micro_batches))
-        return super().forward_backward(micro_batches, num_targets)
+        if self.world.size == 1:  # FSDP2 then reduces nothing
+            self.gradients = WholeGradients([p for p in model.parameters() if p.requires_grad], self.world, Group())
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
         with super().gradient_sync(last):
             self.module.set_requires_gradient_sync(True)
             yield
-        if self._alone is not None:
-            self._alone.take()
+        if self.gradients is not None:
+            self.gradients.take()
             if last:
-                self._alone.finish()
+                self.gradients.finish()
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
         return super().gradient_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])

@@ -118,7 +118,7 @@ class Slices:
         try:
             for index in self.draws.apart() if drops else range(self.count):
                 module._parameters = {name: of_slice[index] for name, of_slice in views.items()}
-                outputs.append(Contiguous.apply(forward(*[value[index] for value in inputs])))
+                outputs.append(Contiguous.apply(forward(*[value[index] for value in inputs]), None))
         finally:
             module._parameters = own
         if outputs[0].shape[-1] >= self._width:  # narrower outputs, such as an adapter's, are not activated

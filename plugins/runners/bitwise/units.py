@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from crosstrain import ConfigError, Group, Model, derive_seed
-from crosstrain.modeling.context import WithGroup
+from crosstrain.modeling.context import WithGroup, differentiable, same
 
 from ..megatron.plan import Resolved, resolve, shard_specs, user_of
 from ..megatron.tensor_parallel import TensorParallel, local, modules_on_parts, weight_of, with_hidden_states
@@ -122,16 +122,8 @@ class Leave(torch.autograd.Function):
         return None, *[gradient] * ctx.count
 
 
-class Contiguous(torch.autograd.Function):
-    """Forward: identity. Backward: contiguous memory, because products of strided matrices may differ in rounding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
+# Forward: identity. Backward: contiguous memory, because products of strided matrices may differ in rounding.
+Contiguous = differentiable(same, lambda gradient, _: gradient.contiguous())
 
 
 def _whole(tensor: TensorParallel, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -207,7 +199,7 @@ class Draws:
             )
         parts = list(zip(*(x.chunk(self.count, 1) for x in (query, key, value)), strict=True))
         outputs = [compute(*map(Tensor.contiguous, parts[index]))[0] for index in self.apart()]
-        return torch.cat([Contiguous.apply(output) for output in outputs], 2), None
+        return torch.cat([Contiguous.apply(output, None) for output in outputs], 2), None
 
 
 class Units(WithGroup):
@@ -276,7 +268,8 @@ class Units(WithGroup):
         weights = self._rows(weight_of(module), parts)
         biases = self._rows(local(module.bias), parts) if module.bias is not None else [None] * self.count
         inputs = Enter.apply(x, self.count, self.group)
-        outputs = [Contiguous.apply(functional.linear(*unit)) for unit in zip(inputs, weights, biases, strict=True)]
+        outputs = [functional.linear(*unit) for unit in zip(inputs, weights, biases, strict=True)]
+        outputs = [Contiguous.apply(output, None) for output in outputs]
         check_vectors(outputs[0], "width")
         return torch.stack(outputs, -2).unflatten(-1, (parts, -1)).transpose(-2, -3).flatten(-3)
 

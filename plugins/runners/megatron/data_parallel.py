@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from crosstrain import Box, Group, Model, Piece, flat_range_pieces
 
+from ..sharding import reshard
 from .plan import ShardSpec
 from .tensor_parallel import local
 
@@ -261,6 +262,4 @@ class FSDPStrategy(DDPStrategy):
         self._hand_over()
 
     def reshard(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.model)
