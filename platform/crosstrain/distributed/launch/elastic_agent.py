@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as rdzv
@@ -49,16 +49,30 @@ class _Stopped(BaseException):
     """A signal to stop arrived while no worker was running."""
 
 
-def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: "Launch") -> int:
+class Agent(Protocol):
+    """Runs the workers of one machine, and agrees with the agents of the other machines on when they start."""
+
+    @property
+    def restarts_left(self) -> int: ...
+
+    @property
+    def succeeded(self) -> bool:
+        """True if all workers have finished, but the agent waits for other machines."""
+
+    def exit_code(self) -> int:
+        """Run to the end. Raises DistError if the connection to node 0 is lost, and the error that ended the run."""
+
+
+def run_agent(kind: Callable[..., Agent], worker: Callable[..., int], args: tuple[Any, ...], how: "Launch") -> int:
     """Run `worker(*args)` in processes on this machine, together with the other nodes, and return the exit code.
 
-    If no restart is left, raises the error of the worker that failed first. Raises UserError if the nodes do not find
-    each other.
+    kind: makes an agent from the arguments of `ElasticAgent`. If no restart is left, raises the error of the worker
+    that failed first. Raises UserError if the nodes do not find each other.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller prints errors once
     stop: list[int] = []
-    agent: _Agent | None = None
+    agent: Agent | None = None
 
     def check_children(any_left: bool) -> None:
         if not any_left and (agent is None or not agent.succeeded):
@@ -73,18 +87,19 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: "Launch") 
         ):
             while True:
                 if nodes:
-                    with _announced(nodes):
+                    with announced(nodes):
                         nodes.wait_for_host()
-                agent = _Agent(worker, args, how, restarts_left, stop, logs)
+                agent = kind(worker, args, how, restarts_left, stop, logs)
                 try:
                     return agent.exit_code()
                 except (rdzv.RendezvousConnectionError, DistError):
                     # The node that hosts the rendezvous is lost. A replacement of that node hosts a new rendezvous. The
                     # host itself must not retry, because it would connect to its own old rendezvous.
-                    restarts_left = agent._remaining_restarts
+                    restarts_left = agent.restarts_left
                     if nodes is None or nodes.is_host or restarts_left == 0 or stop:
                         raise
                     restarts_left -= 1
+                    print("note: lost the connection to node 0; this node joins again", file=sys.stderr, flush=True)
     except _Stopped:
         return 128 + stop[0]  # the workers had not started, so there was nothing to save
     except (rdzv.RendezvousConnectionError, DistError) as error:
@@ -97,13 +112,10 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: "Launch") 
         raise UserError("another node ended the run; see its output for the reason") from None
     except rdzv.RendezvousTimeoutError:
         assert nodes is not None
-        raise UserError(
-            f"--nnodes: fewer than {nodes.min_nodes} nodes joined at {nodes.host}:{nodes.port} within "
-            f"{nodes.rdzv_conf['join_timeout']} s; start the same command on each node, with its own --node-rank"
-        ) from None
+        raise UserError(nodes.too_few) from None
 
 
-class _Agent(LocalElasticAgent):
+class ElasticAgent(LocalElasticAgent):
     """The agent of one machine. The agent restarts workers unless the failure is final or a stop was requested."""
 
     def __init__(
@@ -147,6 +159,10 @@ class _Agent(LocalElasticAgent):
         self._failure: Failure | None = None  # the latest failure
         # Reason for the next restart, and this node's certainty about the reason.
         self._reason, self._certainty = ("", 0) if restarts_left == how.max_restarts else ("node 0 was lost", 2)
+
+    @property
+    def restarts_left(self) -> int:
+        return self._remaining_restarts
 
     @property
     def succeeded(self) -> bool:
@@ -193,7 +209,7 @@ class _Agent(LocalElasticAgent):
                     os.kill(worker, signal.SIGCONT)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with _announced(self._nodes) if self._nodes else nullcontext():
+        with announced(self._nodes) if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -206,7 +222,7 @@ class _Agent(LocalElasticAgent):
 
 
 @contextmanager
-def _announced(nodes: "Nodes") -> Iterator[None]:
+def announced(nodes: "Nodes") -> Iterator[None]:
     """Print a note if the block, which waits for the other nodes, takes more than `_QUIET` seconds."""
     said = (
         f"waiting for {nodes.min_nodes} nodes to join at {nodes.host}:{nodes.port}, for at most "

@@ -8,6 +8,7 @@ process, unless restarts are allowed.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from crosstrain.distributed.launch.cluster_env import worker_environment
@@ -81,10 +82,14 @@ def launch(
         return 128 + stopped if stopped and not how.joined else 0
 
     with sigint_kills():
-        from crosstrain.distributed.launch.elastic_agent import run_agent
+        from crosstrain.distributed.launch.elastic_agent import Agent, ElasticAgent, run_agent
+        from crosstrain.distributed.launch.machines import Follower
         from crosstrain.distributed.launch.members import Members
 
-    return Members(worker, args, how, sizes, limit).run() if sizes else run_agent(worker, args, how)
+    kind: Callable[..., Agent] = ElasticAgent
+    if sizes:
+        kind = partial(Members, sizes=sizes, limit=limit) if how.is_first else Follower
+    return run_agent(kind, worker, args, how)
 
 
 def _visible_devices(device: str) -> int:

@@ -22,7 +22,7 @@ class Nodes:
 
     min_nodes: int  # training starts only when at least this many nodes have joined
     max_nodes: int
-    is_host: bool  # this is node 0
+    rank: int  # of this machine
     host: str
     port: int
     local_addr: str  # address at which the other nodes reach this machine
@@ -59,7 +59,24 @@ class Nodes:
                 f"--local-addr: the address of this node towards {host} is {address}, which other nodes cannot reach; "
                 f"give an address that they can reach"
             )
-        return Nodes(least, most, node_rank == 0, host, port, address, conf)
+        return Nodes(least, most, node_rank, host, port, address, conf)
+
+    @property
+    def is_host(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def keep_alive(self) -> int:
+        """Seconds without a sign of life after which a node counts as lost."""
+        return self.rdzv_conf["keep_alive_interval"] * self.rdzv_conf["keep_alive_max_attempt"]
+
+    @property
+    def too_few(self) -> str:
+        """The error if too few nodes join."""
+        return (
+            f"--nnodes: fewer than {self.min_nodes} nodes joined at {self.host}:{self.port} within "
+            f"{self.rdzv_conf['join_timeout']} s; start the same command on each node, with its own --node-rank"
+        )
 
     @property
     def interface(self) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, sentence
 from crosstrain.utils.processes import on_parents_death
 
-_AGAIN = "run the same command again: training resumes from the last checkpoint, if there is one"
+AGAIN = "run the same command again: training resumes from the last checkpoint, if there is one"
 _BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # messages for a lost connection
 _launcher_shows_errors = False  # True: our own launcher started this process
 
@@ -93,7 +93,7 @@ def _lost_connection(error: Exception) -> RankLost | None:
     rank, host, other = os.environ.get("RANK", "0"), socket.gethostname(), f" at {address[1]}" if address else ""
     return RankLost(
         f"rank {rank} on {host} lost its connection to another rank{other} ({broken[0]}); that rank ended, or its "
-        f"machine was lost: see the error in the launcher's output there (docs/launching.md, Logs), then {_AGAIN}"
+        f"machine was lost: see the error in the launcher's output there (docs/launching.md, Logs), then {AGAIN}"
     )
 
 
@@ -132,7 +132,7 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
         name = signal.Signals(-failure.exitcode).name
         summary = f"rank {rank}{where} was killed by {name}"
         hint = f" ({_LIKELY_CAUSES[name]})" if name in _LIKELY_CAUSES else ""
-        return Failure(UserError(f"{summary}{hint}; {_AGAIN}"), summary, is_final=False, lost_another=False)
+        return Failure(UserError(f"{summary}{hint}; {AGAIN}"), summary, is_final=False, lost_another=False)
     data = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
     message = data.get("message", {})
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
@@ -150,7 +150,7 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
     if "py_callstack" not in extra:  # a library called exit
         summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and without a Python error"
         return Failure(
-            UserError(f"{summary}; its output may show the reason; {_AGAIN}"), summary, False, lost_another=False
+            UserError(f"{summary}; its output may show the reason; {AGAIN}"), summary, False, lost_another=False
         )
     return Failure(
         WorkerFailure(f"rank {rank} failed:\n{extra['py_callstack']}"), summary, is_final=False, lost_another=lost
