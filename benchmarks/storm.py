@@ -29,7 +29,7 @@ import torch.distributed as dist
 from common import table
 
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.elastic_agent import environment
+from crosstrain.distributed.launch.agent import environment
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.members import Members
 from crosstrain.distributed.launch.membership import Membership, ends_only_the_epoch

@@ -147,7 +147,7 @@ def test_a_stop_signal_and_a_mistake_reach_all_machines(machines: Machines, tmp_
         finish(nodes[1], code=128 + signal.SIGTERM)
     assert (machines.workspace.path / "stopped" / "checkpoints" / "latest").exists()
     mistake = dying(tmp_path, "3:1:user")
-    mistaken = [machines.start(node, "mistake", *OPTIONS, *mistake) for node in range(2)]
+    mistaken = [machines.start(node, "mistake", *OPTIONS, "run.bitwise=false", *mistake) for node in range(2)]
     assert sorted(finish(node, code=1).strip().splitlines()[-1] for node in mistaken) == [
         "error: another node ended the run; see its output for the reason",
         "error: the moon is in the wrong phase; wait a week",

@@ -1,14 +1,13 @@
 """Start the workers of a run, or join the workers that torchrun, srun or mpirun started.
 
-Without such a launcher, torch's elastic agent starts one worker per visible GPU, or one worker if there is no GPU. For
-a run on several machines, the user starts the program with --nnodes on each machine. A single worker runs in this
-process, unless restarts are allowed.
+Without such a launcher, this program starts one worker per visible GPU, or one worker if there is no GPU. For a run on
+several machines, the user starts the program with --nnodes on each machine. A single worker runs in this process,
+unless restarts are allowed.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from crosstrain.distributed.launch.cluster_env import worker_environment
@@ -22,7 +21,7 @@ class Launch:
     """The number of workers of a run, and the way they are started."""
 
     world_size: int  # number of workers; the maximum if the number of nodes may vary
-    starts_workers: bool  # this process starts the workers with torch's elastic agent
+    starts_workers: bool  # this process starts the workers
     joined: bool  # torchrun, srun or mpirun started this process as one of the workers
     is_first: bool  # this process is the launcher on node 0, the only worker, or rank 0
     nodes: Nodes | None = None  # None: only this machine
@@ -82,14 +81,9 @@ def launch(
         return 128 + stopped if stopped and not how.joined else 0
 
     with sigint_kills():
-        from crosstrain.distributed.launch.elastic_agent import Agent, ElasticAgent, run_agent
-        from crosstrain.distributed.launch.machines import Follower
-        from crosstrain.distributed.launch.members import Members
+        from crosstrain.distributed.launch.agent import run_workers
 
-    kind: Callable[..., Agent] = ElasticAgent
-    if sizes:
-        kind = partial(Members, sizes=sizes, limit=limit) if how.is_first else Follower
-    return run_agent(kind, worker, args, how)
+    return run_workers(worker, args, how, sizes, limit)
 
 
 def _visible_devices(device: str) -> int:

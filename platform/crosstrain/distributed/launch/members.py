@@ -1,24 +1,19 @@
-"""The launcher of a run that goes on in the same processes when a worker is lost."""
+"""The launcher on node 0: it starts workers, and decides when the ranks meet."""
 
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.elastic_agent import announced
-from crosstrain.distributed.launch.local_workers import Ended, LocalWorkers
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.local_workers import Ended, Event, LocalWorkers
 from crosstrain.distributed.launch.machines import Machines
-from crosstrain.distributed.launch.worker_errors import AGAIN, Failure, first_failure
+from crosstrain.distributed.launch.worker_errors import AGAIN, Failure, WorkerFailure, first_failure
 from crosstrain.utils.errors import RankLost, UserError
-
-if TYPE_CHECKING:  # a real import would be circular: the launcher imports this file
-    from crosstrain.distributed.launch.launcher import Launch
 
 _END = 10.0  # seconds for the processes to end after training
 _UNEXPLAINED = 3  # epochs in a row that may end without a finished step or the loss of a worker
@@ -26,6 +21,7 @@ _UNEXPLAINED = 3  # epochs in a row that may end without a finished step or the 
 
 @dataclass
 class _Worker:
+    start: int  # its number
     heard: float = float("inf")  # time of the last sign of life; infinite until the first one
     waits: bool = False  # for the next epoch
     part: str | None = None  # of the state, if it waits; None: it holds no state
@@ -35,83 +31,86 @@ class _Worker:
 
 
 class Members:
-    """The agent on node 0. It starts workers, and begins a new epoch whenever a worker is lost or added.
+    """Starts workers, and begins a new epoch whenever a worker is lost or added.
 
-    The first arguments are those of `ElasticAgent`. sizes: possible numbers of ranks. limit: a worker is killed after
-    this many seconds without a sign of life, or if it has not left an epoch this many seconds after the epoch's end;
-    None: never.
+    sizes: possible numbers of ranks, if workers go on when others are lost; empty: all workers restart. limit: a worker
+    is killed after this many seconds without a sign of life, or if it has not left an epoch this many seconds after the
+    epoch's end; None: never. stop: signals to stop, which have been forwarded to the workers.
     """
 
-    succeeded = False
-
     def __init__(
-        self,
-        worker: Callable[..., int],
-        args: tuple[Any, ...],
-        how: "Launch",
-        restarts_left: int,
-        stop: list[int],
-        folder: str,
-        sizes: Sequence[int],
-        limit: float | None,
+        self, local: LocalWorkers, how: Launch, stop: list[int], sizes: Sequence[int], limit: float | None
     ) -> None:
-        self._how, self._sizes, self._stop = how, sizes, stop
-        self._local = LocalWorkers(worker, args, how, folder)
-        self._machines = Machines(self._local, how)
-        self._limit = float("inf") if limit is None else limit
+        self._local, self._how, self._stop = local, how, stop
+        self._machines = Machines(local, how)
+        self._goes_on, self._sizes = bool(sizes), sizes or how.world_sizes
+        self._limit = limit if limit is not None and sizes else float("inf")
         self._workers: dict[int, _Worker] = {}  # slot -> worker
+        self._starts = 0  # number of workers that were started
         self._members: list[int] = []  # slots of the current epoch's workers that are not lost, in rank order
         self._ranks: dict[int, int] = {}  # slot -> rank in the current epoch
         self._number, self._ended = 0, 0.0  # number of the current epoch, and the time of its end; 0: it goes on
         self._store: dist.TCPStore | None = None  # of the current epoch
         self._reason = ""  # for the next epoch
-        self.restarts_left, self._charged = restarts_left, -1  # number of the last epoch that has cost a restart
+        self._restarts_left, self._charged = how.max_restarts, -1  # number of the last epoch that has cost a restart
         self._unexplained = 0  # epochs that have ended without a finished step or the loss of a worker, in a row
         self._failure: Failure | None = None
 
     def exit_code(self) -> int:
         """Run until all workers have finished, and return the exit code. Raises the error that ends the run."""
-        nodes, code = self._how.nodes, None
+        code = None
         try:
-            for slot in range(self._how.nproc_per_node):
-                self._start(slot)
-            with announced(nodes) if nodes else nullcontext():
-                while self._machines.are_missing() and self._workers:
-                    self._look()
+            self._start(self._machines.slots)
             while not self._is_over():
-                self._look()
-                self._regroup()
+                for event in self._machines.events():
+                    self._take(event)
+                self._look_for_hanging()
+                if (self._number and self._goes_on) or not self._machines.are_missing():
+                    self._regroup()
             signals = [worker.result for worker in self._workers.values() if worker.result]
             stopped = signals or not self._members
             code = 128 + (self._stop or signals)[0] if stopped else 0
-            self._local.close(_END)
+            self._local.close(_END if self._members else 0)
         finally:
             self._local.close()
             self._machines.close(code)
         return code
 
     def _is_over(self) -> bool:
-        """Return True if all ranks have finished, or if a signal ended all workers before the first epoch.
+        """Return True if all ranks have finished, or if a signal came while no rank could save.
 
         When one rank has finished, all have: a rank that lost another after its last step only waits.
         """
         members = [self._workers[slot] for slot in self._members]
         finished = any(worker.done for worker in members) and all(worker.done or worker.waits for worker in members)
-        return finished or not self._workers
+        return finished or bool(self._stop and not self._members)
 
-    def _start(self, slot: int) -> None:
-        self._machines.order("start", slot)
-        self._workers[slot] = _Worker()
+    def _start(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._starts += 1
+            self._machines.order("start", slot, self._starts)
+            self._workers[slot] = _Worker(self._starts)
 
-    def _look(self) -> None:
-        """Take the workers' messages, and kill workers that hang."""
-        for slot, message, value in self._machines.events():
-            worker = self._workers.get(slot)
-            if message == "added":
-                self._start(slot)
-            elif worker is not None and not worker.done:
-                worker.heard = time.monotonic()
-                self._take(slot, worker, message, value)
+    def _take(self, event: Event) -> None:
+        """Take note of a worker's message."""
+        worker, value = self._workers.get(event.slot), event.value
+        if event.message == "added":
+            self._start([event.slot])
+        elif worker is None or worker.done or event.start not in (0, worker.start):  # 0: the whole machine is lost
+            return
+        elif event.message == "waiting":
+            if value != worker.part:  # the worker has finished a step
+                self._unexplained = 0
+            worker.waits, worker.part = True, value
+        elif event.message == "done":
+            worker.done, worker.result = True, value
+        elif event.message == "ended":
+            self._lose(event.slot, value)
+        if worker is not None:
+            worker.heard = time.monotonic()
+
+    def _look_for_hanging(self) -> None:
+        """Kill workers that hang."""
         if not self._ended and any(self._workers[slot].waits for slot in self._members):
             self._ended, self._store = time.monotonic(), None  # a member has lost a connection; so will the others
         now = time.monotonic()
@@ -121,51 +120,60 @@ class Members:
                 worker.killed = f"rank {self._ranks.get(slot, slot)} gave no sign of life for {self._limit:.0f} s"
                 self._machines.order("kill", slot)
 
-    def _take(self, slot: int, worker: _Worker, message: str, value: Any) -> None:
-        if message == "waiting":
-            if value != worker.part:  # the worker has finished a step
-                self._unexplained = 0
-            worker.waits, worker.part = True, value
-        elif message == "done":
-            worker.done, worker.result = True, value
-        elif message == "ended":
-            self._lose(slot, value)
-
     def _lose(self, slot: int, end: Ended) -> None:
         """End the epoch without this worker. Raises its error if the run cannot go on."""
-        reason = self._workers.pop(slot).killed or end.reason
+        failure = first_failure({self._ranks.get(slot, slot): end.failure}, end.machine)
+        if reason := self._workers.pop(slot).killed or end.reason:
+            failure = Failure(UserError(f"{reason}; {AGAIN}"), reason, is_final=False, lost_another=False)
         if slot in self._members:
             self._members.remove(slot)
             self._ended = self._ended or time.monotonic()
             self._store = None  # so that ranks that still build their groups do not wait for this worker
-            for other in self._members:
-                self._machines.order("send", other, membership.Over(end.address))
-        failure = first_failure({self._ranks.get(slot, slot): end.failure}, end.machine)
-        if reason:
-            failure = Failure(UserError(f"{reason}; {AGAIN}"), reason, is_final=False, lost_another=False)
         if self._stop and end.failure.exitcode in (-signal.SIGUSR1, -signal.SIGTERM):
             return
         if not (failure.lost_another and self._failure):
             self._failure = failure
         if failure.is_final or (self._stop and not self._workers):
             raise failure.error
+        if self._goes_on:
+            self._go_on(slot, end, failure)
+        elif not end.address:  # without a machine, the other ranks may finish, if a signal told all to stop
+            self._restart(self._failure or failure)
+
+    def _go_on(self, slot: int, end: Ended, failure: Failure) -> None:
+        """Tell the others, and replace the worker if its machine is not lost."""
+        for other in self._members:
+            self._machines.order("send", other, membership.Over(end.address))
         if not failure.lost_another and self._reason != failure.summary:  # a lost machine has more than one worker
             self._reason = failure.summary
             print(f"note: {self._reason}", file=sys.stderr, flush=True)
-        if self._machines.has(slot):
-            self._replace(slot)
-        if not self._largest(len(self._workers)):
+        if slot in self._machines.slots:
+            if self._charged != self._number and self._restarts_left and not self._stop:
+                self._restarts_left, self._charged = self._restarts_left - 1, self._number
+            if self._charged == self._number:  # all losses in an epoch cost one restart
+                self._start([slot])
+        if self._failure and not self._largest(len(self._workers)):
             raise self._failure.error
 
-    def _replace(self, slot: int) -> None:
-        """Start a new worker, if a restart is left. All losses in an epoch cost one restart."""
-        if self._charged != self._number and self.restarts_left and not self._stop:
-            self.restarts_left, self._charged = self.restarts_left - 1, self._number
-        if self._charged == self._number:
-            self._start(slot)
+    def _restart(self, cause: Failure) -> None:
+        """Start all workers again. Raises the cause if no restart is left."""
+        if not self._restarts_left or self._stop:
+            if (most := self._how.max_restarts) and not self._stop:
+                note = f"note: run.max_restarts: all {most} restarts are used up, so the run ends"
+                print(note, file=sys.stderr, flush=True)
+            raise cause.error
+        if isinstance(cause.error, WorkerFailure) and not cause.lost_another:
+            print(cause.error, file=sys.stderr, flush=True)  # the traceback is not printed anywhere else
+        self._restarts_left -= 1
+        self._start_all(cause.summary)
+
+    def _start_all(self, reason: str) -> None:
+        self._reason, self._failure = reason, None
+        self._members, self._workers, self._store = [], {}, None
+        self._start(self._machines.slots)
 
     def _regroup(self) -> None:
-        """Begin a new epoch if the current one has ended; ask for its end if more ranks could take part."""
+        """Begin a new epoch if the current one has ended; end it if more ranks could take part."""
         if any(worker.done for worker in self._workers.values()):  # the others end soon, too
             return
         new = sorted(slot for slot in self._workers if slot not in self._members)
@@ -174,9 +182,11 @@ class Members:
             slots = self._whole_first() + [slot for slot in new if self._workers[slot].waits]
             if size := self._largest(len(slots)):
                 self._begin(slots[:size])
-        elif self._members and not self._ended and not self._stop:
+        elif self._members and not self._stop and (not self._ended or not self._goes_on):
             most = self._largest(len(self._members) + sum(self._workers[slot].waits for slot in new))
-            if most > len(self._members):
+            if most > len(self._members) and not self._goes_on:
+                self._start_all(self._failure.summary if self._failure else "a node joined or left")
+            elif most > len(self._members):
                 self._reason, self._ended = "a worker was added", time.monotonic()
                 for slot in self._members:
                     self._machines.order("send", slot, None)
@@ -204,8 +214,13 @@ class Members:
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self._members, self._ranks, self._ended = slots, {slot: rank for rank, slot in enumerate(slots)}, 0.0
         self._number += 1
+        most, news = self._how.max_restarts, ""
+        if self._reason and self._goes_on:
+            news = f"{self._reason}; {len(slots)} ranks go on"
+        elif self._reason:
+            news = f"{self._reason}; all ranks restarted (restart {most - self._restarts_left} of {most}) and continue"
         for rank, slot in enumerate(slots):
             self._workers[slot].waits = False
-            epoch = membership.Epoch(self._number, rank, len(slots), address, self._store.port, self._reason)
+            epoch = membership.Epoch(self._number, rank, len(slots), address, self._store.port, news)
             self._machines.order("send", slot, epoch)
         self._reason = ""

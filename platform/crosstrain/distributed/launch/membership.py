@@ -1,8 +1,8 @@
-"""A worker's membership in a run whose workers may change; `current` is None in all other runs.
+"""A worker's membership in a run that our launcher started.
 
-A run with changing workers is a sequence of *epochs*. In an epoch, the number of ranks is fixed. An epoch ends when a
-worker is lost, or at the end of a step when a new worker waits. Every worker then calls `Membership.enter`, and the
-launcher starts the next epoch when all of them wait.
+A run is a sequence of *epochs*. In an epoch, the number of ranks is fixed. An epoch ends when a worker is lost, or when
+one is added. With `run.on_lost_rank: continue`, every worker then calls `Membership.enter`, and the launcher starts the
+next epoch when all of them wait; `current` is None in all other runs, in which the launcher starts new workers.
 """
 
 import os
@@ -20,6 +20,7 @@ from crosstrain.utils.errors import RankLost
 BEAT = 1.0  # seconds between signs of life
 
 current: "Membership | None" = None
+news = ""  # the reason for the current epoch; empty for the first one
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Epoch:
     size: int
     address: str  # of the store where the ranks meet
     port: int
-    reason: str  # the reason for the change; empty for the first epoch
+    news: str  # the reason for the change; empty for the first epoch
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,10 @@ class Membership:
             # The launcher has a new store for each epoch.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "crosstrain",
+            "TORCHELASTIC_RESTART_COUNT": str(epoch.number - 1),
         }
-        self.epoch = epoch
+        global news
+        self.epoch, news = epoch, epoch.news
         return epoch
 
 

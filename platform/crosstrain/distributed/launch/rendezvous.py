@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from crosstrain.utils.errors import ConfigError, UserError
 
+QUIET = 10.0  # seconds until a node that waits for others prints a note
 PORT = 29400  # torchrun's default for the rendezvous
 
 # Defaults of --rdzv-conf, in seconds and attempts. A node without a heartbeat for `keep_alive_interval *
@@ -88,10 +89,17 @@ class Nodes:
         listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
         return listed.get(self.local_addr.partition("%")[0])
 
+    @property
+    def waiting(self) -> str:
+        """The note while nodes are missing."""
+        timeout = self.rdzv_conf["join_timeout"]
+        return f"waiting for {self.min_nodes} nodes to join at {self.host}:{self.port}, for at most {timeout} s"
+
     def wait_for_host(self) -> None:
         """Wait until node 0 answers. Raises UserError after the join timeout."""
-        deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
-        while not self.is_host:
+        began, quiet = time.monotonic(), True
+        deadline = began + self.rdzv_conf["join_timeout"]
+        while True:
             try:
                 socket.create_connection((self.host, self.port), timeout=5).close()
                 return
@@ -101,6 +109,9 @@ class Nodes:
                         f"--rdzv-endpoint: no answer from {self.host}:{self.port} ({error.strerror or error}); "
                         f"start node 0 there with the same command and --node-rank 0"
                     ) from None
+                if quiet and time.monotonic() > began + QUIET:
+                    print(self.waiting, file=sys.stderr, flush=True)
+                    quiet = False
                 time.sleep(0.5)
 
 
