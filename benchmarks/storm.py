@@ -31,6 +31,7 @@ from common import table
 from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.agent import environment
 from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.local_workers import LocalWorkers
 from crosstrain.distributed.launch.members import Members
 from crosstrain.distributed.launch.membership import Membership, ends_only_the_epoch
 
@@ -147,9 +148,8 @@ def run(ranks: int, changes: int, seed: int) -> list[str]:
         folder = Path(temporary)
         (folder / STORM).touch()
         how = Launch(ranks, True, False, True, max_restarts=changes)
-        logs = folder / "logs"
-        logs.mkdir()
-        members = Members(work, (folder,), how, changes, [], str(logs), range(1, ranks + 1), LIMIT)
+        local = LocalWorkers(work, (folder,), how, goes_on=True)
+        members = Members(local, how, [], range(1, ranks + 1), LIMIT)
         storm = Storm(members, folder, ranks, changes, seed)
         thread = threading.Thread(target=storm.blow, daemon=True)
         thread.start()

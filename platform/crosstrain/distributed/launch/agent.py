@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.distributed import DistError
@@ -43,11 +42,10 @@ def run_workers(
         with (
             forwarded(stop, check_children),
             environment(how),
-            TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as folder,
         ):
             while nodes is not None and not nodes.is_host:
                 nodes.wait_for_host()
-                workers = LocalWorkers(worker, args, how, folder, goes_on=bool(sizes))
+                workers = LocalWorkers(worker, args, how, goes_on=bool(sizes))
                 try:
                     code = follow(workers, nodes)
                 except DistError as error:
@@ -62,7 +60,7 @@ def run_workers(
                     return code
                 joins_left -= 1
                 print("note: lost the connection to node 0; this node joins again", file=sys.stderr, flush=True)
-            workers = LocalWorkers(worker, args, how, folder, goes_on=bool(sizes))
+            workers = LocalWorkers(worker, args, how, goes_on=bool(sizes))
             return Members(workers, how, stop, sizes, limit).exit_code()
     except _Stopped:
         return 128 + stop[0]  # the workers had not started, so there was nothing to save

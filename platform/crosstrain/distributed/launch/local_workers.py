@@ -6,11 +6,10 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
-
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.launcher import Launch
@@ -34,17 +33,16 @@ class Event(NamedTuple):
 class Ended(NamedTuple):
     """The value of the event "ended"."""
 
-    failure: ProcessFailure  # with the exit code, and with the worker's description of its error
-    machine: str  # such as " on node7"; empty for a run on one machine
-    reason: str = ""  # if the launcher knows it better than the exit code says
-    address: str = ""  # of the worker's machine, if that is lost
+    code: int  # exit code
+    machine: str = ""  # such as " on node7"; empty for a run on one machine
+    reason: str = ""  # the loss of the machine, if it is lost
+    address: str = ""  # of the lost machine
 
 
 class _Process(NamedTuple):
     start: int
     process: BaseProcess
     connection: Connection
-    errors: str  # file in which the worker describes its error
 
 
 class LocalWorkers:
@@ -53,10 +51,8 @@ class LocalWorkers:
     goes_on: the workers go on in the same processes when others are lost.
     """
 
-    def __init__(
-        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, folder: str, goes_on: bool
-    ) -> None:
-        self._worker, self._args, self._how, self._folder, self.goes_on = worker, args, how, folder, goes_on
+    def __init__(self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, goes_on: bool) -> None:
+        self._worker, self._args, self._how, self.goes_on = worker, args, how, goes_on
         self._machine = f" on {socket.gethostname()}" if how.nodes else ""
         self._running: dict[int, _Process] = {}  # slot -> process
         self.results: list[int] = []  # of workers that have finished: the signal that stopped each, or 0
@@ -77,19 +73,18 @@ class LocalWorkers:
             old.process.join()
         context = multiprocessing.get_context(self._how.start_method)
         here, there = context.Pipe()
-        errors = f"{self._folder}/{start}.json"
-        member = (self.goes_on, slot % self._how.nproc_per_node, self._how.nproc_per_node, there, errors)
+        member = (self.goes_on, slot % self._how.nproc_per_node, self._how.nproc_per_node, there)
         process = context.Process(target=_member, args=(self._worker, self._args, *member))  # type: ignore[attr-defined]
         process.start()
         there.close()
-        self._running[slot] = _Process(start, process, here, errors)
+        self._running[slot] = _Process(start, process, here)
 
     def events(self) -> list[Event]:
         """Wait a moment for events, and return them."""
         running = self._running.values()
         wait([p.connection for p in running] + [p.process.sentinel for p in running], timeout=_POLL)
         found = list[Event]()
-        for slot, (start, process, connection, errors) in list(self._running.items()):
+        for slot, (start, process, connection) in list(self._running.items()):
             ended = not process.is_alive()  # before its messages are read, so that none is missed
             with suppress(EOFError, OSError):
                 while connection.poll():
@@ -97,8 +92,7 @@ class LocalWorkers:
             if ended:
                 process.join()
                 del self._running[slot]
-                failure = ProcessFailure(slot, process.pid or 0, process.exitcode or 0, errors)
-                found.append(Event(slot, start, "ended", Ended(failure, self._machine)))
+                found.append(Event(slot, start, "ended", Ended(process.exitcode or 0, self._machine)))
         self.results += [event.value for event in found if event.message == "done"]
         return found
 
@@ -120,11 +114,10 @@ class LocalWorkers:
 
 def _member(
     worker: Callable[..., int], args: tuple[Any, ...], goes_on: bool, local_rank: int, nproc_per_node: int,
-    connection: Connection, errors: str,
+    connection: Connection,
 ) -> None:  # fmt: skip
     """Run a worker in its process."""
-    local = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(nproc_per_node)}
-    os.environ |= local | {"TORCHELASTIC_ERROR_FILE": errors}
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(nproc_per_node)}
     member = membership.Membership(connection)
     membership.current = member if goes_on else None
 
@@ -133,4 +126,4 @@ def _member(
             member.enter()
         return worker(*args)
 
-    member.say("done", run_worker(enter_and_work, args))
+    member.say("done", run_worker(enter_and_work, args, partial(member.say, "failed")))

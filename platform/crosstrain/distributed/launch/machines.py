@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.local_workers import Ended, Event, LocalWorkers
@@ -113,7 +112,7 @@ class Machines:
         machine = self._others.pop(node)
         self._tell(machine, "leave")
         self._changed = time.monotonic()
-        end = Ended(ProcessFailure(0, 0, 1, ""), "", f"node {node} ({machine.name}) {what}", machine.address)
+        end = Ended(1, reason=f"node {node} ({machine.name}) {what}", address=machine.address)
         yield from (Event(slot, 0, "ended", end) for slot in self._slots(node))
 
     def close(self, code: int | None) -> None:
@@ -130,7 +129,8 @@ class Machines:
 def follow(workers: LocalWorkers, nodes: Nodes) -> int | None:
     """Carry out the orders of the launcher on node 0 until the end of the run, and return the exit code.
 
-    Returns None if the run ends with an error, which the launcher on node 0 prints. Raises DistError if the connection to node 0 is lost.
+    Returns None if the run ends with an error, which the launcher on node 0 prints. Raises DistError if the connection
+    to node 0 is lost.
     """
     machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr)
     answer = timedelta(seconds=_ANSWER)

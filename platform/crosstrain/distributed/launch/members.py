@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.local_workers import Ended, Event, LocalWorkers
 from crosstrain.distributed.launch.machines import Machines
-from crosstrain.distributed.launch.worker_errors import AGAIN, Failure, WorkerFailure, first_failure
+from crosstrain.distributed.launch.worker_errors import AGAIN, Failure, WorkerFailure, failure_of
 from crosstrain.utils.errors import RankLost, UserError
 
 _END = 10.0  # seconds for the processes to end after training
@@ -27,6 +28,7 @@ class _Worker:
     part: str | None = None  # of the state, if it waits; None: it holds no state
     done: bool = False
     result: int = 0  # signal that stopped the worker
+    error: dict[str, Any] | None = None  # its report of its error
     killed: str = ""  # the reason for which the launcher has killed it
 
 
@@ -104,6 +106,8 @@ class Members:
             worker.waits, worker.part = True, value
         elif event.message == "done":
             worker.done, worker.result = True, value
+        elif event.message == "failed":
+            worker.error = value
         elif event.message == "ended":
             self._lose(event.slot, value)
         if worker is not None:
@@ -122,14 +126,15 @@ class Members:
 
     def _lose(self, slot: int, end: Ended) -> None:
         """End the epoch without this worker. Raises its error if the run cannot go on."""
-        failure = first_failure({self._ranks.get(slot, slot): end.failure}, end.machine)
-        if reason := self._workers.pop(slot).killed or end.reason:
-            failure = Failure(UserError(f"{reason}; {AGAIN}"), reason, is_final=False, lost_another=False)
+        worker = self._workers.pop(slot)
+        failure = failure_of(self._ranks.get(slot, slot), end.code, worker.error, end.machine)
+        if reason := worker.killed or end.reason:
+            failure = Failure(UserError(f"{reason}; {AGAIN}"), reason)
         if slot in self._members:
             self._members.remove(slot)
             self._ended = self._ended or time.monotonic()
             self._store = None  # so that ranks that still build their groups do not wait for this worker
-        if self._stop and end.failure.exitcode in (-signal.SIGUSR1, -signal.SIGTERM):
+        if self._stop and end.code in (-signal.SIGUSR1, -signal.SIGTERM):
             return
         if not (failure.lost_another and self._failure):
             self._failure = failure

@@ -56,12 +56,12 @@ class Membership:
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
 
     def say(self, message: str, value: Any = None) -> None:
-        with self._lock:
+        with self._lock, suppress(OSError):  # the launcher has ended
             self._connection.send((message, value))
 
     def _listen(self) -> None:
         """Take the launcher's orders, and tell it regularly that this process lives."""
-        with suppress(OSError, EOFError):  # the launcher has ended
+        with suppress(EOFError, OSError):
             while True:
                 if not self._connection.poll(BEAT):
                     self.say("beat")
