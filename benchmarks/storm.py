@@ -29,7 +29,9 @@ import torch.distributed as dist
 from common import table
 
 from crosstrain.distributed.launch import membership
+from crosstrain.distributed.launch.agent import environment
 from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.local_workers import LocalWorkers
 from crosstrain.distributed.launch.members import Members
 from crosstrain.distributed.launch.membership import Membership, ends_only_the_epoch
 
@@ -47,7 +49,7 @@ def work(folder: Path) -> int:
     while True:
         epoch = member.enter()
         try:
-            store = dist.TCPStore("127.0.0.1", epoch.port, timeout=timedelta(seconds=LIMIT))
+            store = dist.TCPStore(epoch.address, epoch.port, timeout=timedelta(seconds=LIMIT))
             dist.init_process_group("gloo", store=store, rank=epoch.rank, world_size=epoch.size)
             over = rank.simulate(member)
         except Exception as error:
@@ -117,10 +119,11 @@ class Storm:
         """Run in a thread beside the launcher."""
         calm = self._wait(0, all_ranks=True)
         for _ in range(self._kills):
-            worker = self._random.choice([w for w in self._members._workers.values() if w.heard != float("inf")])
-            assert worker.process.pid is not None
+            slot = self._random.choice([s for s, w in self._members._workers.items() if w.heard != float("inf")])
+            worker = self._members._local._running[slot].process.pid
+            assert worker is not None
             killed = time.monotonic()
-            os.kill(worker.process.pid, signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
             self.seconds.append(self._wait(calm.epoch, all_ranks=False).end - killed)
             calm = self._wait(calm.epoch, all_ranks=True)
             self.arrivals.append(calm.end - killed)
@@ -145,11 +148,13 @@ def run(ranks: int, changes: int, seed: int) -> list[str]:
         folder = Path(temporary)
         (folder / STORM).touch()
         how = Launch(ranks, True, False, True, max_restarts=changes)
-        members = Members(work, (folder,), how, range(1, ranks + 1), LIMIT)
+        local = LocalWorkers(work, (folder,), how, goes_on=True)
+        members = Members(local, how, [], range(1, ranks + 1), LIMIT)
         storm = Storm(members, folder, ranks, changes, seed)
         thread = threading.Thread(target=storm.blow, daemon=True)
         thread.start()
-        code = members.run()
+        with environment(how):
+            code = members.exit_code()
         thread.join(LIMIT)
         of_ranks = [[line.step for line in finished_steps(path)] for path in folder.glob("rank_*")]
     finished = {step for steps in of_ranks for step in steps}

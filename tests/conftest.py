@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fixtures_processes import Program
 
-pytest_plugins = ["fixtures_bucket"]
+pytest_plugins = ["fixtures_bucket", "fixtures_nodes"]
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

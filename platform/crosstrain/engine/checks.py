@@ -42,10 +42,10 @@ def _is_refused(size_of: Callable[[int], int], world_size: int) -> bool:
 
 def check_continues(config: Config, how: Launch) -> None:
     """Raise ConfigError if the run cannot go on in the same processes when a worker is lost."""
-    if how.nodes is not None or how.joined:
+    if how.joined:
         raise ConfigError(
-            "run.on_lost_rank: continue needs workers of one machine that this program starts itself (not --nnodes, "
-            "torchrun, srun or mpirun); use restart"
+            "run.on_lost_rank: continue needs workers that this program starts itself (not torchrun, srun or mpirun); "
+            "use --nnodes, or restart"
         )
     if not runner_class(config.run).capabilities.rejoins:
         raise ConfigError(

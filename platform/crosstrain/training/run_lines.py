@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from crosstrain.data.tokenizer import TOKENIZER
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 from crosstrain.utils.program import command
@@ -59,11 +58,8 @@ def log_setup(trainer: Trainer) -> None:
 
 def log_restart(world: Group, step: int) -> None:
     """Log the reason for the restart or the change of ranks, if there was one. Collective."""
-    if membership.current is not None and membership.current.epoch.reason:
-        log.info("%s; %d ranks go on from step %d", membership.current.epoch.reason, world.size, step)
-    if reasons := [reason for reason in world.all_gather(restart_reason()) if reason]:
-        _, number, most, why = max(reasons)
-        log.info("%s; all ranks restarted (restart %d of %d) and continue from step %d", why, number, most, step)
+    if membership.news:
+        log.info("%s from step %d", membership.news, step)
 
 
 def log_end(trainer: Trainer) -> None:

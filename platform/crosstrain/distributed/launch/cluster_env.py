@@ -1,33 +1,16 @@
 """Environment variables that launchers (torchrun, srun, mpirun and our own) set for workers."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
 
 from crosstrain.utils.errors import ConfigError
 
-_RESTART = "CROSSTRAIN_STARTED_AGAIN"  # set for restarted workers
 # Variables of Open MPI and MPICH: rank, number of ranks, local rank, number of ranks on this machine.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-
-
-def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: int) -> None:
-    """Record the reason for a restart in the environment of the next workers; an empty reason clears the record.
-
-    `number` counts the restarts. If several nodes record reasons, the reason with the highest `certainty` is used.
-    """
-    os.environ.pop(_RESTART, None)
-    if reason:
-        os.environ[_RESTART] = json.dumps([certainty, number, max_restarts, reason])
-
-
-def restart_reason() -> list | None:
-    """Return [certainty, number, max_restarts, reason] recorded by this worker's launcher; None on the first start."""
-    return json.loads(text) if (text := os.environ.get(_RESTART)) else None
 
 
 def was_restarted() -> bool:

@@ -1,8 +1,8 @@
 """Start the workers of a run, or join the workers that torchrun, srun or mpirun started.
 
-Without such a launcher, torch's elastic agent starts one worker per visible GPU, or one worker if there is no GPU. For
-a run on several machines, the user starts the program with --nnodes on each machine. A single worker runs in this
-process, unless restarts are allowed.
+Without such a launcher, this program starts one worker per visible GPU, or one worker if there is no GPU. For a run on
+several machines, the user starts the program with --nnodes on each machine. A single worker runs in this process,
+unless restarts are allowed.
 """
 
 import os
@@ -21,7 +21,7 @@ class Launch:
     """The number of workers of a run, and the way they are started."""
 
     world_size: int  # number of workers; the maximum if the number of nodes may vary
-    starts_workers: bool  # this process starts the workers with torch's elastic agent
+    starts_workers: bool  # this process starts the workers
     joined: bool  # torchrun, srun or mpirun started this process as one of the workers
     is_first: bool  # this process is the launcher on node 0, the only worker, or rank 0
     nodes: Nodes | None = None  # None: only this machine
@@ -81,10 +81,9 @@ def launch(
         return 128 + stopped if stopped and not how.joined else 0
 
     with sigint_kills():
-        from crosstrain.distributed.launch.elastic_agent import run_agent
-        from crosstrain.distributed.launch.members import Members
+        from crosstrain.distributed.launch.agent import run_workers
 
-    return Members(worker, args, how, sizes, limit).run() if sizes else run_agent(worker, args, how)
+    return run_workers(worker, args, how, sizes, limit)
 
 
 def _visible_devices(device: str) -> int:

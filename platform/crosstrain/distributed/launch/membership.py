@@ -1,16 +1,17 @@
-"""A worker's membership in a run whose workers may change; `current` is None in all other runs.
+"""A worker's membership in a run that our launcher started.
 
-A run with changing workers is a sequence of *epochs*. In an epoch, the number of ranks is fixed. An epoch ends when a
-worker is lost, or at the end of a step when a new worker waits. Every worker then calls `Membership.enter`, and the
-launcher starts the next epoch when all of them wait.
+A run is a sequence of *epochs*. In an epoch, the number of ranks is fixed. An epoch ends when a worker is lost, or when
+one is added. With `run.on_lost_rank: continue`, every worker then calls `Membership.enter`, and the launcher starts the
+next epoch when all of them wait; `current` is None in all other runs, in which the launcher starts new workers.
 """
 
 import os
+import socket
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from crosstrain.distributed.launch.worker_errors import is_lost_peer
@@ -19,6 +20,7 @@ from crosstrain.utils.errors import RankLost
 BEAT = 1.0  # seconds between signs of life
 
 current: "Membership | None" = None
+news = ""  # the reason for the current epoch; empty for the first one
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,16 @@ class Epoch:
     number: int
     rank: int
     size: int
-    port: int  # of the store where the ranks meet
-    reason: str  # the reason for the change; empty for the first epoch
+    address: str  # of the store where the ranks meet
+    port: int
+    news: str  # the reason for the change; empty for the first epoch
+
+
+@dataclass(frozen=True)
+class Over:
+    """The end of an epoch in which a rank was lost."""
+
+    address: str  # of the machine that was lost with the rank; empty: the machine goes on
 
 
 class Regroup(Exception):
@@ -41,23 +51,31 @@ class Membership:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
-        self.epoch = Epoch(0, 0, 0, 0, "")
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        self._orders = SimpleQueue[Epoch | None]()  # None: the wish for a new epoch at the end of a step
+        self.epoch = Epoch(0, 0, 0, "", 0, "")
+        threading.Thread(target=self._listen, name="membership", daemon=True).start()
 
     def say(self, message: str, value: Any = None) -> None:
-        with self._lock:
+        with self._lock, suppress(OSError):  # the launcher has ended
             self._connection.send((message, value))
 
-    def _beat(self) -> None:
-        with suppress(OSError):  # the launcher has ended
+    def _listen(self) -> None:
+        """Take the launcher's orders, and tell it regularly that this process lives."""
+        with suppress(EOFError, OSError):
             while True:
-                time.sleep(BEAT)
-                self.say("beat")
+                if not self._connection.poll(BEAT):
+                    self.say("beat")
+                    continue
+                order = self._connection.recv()
+                if isinstance(order, Over):
+                    _stop_waiting(order.address)
+                else:
+                    self._orders.put(order)
 
     @property
     def ends_epoch(self) -> bool:
         """True if the launcher wants a new epoch at the end of this step, because another worker waits."""
-        return self._connection.poll()
+        return not self._orders.empty()
 
     def enter(self, part: str | None = None) -> Epoch:
         """Wait for an epoch that includes this worker, and put its address into the environment.
@@ -67,18 +85,37 @@ class Membership:
         self.say("waiting", part)
         epoch: Epoch | None = None
         while epoch is None:
-            epoch = self._connection.recv()  # None is the wish for a new epoch, which this call already grants
+            epoch = self._orders.get()  # a wish for a new epoch is already granted by this call
         os.environ |= {
             "RANK": str(epoch.rank),
             "WORLD_SIZE": str(epoch.size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": epoch.address,
             "MASTER_PORT": str(epoch.port),
             # The launcher has a new store for each epoch.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "crosstrain",
+            "TORCHELASTIC_RESTART_COUNT": str(epoch.number - 1),
         }
-        self.epoch = epoch
+        global news
+        self.epoch, news = epoch, epoch.news
         return epoch
+
+
+def _stop_waiting(lost_address: str) -> None:
+    """End this process's collectives that wait for a lost rank.
+
+    NCCL's collectives wait until they are aborted. gloo's end when a connection breaks, but connections to a machine
+    without power or network do not break by themselves.
+    """
+    import psutil  # the command line imports this file before slow imports
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.abort()
+    for connection in psutil.Process().net_connections("tcp") if lost_address else []:
+        if connection.raddr and connection.raddr.ip.removeprefix("::ffff:") == lost_address:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as broken:  # it may be closed by now
+                broken.shutdown(socket.SHUT_RDWR)
 
 
 def ends_only_the_epoch(error: Exception) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from crosstrain.utils.errors import ConfigError, UserError
 
+QUIET = 10.0  # seconds until a node that waits for others prints a note
 PORT = 29400  # torchrun's default for the rendezvous
 
 # Defaults of --rdzv-conf, in seconds and attempts. A node without a heartbeat for `keep_alive_interval *
@@ -22,7 +23,7 @@ class Nodes:
 
     min_nodes: int  # training starts only when at least this many nodes have joined
     max_nodes: int
-    is_host: bool  # this is node 0
+    rank: int  # of this machine
     host: str
     port: int
     local_addr: str  # address at which the other nodes reach this machine
@@ -59,7 +60,24 @@ class Nodes:
                 f"--local-addr: the address of this node towards {host} is {address}, which other nodes cannot reach; "
                 f"give an address that they can reach"
             )
-        return Nodes(least, most, node_rank == 0, host, port, address, conf)
+        return Nodes(least, most, node_rank, host, port, address, conf)
+
+    @property
+    def is_host(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def keep_alive(self) -> int:
+        """Seconds without a sign of life after which a node counts as lost."""
+        return self.rdzv_conf["keep_alive_interval"] * self.rdzv_conf["keep_alive_max_attempt"]
+
+    @property
+    def too_few(self) -> str:
+        """The error if too few nodes join."""
+        return (
+            f"--nnodes: fewer than {self.min_nodes} nodes joined at {self.host}:{self.port} within "
+            f"{self.rdzv_conf['join_timeout']} s; start the same command on each node, with its own --node-rank"
+        )
 
     @property
     def interface(self) -> str | None:
@@ -71,10 +89,17 @@ class Nodes:
         listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
         return listed.get(self.local_addr.partition("%")[0])
 
+    @property
+    def waiting(self) -> str:
+        """The note while nodes are missing."""
+        timeout = self.rdzv_conf["join_timeout"]
+        return f"waiting for {self.min_nodes} nodes to join at {self.host}:{self.port}, for at most {timeout} s"
+
     def wait_for_host(self) -> None:
         """Wait until node 0 answers. Raises UserError after the join timeout."""
-        deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
-        while not self.is_host:
+        began, quiet = time.monotonic(), True
+        deadline = began + self.rdzv_conf["join_timeout"]
+        while True:
             try:
                 socket.create_connection((self.host, self.port), timeout=5).close()
                 return
@@ -84,6 +109,9 @@ class Nodes:
                         f"--rdzv-endpoint: no answer from {self.host}:{self.port} ({error.strerror or error}); "
                         f"start node 0 there with the same command and --node-rank 0"
                     ) from None
+                if quiet and time.monotonic() > began + QUIET:
+                    print(self.waiting, file=sys.stderr, flush=True)
+                    quiet = False
                 time.sleep(0.5)
 
 

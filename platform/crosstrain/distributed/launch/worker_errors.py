@@ -4,7 +4,6 @@ An error that the user has to fix is reported in one sentence, without a restart
 help.
 """
 
-import json
 import multiprocessing
 import os
 import re
@@ -13,16 +12,16 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, sentence
 from crosstrain.utils.processes import on_parents_death
 
-_AGAIN = "run the same command again: training resumes from the last checkpoint, if there is one"
+AGAIN = "run the same command again: training resumes from the last checkpoint, if there is one"
 _BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # messages for a lost connection
-_launcher_shows_errors = False  # True: our own launcher started this process
+_report: Callable[[dict[str, Any]], None] | None = None  # sends an error to our own launcher; None: it did not start us
 
 
 class WorkerFailure(Exception):
@@ -32,22 +31,20 @@ class WorkerFailure(Exception):
 # ---- in a worker
 
 
-def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
-    """Run a worker in a process started by our own launcher; an error ends the process."""
-    global _launcher_shows_errors
-    _launcher_shows_errors = True
+def run_worker(worker: Callable[..., int], args: tuple[Any, ...], report: Callable[[dict[str, Any]], None]) -> int:
+    """Run a worker in a process started by our own launcher; an error ends the process.
+
+    report: sends an error to the launcher.
+    """
+    global _report
+    _report = report
     os.setpgid(0, 0)  # signals from a terminal, `timeout` or `kill -- -GROUP` reach only the launcher; it forwards them
-    on_parents_death(signal.SIGKILL)  # torch chooses SIGINT, but libraries may swallow KeyboardInterrupt
+    on_parents_death(signal.SIGKILL)
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)
     try:
-        result = worker(*args)
-        # When the worker function has returned, torch waits for the launcher, even if the launcher is dead.
-        on_parents_death(signal.SIGKILL)
-        if launcher is not None and not launcher.is_alive():
-            os._exit(1)
-        return result
+        return worker(*args)
     except Exception as error:
         if is_lost_peer(str(error)):
             time.sleep(5)  # the lost rank has the real error; the launcher ends this process in the meantime
@@ -58,22 +55,19 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
 def report_error(error: Exception) -> None:
     """Report `error` to our launcher, which prints it when this process ends; under other launchers, print it now."""
     error = refusal(error) or _lost_connection(error) or error
-    if not _launcher_shows_errors:
+    if _report is None:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
     else:
+        by_user = isinstance(error, UserError)
         details = {
-            "message": str(error) or type(error).__name__,
-            "extraInfo": {
-                "user_error": isinstance(error, UserError),
-                "rank_lost": isinstance(error, RankLost) if isinstance(error, UserError) else is_lost_peer(str(error)),
-                "may_pass": isinstance(error, OutOfMemory),
-                "short": sentence(f"{type(error).__name__}: {error}")[:300],
-                "py_callstack": "".join(traceback.format_exception(error)),
-                "timestamp": str(int(time.time())),
-            },
+            "message": str(error),
+            "user_error": by_user,
+            "rank_lost": isinstance(error, RankLost) if by_user else is_lost_peer(str(error)),
+            "may_pass": isinstance(error, OutOfMemory),
+            "short": sentence(f"{type(error).__name__}: {error}")[:300],
+            "traceback": "".join(traceback.format_exception(error)),
         }
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
-            json.dump({"message": details}, file)
+        _report(details)
 
 
 def exit_silently(seconds: float) -> NoReturn:
@@ -93,7 +87,7 @@ def _lost_connection(error: Exception) -> RankLost | None:
     rank, host, other = os.environ.get("RANK", "0"), socket.gethostname(), f" at {address[1]}" if address else ""
     return RankLost(
         f"rank {rank} on {host} lost its connection to another rank{other} ({broken[0]}); that rank ended, or its "
-        f"machine was lost: see the error in the launcher's output there (docs/launching.md, Logs), then {_AGAIN}"
+        f"machine was lost: see the error in the launcher's output there (docs/launching.md, Logs), then {AGAIN}"
     )
 
 
@@ -111,47 +105,32 @@ _LIKELY_CAUSES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure in a group of workers."""
+    """The failure of a worker."""
 
     error: UserError | WorkerFailure
     summary: str  # rank and error in a few words
-    is_final: bool  # a restart cannot help
-    lost_another: bool  # another rank failed first, perhaps on a different machine
+    is_final: bool = False  # a restart cannot help
+    lost_another: bool = False  # another rank failed first, perhaps on a different machine
 
 
-def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
-    """Choose the first failure; a killed rank takes precedence over ranks that lost their connection to it.
+def failure_of(rank: int, code: int, details: dict[str, Any] | None, where: str = "") -> Failure:
+    """Describe the failure of a worker.
 
-    failures: rank -> torch's ProcessFailure. where: the machine, such as " on node7"; empty for a run on a single
-    machine.
+    code: its exit code. details: its report of the error, if there is one. where: the machine, such as " on node7";
+    empty for a run on a single machine.
     """
-    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    killed = [(rank, f) for rank, f in ordered if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    rank, failure = (killed or ordered)[0]
-    if killed:
-        name = signal.Signals(-failure.exitcode).name
+    if code < 0 and code != -signal.SIGTERM:
+        name = signal.Signals(-code).name
         summary = f"rank {rank}{where} was killed by {name}"
         hint = f" ({_LIKELY_CAUSES[name]})" if name in _LIKELY_CAUSES else ""
-        return Failure(UserError(f"{summary}{hint}; {_AGAIN}"), summary, is_final=False, lost_another=False)
-    data = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
-    message = data.get("message", {})
-    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-    lost = bool(extra.get("rank_lost"))
-    summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'an error')}"
-    if extra.get("user_error"):
-        if lost:
-            summary = message["message"].partition(";")[0]  # names the lost rank, if it is known
-        return Failure(
-            UserError(message["message"]),
-            summary,
-            is_final=not (lost or extra.get("may_pass")),
-            lost_another=lost,
-        )
-    if "py_callstack" not in extra:  # a library called exit
-        summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and without a Python error"
-        return Failure(
-            UserError(f"{summary}; its output may show the reason; {_AGAIN}"), summary, False, lost_another=False
-        )
-    return Failure(
-        WorkerFailure(f"rank {rank} failed:\n{extra['py_callstack']}"), summary, is_final=False, lost_another=lost
-    )
+        return Failure(UserError(f"{summary}{hint}; {AGAIN}"), summary)
+    if details is None:  # a library called exit
+        summary = f"rank {rank}{where} ended with exit code {code} and without a Python error"
+        return Failure(UserError(f"{summary}; its output may show the reason; {AGAIN}"), summary)
+    lost, message = details["rank_lost"], details["message"]
+    summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {details['short']}"
+    if not details["user_error"]:
+        return Failure(WorkerFailure(f"rank {rank} failed:\n{details['traceback']}"), summary, lost_another=lost)
+    if lost:
+        summary = message.partition(";")[0]  # names the lost rank, if it is known
+    return Failure(UserError(message), summary, is_final=not (lost or details["may_pass"]), lost_another=lost)

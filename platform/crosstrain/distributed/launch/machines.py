@@ -1,0 +1,157 @@
+"""The machines of a run.
+
+The launcher on node 0 decides, and the launchers on the other nodes start its workers and forward their messages. All
+of them exchange messages through queues of a store on node 0: one queue for events, and one per machine for orders.
+"""
+
+import pickle
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.local_workers import Ended, Event, LocalWorkers
+from crosstrain.distributed.launch.rendezvous import QUIET, Nodes
+from crosstrain.utils.errors import UserError
+
+_EVENTS = "events"
+_END = 10.0  # seconds for the other launchers to take the last order
+_ANSWER = 10.0  # seconds to wait for an answer of the store on node 0
+
+
+@dataclass
+class _Machine:
+    """A machine beside node 0."""
+
+    node: int  # its rank
+    name: str
+    address: str
+    queue: str = field(default_factory=lambda: str(uuid.uuid4()))  # for its orders
+    heard: float = 0.0  # time of the last sign of life, on the clock of node 0
+
+
+class Machines:
+    """The machines of a run, as the launcher on node 0 sees them."""
+
+    def __init__(self, local: LocalWorkers, how: Launch) -> None:
+        self._local, self._nproc, self._nodes = local, how.nproc_per_node, how.nodes
+        self._others: dict[int, _Machine] = {}  # node rank -> machine
+        self._changed = time.monotonic()  # time of the last loss or arrival of a machine
+        self._quiet = True  # the user does not know yet that the run waits for machines
+        if nodes := self._nodes:
+            try:
+                self._store = dist.TCPStore(nodes.host, nodes.port, is_master=True, wait_for_workers=False)
+            except dist.DistError as error:
+                raise UserError(f"--rdzv-endpoint: port {nodes.port} cannot be used here ({error})") from None
+
+    @property
+    def address(self) -> str:
+        return self._nodes.local_addr if self._nodes else "127.0.0.1"
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots of the machines that are not lost."""
+        return [slot for node in (0, *sorted(self._others)) for slot in self._slots(node)]
+
+    def _slots(self, node: int) -> range:
+        return range(node * self._nproc, (node + 1) * self._nproc)
+
+    def are_missing(self) -> bool:
+        """Return True if more machines may join before the ranks meet. Raises UserError after the join timeout."""
+        if (nodes := self._nodes) is None:
+            return False
+        count, waited = 1 + len(self._others), time.monotonic() - self._changed
+        if count < nodes.min_nodes and waited > nodes.rdzv_conf["join_timeout"]:
+            raise UserError(nodes.too_few)
+        if count < nodes.min_nodes and waited > QUIET and self._quiet:
+            print(nodes.waiting, file=sys.stderr, flush=True)
+            self._quiet = False
+        return count < nodes.min_nodes or (count < nodes.max_nodes and waited < nodes.rdzv_conf["last_call_timeout"])
+
+    def order(self, action: str, slot: int, value: Any = None) -> None:
+        if slot < self._nproc:
+            self._local.order(action, slot, value)
+        elif machine := self._others.get(slot // self._nproc):
+            self._tell(machine, action, slot, value)
+
+    def _tell(self, machine: _Machine, *order: Any) -> None:
+        self._store.queue_push(machine.queue, pickle.dumps(order))
+
+    def events(self) -> Iterator[Event]:
+        """Wait a moment, and yield the events of all machines."""
+        yield from self._local.events()
+        if self._nodes is None:
+            return
+        while self._store.queue_len(_EVENTS):
+            sender, events = pickle.loads(self._store.queue_pop(_EVENTS))
+            machine = self._others.get(sender.node)
+            if events is None:
+                yield from self._add(sender)
+            elif machine is not None and machine.queue == sender.queue:  # not from a machine that counts as lost
+                machine.heard = time.monotonic()
+                yield from events
+        for node, machine in list(self._others.items()):
+            if time.monotonic() - machine.heard > self._nodes.keep_alive:
+                yield from self._lose(node, f"gave no sign of life for {self._nodes.keep_alive} s")
+
+    def _add(self, machine: _Machine) -> Iterator[Event]:
+        if machine.node in self._others:
+            yield from self._lose(machine.node, f"was replaced by {machine.name}")
+        self._others[machine.node] = machine
+        machine.heard = self._changed = time.monotonic()
+        yield from (Event(slot, 0, "added") for slot in self._slots(machine.node))
+
+    def _lose(self, node: int, what: str) -> Iterator[Event]:
+        machine = self._others.pop(node)
+        self._tell(machine, "leave")
+        self._changed = time.monotonic()
+        end = Ended(1, reason=f"node {node} ({machine.name}) {what}", address=machine.address)
+        yield from (Event(slot, 0, "ended", end) for slot in self._slots(node))
+
+    def close(self, code: int | None) -> None:
+        """End the run on the other machines, with this exit code; None: with an error."""
+        for machine in self._others.values():
+            self._tell(machine, "end", code)
+        deadline = time.monotonic() + _END  # the store ends with this process
+        while any(self._store.queue_len(machine.queue) for machine in self._others.values()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+
+
+def follow(workers: LocalWorkers, nodes: Nodes) -> int | None:
+    """Carry out the orders of the launcher on node 0 until the end of the run, and return the exit code.
+
+    Returns None if the run ends with an error, which the launcher on node 0 prints. Raises DistError if the connection
+    to node 0 is lost.
+    """
+    machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr)
+    answer = timedelta(seconds=_ANSWER)
+    events = None  # first, this machine joins
+    try:
+        store = dist.TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=answer)
+        while True:
+            # Without an event, an empty list is a sign of life.
+            store.queue_push(_EVENTS, pickle.dumps((machine, events)))
+            while store.queue_len(machine.queue):
+                action, *values = pickle.loads(store.queue_pop(machine.queue))
+                if action == "end":
+                    workers.close(_END)
+                    return values[0]
+                if action == "leave":
+                    raise dist.DistError("node 0 has given this node up")
+                workers.order(action, *values)
+            events = workers.events()
+    except dist.DistError:
+        if not workers.goes_on and workers.finish():  # the launcher on node 0 was killed, and all ranks have saved
+            return 128 + max(workers.results) if any(workers.results) else 0
+        raise
+    finally:
+        workers.close()
