@@ -37,7 +37,7 @@ def run_workers(
         if not any_left and (workers is None or not workers.results):
             raise _Stopped
 
-    nodes, joins_left = how.nodes, how.max_restarts
+    nodes, joins_left, news = how.nodes, how.max_restarts, ""
     try:
         with (
             forwarded(stop, check_children),
@@ -47,7 +47,7 @@ def run_workers(
                 nodes.wait_for_host()
                 workers = LocalWorkers(worker, args, how, goes_on=bool(sizes))
                 try:
-                    code = follow(workers, nodes)
+                    code = follow(workers, nodes, news)
                 except DistError as error:
                     if not joins_left or stop:
                         raise UserError(
@@ -57,8 +57,8 @@ def run_workers(
                 else:
                     if code is None:
                         raise UserError("another node ended the run; see its output for the reason")
-                    return code
-                joins_left -= 1
+                    return 128 + stop[0] if stop and code else code
+                joins_left, news = joins_left - 1, "node 0 was lost"
                 print("note: lost the connection to node 0; this node joins again", file=sys.stderr, flush=True)
             workers = LocalWorkers(worker, args, how, goes_on=bool(sizes))
             return Members(workers, how, stop, sizes, limit).exit_code()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.local_workers import Ended, Event, LocalWorkers
-from crosstrain.distributed.launch.rendezvous import QUIET, Nodes
+from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.utils.errors import UserError
 
 _EVENTS = "events"
@@ -33,6 +33,7 @@ class _Machine:
     node: int  # its rank
     name: str
     address: str
+    news: str  # the reason for joining again; empty at first
     queue: str = field(default_factory=lambda: str(uuid.uuid4()))  # for its orders
     heard: float = 0.0  # time of the last sign of life, on the clock of node 0
 
@@ -44,12 +45,12 @@ class Machines:
         self._local, self._nproc, self._nodes = local, how.nproc_per_node, how.nodes
         self._others: dict[int, _Machine] = {}  # node rank -> machine
         self._changed = time.monotonic()  # time of the last loss or arrival of a machine
-        self._quiet = True  # the user does not know yet that the run waits for machines
         if nodes := self._nodes:
             try:
                 self._store = dist.TCPStore(nodes.host, nodes.port, is_master=True, wait_for_workers=False)
             except dist.DistError as error:
                 raise UserError(f"--rdzv-endpoint: port {nodes.port} cannot be used here ({error})") from None
+            print(nodes.waiting, file=sys.stderr, flush=True)
 
     @property
     def address(self) -> str:
@@ -70,9 +71,6 @@ class Machines:
         count, waited = 1 + len(self._others), time.monotonic() - self._changed
         if count < nodes.min_nodes and waited > nodes.rdzv_conf["join_timeout"]:
             raise UserError(nodes.too_few)
-        if count < nodes.min_nodes and waited > QUIET and self._quiet:
-            print(nodes.waiting, file=sys.stderr, flush=True)
-            self._quiet = False
         return count < nodes.min_nodes or (count < nodes.max_nodes and waited < nodes.rdzv_conf["last_call_timeout"])
 
     def order(self, action: str, slot: int, value: Any = None) -> None:
@@ -106,7 +104,7 @@ class Machines:
             yield from self._lose(machine.node, f"was replaced by {machine.name}")
         self._others[machine.node] = machine
         machine.heard = self._changed = time.monotonic()
-        yield from (Event(slot, 0, "added") for slot in self._slots(machine.node))
+        yield from (Event(slot, 0, "added", machine.news) for slot in self._slots(machine.node))
 
     def _lose(self, node: int, what: str) -> Iterator[Event]:
         machine = self._others.pop(node)
@@ -126,13 +124,13 @@ class Machines:
             time.sleep(0.05)
 
 
-def follow(workers: LocalWorkers, nodes: Nodes) -> int | None:
+def follow(workers: LocalWorkers, nodes: Nodes, news: str) -> int | None:
     """Carry out the orders of the launcher on node 0 until the end of the run, and return the exit code.
 
-    Returns None if the run ends with an error, which the launcher on node 0 prints. Raises DistError if the connection
-    to node 0 is lost.
+    news: the reason for joining again; empty at first. Returns None if the run ends with an error, which the launcher
+    on node 0 prints. Raises DistError if the connection to node 0 is lost.
     """
-    machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr)
+    machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr, news)
     answer = timedelta(seconds=_ANSWER)
     events = None  # first, this machine joins
     try:

@@ -98,6 +98,7 @@ class Members:
         worker, value = self._workers.get(event.slot), event.value
         if event.message == "added":
             self._start([event.slot])
+            self._reason = self._reason if self._number else value
         elif worker is None or worker.done or event.start not in (0, worker.start):  # 0: the whole machine is lost
             return
         elif event.message == "waiting":

@@ -6,10 +6,11 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import count
 
 from crosstrain.utils.errors import ConfigError, UserError
 
-QUIET = 10.0  # seconds until a node that waits for others prints a note
+_QUIET = 10  # number of attempts to reach node 0, until a note is printed
 PORT = 29400  # torchrun's default for the rendezvous
 
 # Defaults of --rdzv-conf, in seconds and attempts. A node without a heartbeat for `keep_alive_interval *
@@ -97,9 +98,8 @@ class Nodes:
 
     def wait_for_host(self) -> None:
         """Wait until node 0 answers. Raises UserError after the join timeout."""
-        began, quiet = time.monotonic(), True
-        deadline = began + self.rdzv_conf["join_timeout"]
-        while True:
+        deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
+        for attempt in count():
             try:
                 socket.create_connection((self.host, self.port), timeout=5).close()
                 return
@@ -109,9 +109,8 @@ class Nodes:
                         f"--rdzv-endpoint: no answer from {self.host}:{self.port} ({error.strerror or error}); "
                         f"start node 0 there with the same command and --node-rank 0"
                     ) from None
-                if quiet and time.monotonic() > began + QUIET:
+                if attempt == _QUIET:
                     print(self.waiting, file=sys.stderr, flush=True)
-                    quiet = False
                 time.sleep(0.5)
 
 
