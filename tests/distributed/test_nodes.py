@@ -119,10 +119,10 @@ def test_a_folder_that_is_not_shared_is_found_out(machines: Machines) -> None:
     folder.mkdir()
     own = f"mount -t tmpfs none {folder}"  # in the namespace of mounts that `ip netns exec` makes
     nodes = [machines.start(0, "apart"), machines.start(1, "apart", before=own)]
-    said = [finish(node, code=1) for node in nodes]
-    for out in said:
-        assert f"run.output_dir: {folder} on {socket.gethostname()} is not the folder that rank 0 writes to" in out
-        assert "Traceback" not in out
+    first, other = (finish(node, code=1) for node in nodes)
+    assert f"run.output_dir: {folder} on {socket.gethostname()} is not the folder that rank 0 writes to" in first
+    assert other.strip().splitlines()[-1] == "error: another node ended the run; see its output for the reason"
+    assert "Traceback" not in first + other
 
 
 @pytest.mark.slow
