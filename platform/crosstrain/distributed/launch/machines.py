@@ -43,6 +43,7 @@ class Machines:
 
     def __init__(self, local: LocalWorkers, how: Launch) -> None:
         self._local, self._nproc, self._nodes = local, how.nproc_per_node, how.nodes
+        self.address = how.nodes.local_addr if how.nodes else "127.0.0.1"
         self._others: dict[int, _Machine] = {}  # node rank -> machine
         self._changed = time.monotonic()  # time of the last loss or arrival of a machine
         if nodes := self._nodes:
@@ -51,10 +52,6 @@ class Machines:
             except dist.DistError as error:
                 raise UserError(f"--rdzv-endpoint: port {nodes.port} cannot be used here ({error})") from None
             print(nodes.waiting, file=sys.stderr, flush=True)
-
-    @property
-    def address(self) -> str:
-        return self._nodes.local_addr if self._nodes else "127.0.0.1"
 
     @property
     def slots(self) -> list[int]:
@@ -118,9 +115,7 @@ class Machines:
         for machine in self._others.values():
             self._tell(machine, "end", code)
         deadline = time.monotonic() + _END  # the store ends with this process
-        while any(self._store.queue_len(machine.queue) for machine in self._others.values()):
-            if time.monotonic() > deadline:
-                break
+        while time.monotonic() < deadline and any(self._store.queue_len(m.queue) for m in self._others.values()):
             time.sleep(0.05)
 
 

@@ -149,7 +149,7 @@ class Members:
     def _go_on(self, slot: int, end: Ended, failure: Failure) -> None:
         """Tell the others, and replace the worker if its machine is not lost."""
         for other in self._members:
-            self._machines.order("send", other, membership.Over(end.address))
+            self._machines.order("send", other, end.address)
         if not failure.lost_another and self._reason != failure.summary:  # a lost machine has more than one worker
             self._reason = failure.summary
             print(f"note: {self._reason}", file=sys.stderr, flush=True)
@@ -220,11 +220,10 @@ class Members:
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self._members, self._ranks, self._ended = slots, {slot: rank for rank, slot in enumerate(slots)}, 0.0
         self._number += 1
-        most, news = self._how.max_restarts, ""
-        if self._reason and self._goes_on:
-            news = f"{self._reason}; {len(slots)} ranks go on"
-        elif self._reason:
-            news = f"{self._reason}; all ranks restarted (restart {most - self._restarts_left} of {most}) and continue"
+        most, how = self._how.max_restarts, f"{len(slots)} ranks go on"
+        if not self._goes_on:
+            how = f"all ranks restarted (restart {most - self._restarts_left} of {most}) and continue"
+        news = f"{self._reason}; {how}" if self._reason else ""
         for rank, slot in enumerate(slots):
             self._workers[slot].waits = False
             epoch = membership.Epoch(self._number, rank, len(slots), address, self._store.port, news)

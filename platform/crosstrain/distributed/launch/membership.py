@@ -35,13 +35,6 @@ class Epoch:
     news: str  # the reason for the change; empty for the first epoch
 
 
-@dataclass(frozen=True)
-class Over:
-    """The end of an epoch in which a rank was lost."""
-
-    address: str  # of the machine that was lost with the rank; empty: the machine goes on
-
-
 class Regroup(Exception):
     """This epoch is over. Raised on every rank that goes on."""
 
@@ -67,8 +60,8 @@ class Membership:
                     self.say("beat")
                     continue
                 order = self._connection.recv()
-                if isinstance(order, Over):
-                    _stop_waiting(order.address)
+                if isinstance(order, str):  # a rank was lost
+                    _stop_waiting(order)
                 else:
                     self._orders.put(order)
 
@@ -103,6 +96,8 @@ class Membership:
 
 def _stop_waiting(lost_address: str) -> None:
     """End this process's collectives that wait for a lost rank.
+
+    lost_address: of the machine that was lost with the rank; empty: the machine goes on.
 
     NCCL's collectives wait until they are aborted. gloo's end when a connection breaks, but connections to a machine
     without power or network do not break by themselves.
