@@ -7,8 +7,6 @@ describe how the run ended, and list files and commands for the next steps.
 from importlib.util import find_spec
 
 from crosstrain.data.tokenizer import TOKENIZER
-from crosstrain.distributed.group import Group
-from crosstrain.distributed.launch import membership
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 from crosstrain.utils.program import command
@@ -54,12 +52,6 @@ def log_setup(trainer: Trainer) -> None:
     notices = [split.notice for split in (trainer.dataset, trainer.val_dataset) if split is not None]
     for notice in filter(None, dict.fromkeys(notices)):
         log.warning(notice)
-
-
-def log_restart(world: Group, step: int) -> None:
-    """Log the reason for the restart or the change of ranks, if there was one. Collective."""
-    if membership.news:
-        log.info("%s from step %d", membership.news, step)
 
 
 def log_end(trainer: Trainer) -> None:

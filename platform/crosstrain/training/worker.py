@@ -26,7 +26,7 @@ from crosstrain.engine.runner import Runner, leave_groups
 from crosstrain.training.callback import HookKinds
 from crosstrain.training.carried import Carried, Handover
 from crosstrain.training.reference import add_reference
-from crosstrain.training.run_lines import log_end, log_restart, log_setup
+from crosstrain.training.run_lines import log_end, log_setup
 from crosstrain.training.state import changes, continues, restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
@@ -85,7 +85,8 @@ def _train(config: Config, under_launcher: bool, kept: _Kept) -> int:
 def _fit(trainer: Trainer) -> int:
     runner = trainer.runner
     try:
-        log_restart(runner.world, trainer.state.step)
+        if membership.news:
+            log.info("%s from step %d", membership.news, trainer.state.step)
         trainer.fit()
         log_end(trainer)
     except Exception:

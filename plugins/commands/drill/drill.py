@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class Drill:
         process, results = self._start("disturbed"), list[Result]()
         try:
             for number, step in enumerate(planned):
-                self._wait_for(process, step)
+                self._wait(process, lambda step=step: self._step() >= step, f"did not reach step {step}")
                 results.append(self._disturb(process, faults[number % len(faults)], rng))
             if process.wait(_PATIENCE):
                 raise UserError(f"the run with faults failed; see {self.folder / 'disturbed.log'}")
@@ -92,35 +93,32 @@ class Drill:
         lines = path.read_text().splitlines() if path.exists() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
-    def _wait_for(self, process: subprocess.Popen[bytes], step: int) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], condition: Callable[[], bool], problem: str) -> None:
+        """Wait for a condition. Raises UserError if the run with faults ends before, or if it takes too long."""
         deadline = time.monotonic() + _PATIENCE
-        while self._step() < step:
+        while not condition():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise UserError(f"the run with faults did not reach step {step}; see {self.folder / 'disturbed.log'}")
+                raise UserError(f"the run with faults {problem}; see {self.folder / 'disturbed.log'}")
             time.sleep(0.02)
 
     def _disturb(self, process: subprocess.Popen[bytes], fault: str, rng: random.Random) -> Result:
-        # After a fault, the workers start again. With `on_lost_rank: continue`, the others first go on without one.
-        while process.poll() is None and (
-            len(workers := _workers(process.pid)) < self.workers
-            or ((ranks := _RANKS.findall(self._log())) and int(ranks[-1]) < self.workers)
-        ):
-            time.sleep(0.02)
-        if process.poll() is not None:
-            raise UserError(f"the run ended before the fault {fault}; use more --steps")
+        def all_train() -> bool:
+            """After a fault, the workers start again, or the others first go on without one."""
+            ranks = _RANKS.findall(self._log())
+            return len(_workers(process.pid)) == self.workers and (not ranks or int(ranks[-1]) == self.workers)
+
+        self._wait(process, all_train, f"ended before the fault {fault}, so it needs more --steps")
         known, length = len(_RESTARTED.findall(self._log())), len(self._log())
         step, begun = self._step(), time.monotonic()
-        FAULTS[fault](rng.choice(workers))
+        FAULTS[fault](rng.choice(_workers(process.pid)))
         if fault != "slow":
-            while len(found := _RESTARTED.findall(self._log())) <= known:
-                if process.poll() is not None or time.monotonic() > begun + _PATIENCE:
-                    raise UserError(f"the run did not recover from {fault}; see {self.folder / 'disturbed.log'}")
-                time.sleep(0.02)
-        self._wait_for(process, min(step + 1, self.steps))
+            problem = f"did not recover from {fault}"
+            self._wait(process, lambda: len(_RESTARTED.findall(self._log())) > known, problem)
+        self._wait(process, lambda: self._step() > min(step, self.steps - 1), f"did not pass step {step}")
         seconds = time.monotonic() - begun
         if fault == "slow":
             return Result(fault, step, next(iter(_SLOW.findall(self._log()[length:])), ""), 0, seconds)
-        named, resumed = found[known]
+        named, resumed = _RESTARTED.findall(self._log())[known]
         return Result(fault, step, named, max(0, step - int(resumed)), seconds)
 
     def differences(self) -> str:

@@ -23,7 +23,7 @@ from crosstrain.utils.errors import UserError
 
 _EVENTS = "events"
 _END = 10.0  # seconds for the other launchers to take the last order
-_ANSWER = 10.0  # seconds to wait for an answer of the store on node 0
+_ANSWER = timedelta(seconds=10)  # time to wait for an answer of the store on node 0
 
 
 @dataclass
@@ -67,7 +67,10 @@ class Machines:
             return False
         count, waited = 1 + len(self._others), time.monotonic() - self._changed
         if count < nodes.min_nodes and waited > nodes.rdzv_conf["join_timeout"]:
-            raise UserError(nodes.too_few)
+            raise UserError(
+                f"--nnodes: fewer than {nodes.min_nodes} nodes joined at {nodes.host}:{nodes.port} within "
+                f"{nodes.rdzv_conf['join_timeout']} s; start the same command on each node, with its own --node-rank"
+            )
         return count < nodes.min_nodes or (count < nodes.max_nodes and waited < nodes.rdzv_conf["last_call_timeout"])
 
     def order(self, action: str, slot: int, value: Any = None) -> None:
@@ -92,9 +95,10 @@ class Machines:
             elif machine is not None and machine.queue == sender.queue:  # not from a machine that counts as lost
                 machine.heard = time.monotonic()
                 yield from events
+        limit = self._nodes.rdzv_conf["keep_alive_interval"] * self._nodes.rdzv_conf["keep_alive_max_attempt"]
         for node, machine in list(self._others.items()):
-            if time.monotonic() - machine.heard > self._nodes.keep_alive:
-                yield from self._lose(node, f"gave no sign of life for {self._nodes.keep_alive} s")
+            if time.monotonic() - machine.heard > limit:
+                yield from self._lose(node, f"gave no sign of life for {limit} s")
 
     def _add(self, machine: _Machine) -> Iterator[Event]:
         if machine.node in self._others:
@@ -126,10 +130,9 @@ def follow(workers: LocalWorkers, nodes: Nodes, news: str) -> int | None:
     on node 0 prints. Raises DistError if the connection to node 0 is lost.
     """
     machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr, news)
-    answer = timedelta(seconds=_ANSWER)
     events = None  # first, this machine joins
     try:
-        store = dist.TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=answer)
+        store = dist.TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=_ANSWER)
         while True:
             # Without an event, an empty list is a sign of life.
             store.queue_push(_EVENTS, pickle.dumps((machine, events)))

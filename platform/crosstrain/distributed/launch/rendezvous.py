@@ -68,19 +68,6 @@ class Nodes:
         return self.rank == 0
 
     @property
-    def keep_alive(self) -> int:
-        """Seconds without a sign of life after which a node counts as lost."""
-        return self.rdzv_conf["keep_alive_interval"] * self.rdzv_conf["keep_alive_max_attempt"]
-
-    @property
-    def too_few(self) -> str:
-        """The error if too few nodes join."""
-        return (
-            f"--nnodes: fewer than {self.min_nodes} nodes joined at {self.host}:{self.port} within "
-            f"{self.rdzv_conf['join_timeout']} s; start the same command on each node, with its own --node-rank"
-        )
-
-    @property
     def interface(self) -> str | None:
         """Name of the network interface with this machine's address; None if there is no such interface."""
         import psutil  # only needed for runs on several machines
