@@ -256,11 +256,10 @@ class _Column:
         return self._count
 
     def __getitem__(self, key: int | slice) -> Any:  # returns an int, or an array for a slice
-        if isinstance(key, slice):
-            start, stop, _ = key.indices(self._count)
-            return self.read(start, max(start, stop))
-        index = range(self._count)[key]
-        return int(self.read(index, index + 1)[0])
+        chosen = range(self._count)[key]
+        if isinstance(chosen, range):
+            return self.read(chosen.start, max(chosen.start, chosen.stop))
+        return int(self.read(chosen, chosen + 1)[0])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return entries [start, stop), which must exist."""
