@@ -112,14 +112,14 @@ class ConversationEncoder:
         )
         seen = {} if pixels is None else {"pixel_values": pixels}
         if len(encoded) == 1:
-            return _arrays(encoded[0].ids[:-1], _labels(encoded[0])) | seen
+            return _arrays(encoded[0].ids[:-1], encoded[0].labels) | seen
         shared = self._shared(encoded)
         ids, labels = encoded[0].ids[:shared], [IGNORE_INDEX] * shared
         segments, positions = [SHARED] * shared, list(range(shared))
         for number, tokens in enumerate(encoded, 1):
             own = tokens.ids[shared:-1]
             ids += own
-            labels += _labels(tokens)[shared:]
+            labels += tokens.labels[shared:]
             segments += [number] * len(own)
             positions += range(shared, shared + len(own))
         return _arrays(ids, labels, segments=segments, position_ids=positions) | seen
@@ -164,12 +164,6 @@ class ConversationEncoder:
     def _content(self, text: str) -> list[int]:
         first, *rest = text.split(IMAGE)
         return self._text(first) + [i for part in rest for i in (*self.image, *self._text(part))]
-
-
-def _labels(tokens: EncodedChat) -> list[int]:
-    """Return the label at each position except the last: the next token if it is a target, else IGNORE_INDEX."""
-    pairs = zip(tokens.ids[1:], tokens.is_target[1:], strict=True)
-    return [token if learned else IGNORE_INDEX for token, learned in pairs]
 
 
 def _arrays(ids: list[int], labels: list[int], **more: list[int]) -> Sample:

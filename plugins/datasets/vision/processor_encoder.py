@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from crosstrain import (
-    IGNORE_INDEX,
     Batch,
     Conversation,
     DataError,
@@ -211,8 +210,7 @@ class ProcessorEncoder:
         parts = []
         for tokens in encoded:
             ids = np.array(tokens.ids, np.int64)
-            labels = np.where(tokens.is_target, ids, IGNORE_INDEX)[1:]
-            parts.append(self._fields(ids[:-1]) | {"labels": labels} | processed.fields)
+            parts.append(self._fields(ids[:-1]) | {"labels": np.array(tokens.labels, np.int64)} | processed.fields)
         return joined(parts)
 
     def _fields(self, ids: np.ndarray) -> Sample:
