@@ -162,29 +162,26 @@ class Mixture(VqaDataset):
         return self.starts[-1]
 
     def _at(self, index: int) -> tuple[int, int]:
+        """Return (number of a part, index in this part)."""
         k = int(np.searchsorted(self.starts, index, "right")) - 1
         return k, (index - self.starts[k]) % len(self.parts[k])
 
-    def _place(self, index: int) -> tuple[Dataset, int]:
-        k, inner = self._at(index)
-        return self.parts[k], inner
-
     def get(self, index: int, rng: np.random.Generator) -> Sample:
-        part, inner = self._place(index)
-        return part.get(inner, rng)
+        k, inner = self._at(index)
+        return self.parts[k].get(inner, rng)
 
     def announce(self, indices: Sequence[int]) -> None:
-        places = [self._place(index) for index in indices]
-        for part in self.parts:
-            part.announce([inner for owner, inner in places if owner is part])
+        places = [self._at(index) for index in indices]
+        for number, part in enumerate(self.parts):
+            part.announce([inner for k, inner in places if k == number])
 
     def training_index(self, seed: int, number: int) -> int:
         k, n = self.order.place(number)
         return self.starts[k] + self.parts[k].training_index(derive_seed(seed, "part", k), n)
 
     def location(self, index: int) -> str:
-        part, inner = self._place(index)
-        return f"{part.address}, {part.location(inner)}".rstrip(", ")
+        k, inner = self._at(index)
+        return f"{self.parts[k].address}, {self.parts[k].location(inner)}".rstrip(", ")
 
     def evaluation_index(self, place: int) -> int:
         k, n = self.order.place(place) if self.places is None else self._at(int(self.places[place]))
@@ -197,7 +194,8 @@ class Mixture(VqaDataset):
         return self.parts[0].collate(samples)
 
     def examples(self, index: int) -> list[Example]:
-        part, inner = self._place(index)
+        k, inner = self._at(index)
+        part = self.parts[k]
         found = part.examples(inner) if isinstance(part, VqaDataset) else []
         label = f"{part.address}, " if len(self.parts) > 1 else ""
         return [replace(example, kind=f"{label}{example.kind}") for example in found]

@@ -16,7 +16,6 @@ SHAPES = ("circle", "square", "triangle", "cross")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
 NUMBERS = ("zero", "one", "two", "three", "four")
 CELL = 16  # pixels; a picture has 3 x 3 cells
-KINDS = ("colour", "shape", "count", "above", "left")  # kinds of questions
 
 Kind = tuple[str, str]  # (colour, shape)
 COMBINATIONS: list[Kind] = list(itertools.product(COLOURS, SHAPES))

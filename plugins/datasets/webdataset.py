@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tarfile
 from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate
@@ -153,10 +152,8 @@ def _state(path: Path) -> dict[str, int]:
 
     Raises DataError if the shard is missing or not a regular file.
     """
-    with os_errors_as(DataError, f"the shard {path} cannot be opened"):
-        found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"the shard {path} cannot be opened (not a regular file)")
+    with os_errors_as(DataError, f"the shard {path} cannot be opened"), open_regular(path) as file:
+        found = os.fstat(file.fileno())
     return {"version": _VERSION, "bytes": found.st_size, "modified": found.st_mtime_ns}
 
 

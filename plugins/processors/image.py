@@ -16,16 +16,17 @@ from timm.data.auto_augment import AugmentOp, RandAugment
 
 from crosstrain import Fraction, OptionError, PositiveFloat, Text, registry
 
+_OTHERS = ("encoder", "image_size", "augment")  # options that are not arguments of timm's `create_transform`
+
 
 class _Transform:
     """Base class of image processors: applies one of timm's transforms."""
 
-    def __init__(self, options: "_Options", **arguments: Any) -> None:
-        """arguments: those of `create_transform` that only one of the image processors has."""
+    def __init__(self, options: "_Options", is_training: bool = False) -> None:
+        """options: arguments of `create_transform`, and the options in `_OTHERS`."""
         size = None if options.image_size is None else (3, options.image_size, options.image_size)
-        mean, std = (None if values is None else tuple(values) for values in (options.mean, options.std))
-        arguments |= {"input_size": size, "mean": mean, "std": std, "interpolation": options.interpolation}
-        given = {key: value for key, value in arguments.items() if value is not None}
+        arguments = vars(options) | {"input_size": size, "is_training": is_training}
+        given = {key: value for key, value in arguments.items() if value is not None and key not in _OTHERS}
         if options.encoder is not None:
             config = resolve_data_config(pretrained_cfg=_published(options.encoder))
             given = {k: config[k] for k in ("input_size", "mean", "std", "interpolation", "crop_pct")} | given
@@ -113,14 +114,7 @@ class ImageTrain(_Transform):
                     raise OptionError(name, f"the minimum {pair[0]:g} is above the maximum {pair[1]:g}")
 
     def __init__(self, options: Options) -> None:
-        super().__init__(
-            options,
-            is_training=True,
-            scale=options.scale,
-            ratio=options.ratio,
-            hflip=options.hflip,
-            color_jitter=options.color_jitter,
-        )
+        super().__init__(options, is_training=True)
         if options.augment:
             self.transform.transforms.insert(-2, _random_augment())  # augment before the conversion to a tensor
 
@@ -140,11 +134,3 @@ class ImageEval(_Transform):
 
         crop_mode: Literal["squash", "center"] = "squash"  # squash: ignore the aspect ratio; center: crop the edges
         crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # fraction of height and width to keep
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(
-            options,
-            is_training=False,
-            crop_mode=options.crop_mode,
-            crop_pct=options.crop_pct,
-        )

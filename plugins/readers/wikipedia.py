@@ -47,6 +47,12 @@ _SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # behavior switches, su
 _VARIANTS = re.compile(r"-\{(?:([^{}|]*)\|)?(?:\s*zh[\w-]*\s*:)?([^{};]*)[^{}]*\}-")  # -{zh-hans:软件; zh-hant:軟體}-
 
 
+def _shown_text(given: tuple[str, frozenset[str]]) -> tuple[str, tuple[str, ...]]:
+    """Return a page's text, and the templates that leave a gap in it; `given` is (markup, prefixes of hidden links)."""
+    page = WikiPage(*given)
+    return page.text, tuple(page.vanished)
+
+
 @registry.register_reader("wikipedia")
 class WikipediaReader(FileReader):
     """XML dumps of Wikipedia and other MediaWikis: one document per page, markup removed by mwparserfromhell."""
@@ -62,14 +68,11 @@ class WikipediaReader(FileReader):
         titles: bool = True  # start each document with the page's title
 
     options: Options
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.shown = LimitedProcess(  # the parser takes hours on some pages of 100 KB
-            _shown_text,
-            "cannot be read: its markup",
-            advice="remove the page, or drop such pages with unusable: drop",
-        )
+    shown = LimitedProcess(  # the parser takes hours on some pages of 100 KB
+        _shown_text,
+        "cannot be read: its markup",
+        advice="remove the page, or drop such pages with unusable: drop",
+    )
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
         return split_file(file, _END)
@@ -101,12 +104,6 @@ class WikipediaReader(FileReader):
             if self.options.titles and text:
                 text = f"{title}\n\n{text}"
             yield Document(text, f"{chunk.file}: {title}", vanished)
-
-
-def _shown_text(given: tuple[str, frozenset[str]]) -> tuple[str, tuple[str, ...]]:
-    """Return a page's text, and the templates that leave a gap in it; `given` is (markup, prefixes of hidden links)."""
-    page = WikiPage(*given)
-    return page.text, tuple(page.vanished)
 
 
 @lru_cache(maxsize=16)

@@ -38,10 +38,10 @@ WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 7, 11, 0.1, 0.25, 100]), min_siz
 @given(WEIGHTS)
 def test_every_prefix_is_less_than_one_sample_off(weights: list[float]) -> None:
     counts = mixing.quantise(weights)
-    order = mixing.MixtureOrder(counts)
-    length = min(2 * order.period + 3, 3000)
+    order, period = mixing.StagedOrder({0: weights}), sum(counts)
+    length = min(2 * period + 3, 3000)
     turns = [order.place(n) for n in range(length)]
-    shares = np.array(counts) / order.period
+    shares = np.array(counts) / period
     had = np.cumsum(np.eye(len(counts))[[k for k, _ in turns]], axis=0)
     assert np.abs(had - np.arange(1, length + 1)[:, None] * shares).max() < 1
     for k in range(len(counts)):
@@ -59,9 +59,9 @@ def test_weights_are_exact_where_a_short_period_allows_it() -> None:
 
 
 def test_the_place_of_a_sample_far_away_is_looked_up() -> None:
-    order = mixing.MixtureOrder([7, 2, 1])
+    order, counts = mixing.StagedOrder({0: [7, 2, 1]}), [7, 2, 1]
     k, before = order.place(10**15 + 3)
-    assert (k, before) == (order.place(3)[0], order.place(3)[1] + 10**14 * order.counts[k])
+    assert (k, before) == (order.place(3)[0], order.place(3)[1] + 10**14 * counts[k])
 
 
 @settings(deadline=None, max_examples=40)

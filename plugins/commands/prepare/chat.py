@@ -33,11 +33,14 @@ from .shards import file_state, key_of
 _FORMAT = 4  # version of the folder's files; changing it rebuilds all folders
 _AT_ONCE = 256  # rows per work item
 _WORTH_WORKERS = 1 << 22  # bytes of conversations; with fewer, starting workers takes longer than the work
+# (conversations of a row, or the reason why the row is unusable; unread keys of the row). A conversation is
+# (token IDs, with ~id for targets; whether the answer is good).
+_Result = tuple[list[tuple[list[int], bool]] | str, set[str]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChatSource:
-    """Conversations and the options for rendering them."""
+    """Conversations and the options for rendering them. A call renders and tokenizes rows."""
 
     paths: tuple[str, ...]  # files and folders
     tokenizer: Path  # a folder with a chat template
@@ -45,24 +48,13 @@ class ChatSource:
     max_tokens: int  # maximum length of a usable conversation
     preferences: bool = False  # rows have good and bad answers; the two answers of a pair are adjacent
 
-
-# (conversations of a row, or the reason why the row is unusable; unread keys of the row). A conversation is
-# (token IDs, with ~id for targets; whether the answer is good).
-_Result = tuple[list[tuple[list[int], bool]] | str, set[str]]
-
-
-@dataclass
-class _Encode:
-    """Render and tokenize rows; return (place, result) for each row."""
-
-    source: ChatSource
-
     @cached_property
     def process(self) -> LimitedProcess:
-        self.template = ChatTemplate(self.source.tokenizer)  # loaded before the process is forked
+        self.template = ChatTemplate(self.tokenizer)  # loaded before the process is forked
         return LimitedProcess(self._read, "")
 
     def __call__(self, item: tuple[tuple[io.Row | str, str], ...]) -> list[tuple[str, _Result]]:
+        """Return (place, result) for each row."""
         found = []
         for row, place in item:
             self.process.name = f"{place}: the chat template or its tokenizer"
@@ -73,7 +65,7 @@ class _Encode:
         if isinstance(row, str):
             return row, set()
         try:
-            found, unread = conversations(row, self.source.preferences)
+            found, unread = conversations(row, self.preferences)
             return [(self._tokens(conversation, unread), conversation.is_good) for conversation in found], unread
         except ChatError as error:
             return str(error), set()
@@ -84,13 +76,11 @@ class _Encode:
         messages = [
             {key: value for key, value in turn if key in turn.model_fields_set} for turn in conversation.messages
         ]
-        encoded = self.template.encode(messages, conversation.tools or None, self.source.train_on)
+        encoded = self.template.encode(messages, conversation.tools or None, self.train_on)
         unread |= encoded.unwritten
         length = len(encoded.ids) - 1
         refuse_if(length < 1, "it has no tokens to train on")
-        refuse_if(
-            length > self.source.max_tokens, f"it has {length} tokens, but seq_length is {self.source.max_tokens}"
-        )
+        refuse_if(length > self.max_tokens, f"it has {length} tokens, but seq_length is {self.max_tokens}")
         return [~token if is_target else token for token, is_target in zip(encoded.ids, encoded.is_target, strict=True)]
 
 
@@ -119,7 +109,7 @@ def _write(source: ChatSource, folder: Path) -> None:
     workers = cores() if size > _WORTH_WORKERS else 1
     with TokenWriter(folder / "tokens", "int32") as writer:
         given = rows((_near(path, copies) for path in source.paths), source.preferences)
-        for results in run_stage(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ()), workers):
+        for results in run_stage(source, iter(lambda: tuple(islice(given, _AT_ONCE)), ()), workers):
             for where, (found, unread) in results:
                 place = where.removeprefix(f"{copies}/")
                 if not isinstance(found, str):

@@ -12,7 +12,16 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from crosstrain import DataError, SampleError, TextTokenizer, check_source, first_line, os_errors_as, read_regular
+from crosstrain import (
+    IGNORE_INDEX,
+    DataError,
+    SampleError,
+    TextTokenizer,
+    check_source,
+    first_line,
+    os_errors_as,
+    read_regular,
+)
 from crosstrain.data.tokenizer import cached_folder, load_cached, stored_tokenizer
 from crosstrain.utils import paths
 
@@ -44,6 +53,11 @@ class EncodedChat:
     ids: list[int]
     is_target: list[bool]
     unwritten: frozenset[str] = frozenset()
+
+    @property
+    def labels(self) -> list[int]:
+        """The label at each position except the last: the next token if it is a target, else IGNORE_INDEX."""
+        return [i if learned else IGNORE_INDEX for i, learned in zip(self.ids, self.is_target, strict=True)][1:]
 
 
 class ChatTemplate:

@@ -12,7 +12,7 @@ import torch
 
 from crosstrain import IGNORE_INDEX, Batch, Conversation, DataError, EncodeText, Sample, SampleError, TextTokenizer
 
-from ...commands.prepare.chat_template import EncodedChat
+from ...commands.prepare.chat_template import EncodedChat, refuse_if
 from ..packing import padded_rows
 
 IMAGE, VIDEO = "<image>", "<video>"  # placeholders of an image and of a video in a message's text
@@ -89,8 +89,10 @@ class ConversationEncoder:
         if not images:
             return None
         assert self.image_processor is not None
-        if any(isinstance(image, list) for image in images):
-            raise SampleError("it has videos, which need a model with a processor of videos")
+        refuse_if(
+            any(isinstance(image, list) for image in images),
+            "it has videos, which need a model with a processor of videos",
+        )
         made = [self.image_processor(image, rng) for image in images]
         pixels = np.stack(made) if len(made) > 1 else made[0][None]  # one image needs no copy
         return np.zeros_like(pixels) if self.blind else pixels
@@ -104,18 +106,20 @@ class ConversationEncoder:
         same results as in a sample of its own. Raises SampleError if there are no targets.
         """
         encoded = [self.encode(c) for c in conversations]
-        if not encoded or not all(any(tokens.is_target) for tokens in encoded):
-            raise SampleError("there is no assistant turn to train on")
+        refuse_if(
+            not encoded or not all(any(tokens.is_target) for tokens in encoded),
+            "there is no assistant turn to train on",
+        )
         seen = {} if pixels is None else {"pixel_values": pixels}
         if len(encoded) == 1:
-            return _arrays(encoded[0].ids[:-1], _labels(encoded[0])) | seen
+            return _arrays(encoded[0].ids[:-1], encoded[0].labels) | seen
         shared = self._shared(encoded)
         ids, labels = encoded[0].ids[:shared], [IGNORE_INDEX] * shared
         segments, positions = [SHARED] * shared, list(range(shared))
         for number, tokens in enumerate(encoded, 1):
             own = tokens.ids[shared:-1]
             ids += own
-            labels += _labels(tokens)[shared:]
+            labels += tokens.labels[shared:]
             segments += [number] * len(own)
             positions += range(shared, shared + len(own))
         return _arrays(ids, labels, segments=segments, position_ids=positions) | seen
@@ -151,19 +155,15 @@ class ConversationEncoder:
         same = (len(set(column)) == 1 for column in zip(*(t.ids for t in encoded), strict=False))
         shared = sum(1 for _ in itertools.takewhile(bool, same))
         shared = min(shared, *(tokens.is_target.index(True) - 1 for tokens in encoded))
-        if any(IMAGE_ID in tokens.ids[shared:] for tokens in encoded):
-            raise SampleError("conversations about the same images must all begin with these images")
+        refuse_if(
+            any(IMAGE_ID in tokens.ids[shared:] for tokens in encoded),
+            "conversations about the same images must all begin with these images",
+        )
         return shared
 
     def _content(self, text: str) -> list[int]:
         first, *rest = text.split(IMAGE)
         return self._text(first) + [i for part in rest for i in (*self.image, *self._text(part))]
-
-
-def _labels(tokens: EncodedChat) -> list[int]:
-    """Return the label at each position except the last: the next token if it is a target, else IGNORE_INDEX."""
-    pairs = zip(tokens.ids[1:], tokens.is_target[1:], strict=True)
-    return [token if learned else IGNORE_INDEX for token, learned in pairs]
 
 
 def _arrays(ids: list[int], labels: list[int], **more: list[int]) -> Sample:
@@ -180,5 +180,7 @@ def check_images(conversation: Conversation, images: int, videos: int = 0) -> No
         text = message.text.replace(VIDEO, "") if videos else message.text
         if message.role == "user" and (other := _OTHER_MEDIA.search(text)):
             raise SampleError(f"the text has the placeholder {other[0].strip()}, but only images are supported")
-        if _HALF_A_PAIR.search(message.text):
-            raise SampleError("the text contains half a surrogate pair, which is not a valid character")
+        refuse_if(
+            _HALF_A_PAIR.search(message.text),
+            "the text contains half a surrogate pair, which is not a valid character",
+        )

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from crosstrain import (
-    IGNORE_INDEX,
     Batch,
     Conversation,
     DataError,
@@ -24,7 +23,7 @@ from crosstrain import (
 )
 from crosstrain.data.join import join_padded
 
-from ...commands.prepare.chat_template import ChatError, ChatTemplate, EncodedChat, load_with_template
+from ...commands.prepare.chat_template import ChatError, ChatTemplate, EncodedChat, load_with_template, refuse_if
 from ..packing import padded_rows
 from .conversations import IMAGE, VIDEO, Style
 
@@ -131,8 +130,10 @@ class ProcessorEncoder:
         """Return the processor's arguments for videos; all their frames are used."""
         from transformers.video_utils import VideoMetadata
 
-        if getattr(self.processor, "video_token", None) is None:
-            raise SampleError(f"it has videos, but the model's {type(self.processor).__name__} takes none")
+        refuse_if(
+            getattr(self.processor, "video_token", None) is None,
+            f"it has videos, but the model's {type(self.processor).__name__} takes none",
+        )
         metadata = [
             VideoMetadata(len(frames), fps=self.frames_per_second, frames_indices=list(range(len(frames))))
             for frames in videos
@@ -199,16 +200,17 @@ class ProcessorEncoder:
         targets.
         """
         encoded = self.encode(conversations, processed)
-        if not encoded or not all(any(tokens.is_target) for tokens in encoded):
-            raise SampleError("there is no assistant turn to train on")
+        refuse_if(
+            not encoded or not all(any(tokens.is_target) for tokens in encoded),
+            "there is no assistant turn to train on",
+        )
         return self._sample(encoded, processed)
 
     def _sample(self, encoded: list[EncodedChat], processed: Processed) -> Sample:
         parts = []
         for tokens in encoded:
             ids = np.array(tokens.ids, np.int64)
-            labels = np.where(tokens.is_target, ids, IGNORE_INDEX)[1:]
-            parts.append(self._fields(ids[:-1]) | {"labels": labels} | processed.fields)
+            parts.append(self._fields(ids[:-1]) | {"labels": np.array(tokens.labels, np.int64)} | processed.fields)
         return joined(parts)
 
     def _fields(self, ids: np.ndarray) -> Sample:
@@ -268,8 +270,7 @@ def _turn(message: Message, placeholder: str) -> dict[str, Any]:
 def _filled(text: str, spans: list[tuple[int, int]], token: str, texts: list[str]) -> tuple[str, list[tuple[int, int]]]:
     """Replace the image tokens in a text, and return it with the shifted spans. Raises ChatError if counts differ."""
     pieces = text.split(token)
-    if len(pieces) - 1 != len(texts):
-        raise ChatError(f"the chat template writes {len(pieces) - 1} of its {len(texts)} images")
+    refuse_if(len(pieces) - 1 != len(texts), f"the chat template writes {len(pieces) - 1} of its {len(texts)} images")
 
     def moved(place: int) -> int:
         return place + sum(len(replacement) - len(token) for replacement in texts[: text.count(token, 0, place)])

@@ -9,6 +9,7 @@ import torch
 
 from crosstrain import Group, OpenModel, cache_folder, log
 from crosstrain.checkpoint.manifest import MANIFEST
+from crosstrain.utils.files import append
 
 Pair = tuple[list[int], list[int]]  # token IDs of a context and of its continuation
 Likelihood = tuple[float, bool]  # log p(continuation | context), and whether the continuation is the greedy one
@@ -41,8 +42,7 @@ class Remembered:
         self._found |= found
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(f"{json.dumps([name, *likelihood])}\n" for name, likelihood in found.items())
+            append(self._file, "".join(f"{json.dumps([name, *likelihood])}\n" for name, likelihood in found.items()))
         return [self._found[name] for name in names]
 
 
