@@ -38,6 +38,8 @@ def run_workers(
             raise _Stopped
 
     nodes, joins_left, news = how.nodes, how.max_restarts, ""
+    if nodes is not None:
+        print(nodes.waiting, file=sys.stderr, flush=True)
     try:
         with (
             forwarded(stop, check_children),

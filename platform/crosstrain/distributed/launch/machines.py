@@ -6,7 +6,6 @@ of them exchange messages through queues of a store on node 0: one queue for eve
 
 import pickle
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -51,7 +50,6 @@ class Machines:
                 self._store = dist.TCPStore(nodes.host, nodes.port, is_master=True, wait_for_workers=False)
             except dist.DistError as error:
                 raise UserError(f"--rdzv-endpoint: port {nodes.port} cannot be used here ({error})") from None
-            print(nodes.waiting, file=sys.stderr, flush=True)
 
     @property
     def slots(self) -> list[int]:

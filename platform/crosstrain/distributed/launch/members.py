@@ -70,8 +70,7 @@ class Members:
                 if (self._number and self._goes_on) or not self._machines.are_missing():
                     self._regroup()
             signals = [worker.result for worker in self._workers.values() if worker.result]
-            stopped = signals or not self._members
-            code = 128 + (self._stop or signals)[0] if stopped else 0
+            code = 128 + (self._stop or signals)[0] if signals or not self._members else 0
             self._local.close(_END if self._members else 0)
         finally:
             self._local.close()
@@ -165,8 +164,11 @@ class Members:
         """Start all workers again. Raises the cause if no restart is left."""
         if not self._restarts_left or self._stop:
             if (most := self._how.max_restarts) and not self._stop:
-                note = f"note: run.max_restarts: all {most} restarts are used up, so the run ends"
-                print(note, file=sys.stderr, flush=True)
+                print(
+                    f"note: run.max_restarts: all {most} restarts are used up, so the run ends",
+                    file=sys.stderr,
+                    flush=True,
+                )
             raise cause.error
         if isinstance(cause.error, WorkerFailure) and not cause.lost_another:
             print(cause.error, file=sys.stderr, flush=True)  # the traceback is not printed anywhere else

@@ -6,11 +6,9 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from itertools import count
 
 from crosstrain.utils.errors import ConfigError, UserError
 
-_QUIET = 10  # number of attempts to reach node 0, until a note is printed
 PORT = 29400  # torchrun's default for the rendezvous
 
 # Defaults of --rdzv-conf, in seconds and attempts. A node without a heartbeat for `keep_alive_interval *
@@ -86,7 +84,7 @@ class Nodes:
     def wait_for_host(self) -> None:
         """Wait until node 0 answers. Raises UserError after the join timeout."""
         deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
-        for attempt in count():
+        while True:
             try:
                 socket.create_connection((self.host, self.port), timeout=5).close()
                 return
@@ -96,8 +94,6 @@ class Nodes:
                         f"--rdzv-endpoint: no answer from {self.host}:{self.port} ({error.strerror or error}); "
                         f"start node 0 there with the same command and --node-rank 0"
                     ) from None
-                if attempt == _QUIET:
-                    print(self.waiting, file=sys.stderr, flush=True)
                 time.sleep(0.5)
 
 
