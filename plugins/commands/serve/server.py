@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from crosstrain import Config, Runner, UserError, log, os_errors_as
+from crosstrain.distributed.launch.rendezvous import is_loopback
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import make_runner
 from crosstrain.inference.chat_form import ChatForm
@@ -47,7 +48,7 @@ def run_server(
     """Serve HTTP in a second thread, and compute in this thread, until a signal arrives."""
     import uvicorn
 
-    from .app import Web, is_loopback
+    from .app import Web
     from .chat_format import chat_format
     from .connections import Connection
     from .service import Service
