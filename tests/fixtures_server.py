@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain_plugins.builtin.commands.serve.limits import Limits
-from crosstrain_plugins.builtin.commands.serve.server import ServerOptions, listen, run_server
+from crosstrain_plugins.builtin.commands.serve.server import listen, run_server
 from openai import OpenAI
 
 from conftest import kill, wait_until
@@ -93,13 +93,13 @@ def served(
     """A server of a checkpoint under one process; what it computes in is another thread."""
     limits = limits or Limits(batch=4)
     config, runner = loaded(checkpoint, *options)
-    server = ServerOptions(checkpoint, name, "127.0.0.1", 0, key)
-    listener, stop = listen(server), Stop()
+    job = {"checkpoint": checkpoint, "name": name, "host": "127.0.0.1", "api_key": key}
+    listener, stop = listen("127.0.0.1", 0), Stop()
     port = listener.getsockname()[1]
 
     def compute() -> None:
         with runner.evaluating():
-            run_server(config, runner, server, limits, listener, stop)
+            run_server(config, runner, job, limits, listener, stop)
 
     thread = threading.Thread(target=compute)
     thread.start()

@@ -304,12 +304,12 @@ class DiLoCo(Runner):
             for number in list(self._transfers):  # they are saved
                 for p, change in self._arrive(number).items():
                     self.held.extra[_MEAN][p].copy_(change)
-            own = {p: self._weight(p).clone() for fragment in self.fragments for p in fragment}
-        self.held.extra[_OWN], self._is_merged = own, True
+        self.held.keep(_OWN)
+        self._is_merged = True
         try:  # the exchange raises an error if a rank was lost
             codec = CODECS["fp32"]
             for fragment in self.fragments:
-                weights = {p: own[p] for p in fragment}
+                weights = {p: self._weight(p) for p in fragment}
                 self._set(self._mean(self._transfer(codec.encode(_flat(weights))), codec, weights))
             yield
         finally:

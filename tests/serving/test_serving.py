@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from crosstrain_plugins.builtin.commands.serve.server import ServerOptions, listen
+from crosstrain_plugins.builtin.commands.serve.server import listen
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
@@ -183,10 +183,9 @@ def test_two_hundred_at_once_lose_nothing_and_change_nothing(server: Server) -> 
     assert server.health() == {"status": "ok", "running": 0, "waiting": 0}
 
 
-def test_what_is_said_goes_out_at_once(tmp_path: Path) -> None:
+def test_what_is_said_goes_out_at_once() -> None:
     """The kernel does not hold a short answer back until the client has acknowledged the one before it."""
-    place = ServerOptions(tmp_path, "m", "127.0.0.1", 0, None)
-    with listen(place) as listener, socket.create_connection(listener.getsockname()[:2]):
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()[:2]):
         taken, _ = listener.accept()
         with taken:
             assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -114,7 +114,8 @@ def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Sig
     last = logged_step(folder)
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{last:06d}"
     assert f"stopped at step {last}" in out
-    assert (status(folder).state, status(folder).checkpoint) == ("stopped", last)
+    found = status(folder)
+    assert (found["state"], found["checkpoint"]) == ("stopped", last)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workspace: Workspace) -> None:

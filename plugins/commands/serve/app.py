@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from crosstrain import log
+from crosstrain.distributed.launch.rendezvous import is_loopback
 
 from .api_error import ApiError
 from .jobs import Event, Job, Piece
@@ -40,14 +40,6 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for a host name or address that only programs on this machine can reach."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Web:

@@ -65,7 +65,7 @@ class ServeCommand(Command):
         from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 
         from .limits import Limits
-        from .server import ServerOptions, serve_worker
+        from .server import serve_worker
 
         limits = Limits(
             arguments.batch, arguments.max_waiting, arguments.timeout, header_seconds=arguments.header_timeout
@@ -76,13 +76,13 @@ class ServeCommand(Command):
             raise UserError(
                 f"--api-key, ${_KEY}: expected a key that is not empty; leave it out to serve without a key"
             )
-        name = arguments.name or _name(checkpoint)
         config, how = open_on_workers(
             checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data, arguments.nproc_per_node
         )
-        server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust, arguments.weights)
+        name = arguments.name or _name(checkpoint)
+        job = vars(arguments) | {"checkpoint": checkpoint, "name": name, "api_key": key, "trust": config.trust}
         check_stored(checkpoint)
-        code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
+        code = launch(serve_worker, (config.plain, job, limits, how.starts_workers), how)
         return 0 if code > 128 else code  # a signal is the normal end of a server
 
 

@@ -5,12 +5,11 @@ import resource
 import socket
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from crosstrain import Config, Runner, UserError, log, os_errors_as
+from crosstrain.distributed.launch.rendezvous import is_loopback
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import make_runner
 from crosstrain.inference.chat_form import ChatForm
@@ -18,62 +17,49 @@ from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.open_checkpoint import load_model
 from crosstrain.utils.logging import set_up_logging
-from crosstrain.utils.trust import Trust
 
 from .limits import Limits
 from .scheduler import Scheduler, run_follower
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of a server."""
-
-    checkpoint: Path
-    name: str
-    host: str
-    port: int
-    key: str | None
-    trust: Trust = Trust.COMMANDS  # level of trust in the configuration
-    weights: str | None = None  # the callback that kept the weights to serve; None: the trained weights
-
-
-def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
-    """Serve on this rank."""
+def serve_worker(plain: dict[str, Any], job: dict[str, Any], limits: Limits, under_launcher: bool) -> int:
+    """Serve on this rank. job: the flags of `crosstrain serve`, and `trust`, how far the configuration is trusted."""
     stop = StopRequest(under_launcher)
     exit_after_signal(limits.grace_seconds)
-    config = Config.from_plain(plain, trust=options.trust)
+    config = Config.from_plain(plain, trust=job["trust"])
     runner = make_runner(config)
     runner.setup()
     first = runner.world.rank == 0
     set_up_logging(None, quiet=not first)
-    listener = listen(options) if first else None
-    load_model(config, runner, options.checkpoint, options.weights)
+    listener = listen(job["host"], job["port"]) if first else None
+    load_model(config, runner, job["checkpoint"], job["weights"])
     with runner.evaluating():
         if listener is None:
             run_follower(Decoder(runner, limits.batch), runner.world.twin())
         else:
-            run_server(config, runner, options, limits, listener, stop)
+            run_server(config, runner, job, limits, listener, stop)
     runner.close()
     return 0
 
 
 def run_server(
-    config: Config, runner: Runner, options: ServerOptions, limits: Limits, listener: socket.socket, stop: StopRequest
+    config: Config, runner: Runner, job: dict[str, Any], limits: Limits, listener: socket.socket, stop: StopRequest
 ) -> None:
     """Serve HTTP in a second thread, and compute in this thread, until a signal arrives."""
     import uvicorn
 
-    from .app import Web, is_loopback
+    from .app import Web
     from .chat_format import chat_format
     from .connections import Connection
     from .service import Service
 
-    group, encoders = runner.world.twin(), Encoders(options.checkpoint)
+    checkpoint, name, host, key = (job[flag] for flag in ("checkpoint", "name", "host", "api_key"))
+    group, encoders = runner.world.twin(), Encoders(checkpoint)
     tokenizer = encoders.tokenizer
-    chats = chat_format(tokenizer, ChatForm.possible(config, options.checkpoint, encoders), encoders)
-    service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
+    chats = chat_format(tokenizer, ChatForm.possible(config, checkpoint, encoders), encoders)
+    service = Service(name, runner.model, tokenizer, chats, encoders, limits)
     scheduler = Scheduler(Decoder(runner, limits.batch), group, limits)
-    web = Web(service, scheduler, tokenizer, options.key, options.host)
+    web = Web(service, scheduler, tokenizer, key, host)
     allow_open_files(2 * limits.all_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Web` logs errors
     server = uvicorn.Server(
@@ -95,10 +81,10 @@ def run_server(
         encoders.encode("text", "")  # start an encoder process now, so that the first request does not wait
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
-    if not is_loopback(options.host) and options.key is None:
-        log.warning("warning: anyone who can reach %s can use this model; set --api-key to require a key", options.host)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    address, served = f"http://{host}:{listener.getsockname()[1]}", f"{options.name} ({options.checkpoint})"
+    if not is_loopback(host) and key is None:
+        log.warning("warning: anyone who can reach %s can use this model; set --api-key to require a key", host)
+    shown = f"[{host}]" if ":" in host else host
+    address, served = f"http://{shown}:{listener.getsockname()[1]}", f"{name} ({checkpoint})"
     log.info("serving %s on %s; chat format: %s; press Ctrl-C to stop", served, address, chats.name)
 
     def stopping() -> bool:
@@ -115,12 +101,12 @@ def run_server(
         raise UserError("the HTTP server stopped unexpectedly")
 
 
-def listen(options: ServerOptions) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises UserError if the address cannot be used."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    problem = f"--host {options.host} --port {options.port}: cannot listen on this address"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    problem = f"--host {host} --port {port}: cannot listen on this address"
     with os_errors_as(UserError, problem, OverflowError, UnicodeError):
-        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     # Connections inherit this option, which asyncio does not set. With it, the first token arrives 40 ms earlier.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

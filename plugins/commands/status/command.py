@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from typing import Any
 
 from crosstrain import Command, UserError, finite, printable, registry
 from crosstrain.utils.storage import is_url
 
 from ..units import show_seconds
-from .status import Status, find_runs, status
+from .status import find_runs, status
 
 
 @registry.register_command("status")
@@ -30,7 +30,7 @@ class StatusCommand(Command):
         """Print the table. Raises UserError if there is no run."""
         if url := next(filter(is_url, arguments.folders), None):
             raise UserError(f"{url}: only local folders are searched; `crosstrain report` reads a run in a bucket")
-        found = list[Status]()
+        found = []
         for folder in find_runs(arguments.folders):
             try:
                 found.append(status(folder))
@@ -41,7 +41,7 @@ class StatusCommand(Command):
                 f"no run found in or below {', '.join(arguments.folders)}; give run.output_dir or a folder above it"
             )
         if arguments.json:
-            print(*(json.dumps(finite(asdict(one))) for one in found), sep="\n")
+            print(*(json.dumps(finite(one)) for one in found), sep="\n")
             return
         rows = [("run", "state", "step", "loss", "saved", "logged", "last line of the log"), *map(_row, found)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -49,9 +49,10 @@ class StatusCommand(Command):
             print(printable("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()))
 
 
-def _row(one: Status) -> tuple[str, ...]:
-    step = "-" if one.step is None else f"{one.step}/{one.max_iters}" if one.max_iters else str(one.step)
-    loss, saved = ("-" if value is None else f"{value:.7g}" for value in (one.loss, one.checkpoint))
-    if one.weights is not None:
-        saved += f" sha256:{one.weights[:12]}"
-    return one.run, one.state, step, loss, saved, f"{show_seconds(one.silent_seconds)} ago", one.last_line[:100]
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    step = "-" if one["step"] is None else f"{one['step']}/{one['max_iters']}" if one["max_iters"] else str(one["step"])
+    loss, saved = ("-" if value is None else f"{value:.7g}" for value in (one["loss"], one["checkpoint"]))
+    if one["weights"] is not None:
+        saved += f" sha256:{one['weights'][:12]}"
+    silent = f"{show_seconds(one['silent_seconds'])} ago"
+    return one["run"], one["state"], step, loss, saved, silent, one["last_line"][:100]

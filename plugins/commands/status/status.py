@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,6 @@ _ADDS_NOTHING = re.compile(r"(step +\d+/\d+ |iteration +\d|time \(ms\) |memory \
 _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": "died"}
 
 
-@dataclass(frozen=True)
-class Status:
-    """State of a run, read from its files."""
-
-    run: str  # folder of the run
-    state: str  # running, finished, stopped (by a signal), or died
-    step: int | None  # last logged step
-    max_iters: int | None
-    loss: float | None  # loss of the last logged step
-    checkpoint: int | None  # step in the name of the last checkpoint's folder; files are not checked
-    weights: str | None  # SHA-256 digest of the last checkpoint's weights, if `run.bitwise` is set
-    silent_seconds: float  # seconds since the last line of the log
-    last_line: str  # last line of the log other than step metrics
-
-
 def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
     """Yield the run folders in and below `places`, sorted by name; links to folders are not followed."""
     for place in places:
@@ -46,7 +30,7 @@ def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
                 yield log.parent
 
 
-def status(folder: Path) -> Status:
+def status(folder: Path) -> dict[str, Any]:
     """Read a run's state; unreadable values are None. Raises OSError if the log cannot be read."""
     run = RunFolder(folder)
     row, checkpoint, weights = dict[str, Any](), None, None
@@ -60,17 +44,17 @@ def status(folder: Path) -> Status:
         with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
             found = json.loads(read_regular(latest / "state.json", 1 << 24))["bitwise"]["weights"]
             weights = found if isinstance(found, str) else None
-    return Status(
-        str(folder),
-        "running" if run.is_held() else next(told, "died"),
-        row.get("step"),
-        _max_iters(run),
-        loss if is_number(loss := row.get("loss")) else None,
-        checkpoint,
-        weights,
-        round(time.time() - run.log.stat().st_mtime, 1),
-        last,
-    )
+    return {
+        "run": str(folder),
+        "state": "running" if run.is_held() else next(told, "died"),  # or finished, or stopped by a signal
+        "step": row.get("step"),  # last logged step
+        "max_iters": _max_iters(run),
+        "loss": loss if is_number(loss := row.get("loss")) else None,  # of the last logged step
+        "checkpoint": checkpoint,  # step in the name of the last checkpoint's folder; files are not checked
+        "weights": weights,  # SHA-256 digest of the last checkpoint's weights, if `run.bitwise` is set
+        "silent_seconds": round(time.time() - run.log.stat().st_mtime, 1),  # since the last line of the log
+        "last_line": last,  # last line of the log other than step metrics
+    }
 
 
 def read_row(line: str | bytes) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ class Nodes:
         host, port = _endpoint(rdzv_endpoint)
         conf = _RDZV_CONF | _parse_conf(rdzv_conf)
         address = _own_address(local_addr) if local_addr else _address_towards(host, port, conf["join_timeout"])
-        if _is_loopback(address) and not _is_loopback(host):
+        if is_loopback(address) and not is_loopback(host):
             raise ConfigError(
                 f"--local-addr: the address of this node towards {host} is {address}, which other nodes cannot reach; "
                 f"give an address that they can reach"
@@ -70,7 +70,7 @@ class Nodes:
         """Name of the network interface with this machine's address; None if there is no such interface."""
         import psutil  # only needed for runs on several machines
 
-        if _is_loopback(self.local_addr):  # psutil does not list all loopback addresses
+        if is_loopback(self.local_addr):  # psutil does not list all loopback addresses
             return "lo" if sys.platform == "linux" else None
         listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
         return listed.get(self.local_addr.partition("%")[0])
@@ -142,7 +142,8 @@ def _address_towards(host: str, port: int, timeout: float) -> str:
             time.sleep(1)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True for a host name or address that only programs on this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
