@@ -120,7 +120,7 @@ class Storm:
         calm = self._wait(0, all_ranks=True)
         for _ in range(self._kills):
             slot = self._random.choice([s for s, w in self._members._workers.items() if w.heard != float("inf")])
-            worker = self._members._local._running[slot].process.pid
+            worker = self._members._local.running[slot].process.pid
             assert worker is not None
             killed = time.monotonic()
             os.kill(worker, signal.SIGKILL)

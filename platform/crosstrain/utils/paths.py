@@ -1,12 +1,11 @@
 """Paths of the files that come with Crosstrain, in a checkout or an installed wheel."""
 
-import difflib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.errors import ConfigError, nearest
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -43,7 +42,7 @@ def near(*candidates: Path) -> str:
     """Return "did you mean NAME?" with an existing name close to one of `candidates`, or "" if none is close."""
     for candidate in candidates:
         with suppress(OSError, ValueError):
-            for name in difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1):
+            for name in nearest(candidate.name, sorted(os.listdir(candidate.parent))):
                 return f"did you mean {show(candidate.parent / name)}?"
     return ""
 

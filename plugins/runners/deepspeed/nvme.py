@@ -65,18 +65,15 @@ class SwappedStage3(Stage3):
         self._flats: dict[int, tuple[Tensor, dict[str, Any]]] = {}
         self._partitions: dict[nn.Parameter, Tensor] = {}
 
-    def _swapped(self, group: int) -> bool:
-        return self.zero._swappable_optimizer_subgroup(group)
-
     def create_group_state(self, group: int) -> None:
-        if not self._swapped(group):
+        if not self.zero._swappable_optimizer_subgroup(group):
             return super().create_group_state(group)
         self.zero._optimizer_states_and_gradient_swap_in(group)
         super().create_group_state(group)
         self.zero._optimizer_states_and_gradient_swap_out(group)
 
     def flat(self, group: int) -> tuple[Tensor, dict[str, Any]]:
-        if not self._swapped(group):
+        if not self.zero._swappable_optimizer_subgroup(group):
             return super().flat(group)
         if group not in self._flats:
             self.zero._optimizer_states_and_gradient_swap_in(group)
@@ -113,7 +110,7 @@ class SwappedStage3(Stage3):
         self._partitions.clear()
 
     def bring_up_to_date(self, group: int) -> None:
-        if not self._swapped(group):
+        if not self.zero._swappable_optimizer_subgroup(group):
             return super().bring_up_to_date(group)
         staged, staged_state = self.flat(group)
         self.zero._optimizer_states_and_gradient_swap_in(group)

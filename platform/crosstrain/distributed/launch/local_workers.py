@@ -54,21 +54,21 @@ class LocalWorkers:
     def __init__(self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, goes_on: bool) -> None:
         self._worker, self._args, self._how, self.goes_on = worker, args, how, goes_on
         self._machine = f" on {socket.gethostname()}" if how.nodes else ""
-        self._running: dict[int, _Process] = {}  # slot -> process
+        self.running: dict[int, _Process] = {}  # slot -> process
         self.results: list[int] = []  # of workers that have finished: the signal that stopped each, or 0
 
     def order(self, action: str, slot: int, value: Any) -> None:
         """Carry out an order of the launcher on node 0: start, send or kill."""
         if action == "start":
             self._start(slot, value)
-        elif slot in self._running:  # its end may not have been reported yet
-            process = self._running[slot]
+        elif slot in self.running:  # its end may not have been reported yet
+            process = self.running[slot]
             with suppress(OSError):
                 process.process.kill() if action == "kill" else process.connection.send(value)
 
     def _start(self, slot: int, start: int) -> None:
         """Start a worker, and kill the one that is still running in its slot."""
-        if old := self._running.pop(slot, None):
+        if old := self.running.pop(slot, None):
             old.process.kill()
             old.process.join()
         context = multiprocessing.get_context(self._how.start_method)
@@ -77,36 +77,29 @@ class LocalWorkers:
         process = context.Process(target=_member, args=(self._worker, self._args, *member))  # type: ignore[attr-defined]
         process.start()
         there.close()
-        self._running[slot] = _Process(start, process, here)
+        self.running[slot] = _Process(start, process, here)
 
     def events(self) -> list[Event]:
         """Wait a moment for events, and return them."""
-        running = self._running.values()
+        running = self.running.values()
         wait([p.connection for p in running] + [p.process.sentinel for p in running], timeout=_POLL)
         found = list[Event]()
-        for slot, (start, process, connection) in list(self._running.items()):
+        for slot, (start, process, connection) in list(self.running.items()):
             ended = not process.is_alive()  # before its messages are read, so that none is missed
             with suppress(EOFError, OSError):
                 while connection.poll():
                     found.append(Event(slot, start, *connection.recv()))
             if ended:
                 process.join()
-                del self._running[slot]
+                del self.running[slot]
                 found.append(Event(slot, start, "ended", Ended(process.exitcode or 0, self._machine)))
         self.results += [event.value for event in found if event.message == "done"]
         return found
 
-    def finish(self) -> bool:
-        """Wait until no process is left; return True if all have finished without an error."""
-        count = len(self._running)
-        while self._running:
-            self.events()
-        return len(self.results) >= count > 0
-
     def close(self, seconds: float = 0.0) -> None:
         """Give the processes this time to end by themselves, and kill them."""
         deadline = time.monotonic() + seconds
-        for process in self._running.values():
+        for process in self.running.values():
             process.process.join(max(0.0, deadline - time.monotonic()))
             process.process.kill()
             process.process.join()

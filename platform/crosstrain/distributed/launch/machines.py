@@ -144,8 +144,10 @@ def follow(workers: LocalWorkers, nodes: Nodes, news: str) -> int | None:
                 workers.order(action, *values)
             events = workers.events()
     except dist.DistError:
-        if not workers.goes_on and workers.finish():  # the launcher on node 0 was killed, and all ranks have saved
-            return 128 + max(workers.results) if any(workers.results) else 0
-        raise
+        while workers.running and not workers.goes_on:  # if only the launcher on node 0 was killed, all ranks save
+            workers.events()
+        if not workers.results:
+            raise
+        return 128 + max(workers.results) if any(workers.results) else 0
     finally:
         workers.close()
