@@ -151,7 +151,8 @@ def measure(row: Row, ranks: int, device: str, peak: float | None) -> list[str]:
     from crosstrain_plugins.builtin.commands.plan.estimate import Project
 
     from crosstrain.config.load import load_config
-    from crosstrain.distributed.launch.launcher import Launch, launch
+    from crosstrain.distributed.launch.launch import Launch
+    from crosstrain.distributed.launch.launcher import launch
     from crosstrain.training.preflight import preflight
 
     with tempfile.TemporaryDirectory() as temporary:

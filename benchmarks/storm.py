@@ -29,8 +29,8 @@ import torch.distributed as dist
 from common import table
 
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.agent import environment
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
+from crosstrain.distributed.launch.launcher import environment
 from crosstrain.distributed.launch.local_workers import LocalWorkers
 from crosstrain.distributed.launch.members import Members
 from crosstrain.distributed.launch.membership import Membership, ends_only_the_epoch

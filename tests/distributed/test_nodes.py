@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Run, kill, logged_step, wait_until
-from crosstrain.distributed.launch.launcher import Launch, launch
+from crosstrain.distributed.launch.launch import Launch
+from crosstrain.distributed.launch.launcher import launch
 from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_kill import assert_same_weights, dying, numbers, workers

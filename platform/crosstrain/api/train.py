@@ -11,7 +11,8 @@ from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.cluster_env import was_restarted
-from crosstrain.distributed.launch.launcher import Launch, launch
+from crosstrain.distributed.launch.launch import Launch
+from crosstrain.distributed.launch.launcher import launch
 from crosstrain.engine.checks import batch_plan, check_continues, check_layout, possible_sizes
 from crosstrain.training.preflight import preflight
 from crosstrain.training.preflight_check import Start

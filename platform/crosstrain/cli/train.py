@@ -6,7 +6,7 @@ from crosstrain.cli.command import Command
 from crosstrain.cli.flags import add_config, add_flags, positive
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
 from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.distributed.launch.signals import sigint_kills
 

@@ -8,7 +8,7 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
 from crosstrain.engine.float8 import MULTIPLE, fits
 from crosstrain.engine.runner import Runner, context_size, runner_class
 from crosstrain.modeling.base import Model

@@ -19,7 +19,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.run_options import DEFAULT_MODEL, DEFAULT_RUNNER, RunOptions
 from crosstrain.config.sources import Overrides, escape, pairs
 from crosstrain.config.yaml_text import LARGEST_TREE
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
 from crosstrain.engine.build import build_model, make_model
 from crosstrain.engine.runner import Runner, runner_class
 from crosstrain.modeling.base import Model

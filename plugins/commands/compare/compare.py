@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from crosstrain import Config, ProjectLike, UserError, find_checkpoint, load_config
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.sources import Overrides, pairs
-from crosstrain.distributed.launch.launcher import Launch, launch
+from crosstrain.distributed.launch.launch import Launch
+from crosstrain.distributed.launch.launcher import launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.checks import batch_plan
 from crosstrain.inference.open_checkpoint import outline

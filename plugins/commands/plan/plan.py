@@ -9,7 +9,7 @@ from typing import Any
 from crosstrain import Config, ProjectLike, UserError, load_config
 from crosstrain.config.load import preset_files
 from crosstrain.config.sources import Overrides, pairs
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
 from crosstrain.engine.checks import check_layout
 from crosstrain.engine.runner import runner_class
 from crosstrain.training.preflight import dry_run

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from crosstrain import Command, UserError, printable, registry, require
 from crosstrain.cli.flags import CHECKPOINT, WEIGHTS, add_config, add_flags, positive, seconds
-from crosstrain.distributed.launch.launcher import launch
 
 _KEY = "CROSSTRAIN_API_KEY"
 
@@ -61,6 +60,7 @@ class ServeCommand(Command):
         print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # the imports take seconds
         for module in ("uvicorn", "starlette"):
             require(module, "serving")
+        from crosstrain.distributed.launch.launcher import launch
         from crosstrain.inference.encoding import check_stored
         from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 

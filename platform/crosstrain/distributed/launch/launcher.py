@@ -1,65 +1,25 @@
-"""Start the workers of a run, or join the workers that torchrun, srun or mpirun started.
+"""Start the workers of a run: on node 0, the launcher decides, and on other nodes, it follows the orders of node 0."""
 
-Without such a launcher, this program starts one worker per visible GPU, or one worker if there is no GPU. For a run on
-several machines, the user starts the program with --nnodes on each machine. A single worker runs in this process,
-unless restarts are allowed.
-"""
-
+import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from crosstrain.distributed.launch.cluster_env import worker_environment
-from crosstrain.distributed.launch.rendezvous import Nodes
-from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.utils.errors import ConfigError
+from torch.distributed import DistError
+
+from crosstrain.distributed.launch.launch import Launch
+from crosstrain.distributed.launch.local_workers import LocalWorkers
+from crosstrain.distributed.launch.machines import follow
+from crosstrain.distributed.launch.members import Members
+from crosstrain.distributed.launch.signals import forwarded
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.processes import Bond
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The number of workers of a run, and the way they are started."""
-
-    world_size: int  # number of workers; the maximum if the number of nodes may vary
-    starts_workers: bool  # this process starts the workers
-    joined: bool  # torchrun, srun or mpirun started this process as one of the workers
-    is_first: bool  # this process is the launcher on node 0, the only worker, or rank 0
-    nodes: Nodes | None = None  # None: only this machine
-    max_restarts: int = 0
-    start_method: str = "spawn"  # multiprocessing start method
-
-    @staticmethod
-    def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> "Launch":
-        """Detect from the environment whether torchrun, srun or mpirun started this process as a worker.
-
-        If not, compute the number of workers from flags, GPUs and nodes.
-        """
-        # With --nnodes, this process starts this machine's workers itself, even under srun or Kubeflow. Kubeflow sets
-        # RANK to the machine's index and does not set LOCAL_RANK.
-        joined = worker_environment(os.environ) if nodes is None or "LOCAL_RANK" in os.environ else None
-        if joined is not None:
-            if flag := "--nnodes" if nodes else "--nproc-per-node" if nproc_per_node is not None else None:
-                raise ConfigError(
-                    f"{flag}: torchrun, srun or mpirun started the workers; give the number to that launcher instead"
-                )
-            os.environ.update(joined)
-            return Launch(int(joined["WORLD_SIZE"]), False, True, joined["RANK"] == "0")
-        size = nproc_per_node or _visible_devices(device)
-        if size < 1:
-            raise ConfigError(f"--nproc-per-node: expected at least 1, got {size}")
-        if nodes is not None:
-            return Launch(size * nodes.max_nodes, True, False, nodes.is_host, nodes, max_restarts)
-        return Launch(size, size > 1 or max_restarts > 0, False, True, None, max_restarts)
-
-    @property
-    def nproc_per_node(self) -> int:
-        return self.world_size // (self.nodes.max_nodes if self.nodes else 1)
-
-    @property
-    def world_sizes(self) -> list[int]:
-        """All possible numbers of workers, in ascending order."""
-        least, most = (self.nodes.min_nodes, self.nodes.max_nodes) if self.nodes else (1, 1)
-        return [self.nproc_per_node * nodes for nodes in range(least, most + 1)]
+class _Stopped(BaseException):
+    """A signal to stop arrived while no worker was running."""
 
 
 def launch(
@@ -73,22 +33,76 @@ def launch(
 
     `worker` returns the signal that stopped it, or 0. If a worker fails, the others end within seconds. Then all
     workers restart, at most `how.max_restarts` times, unless the user has to fix the error. The last error is raised or
-    printed. With `sizes`, the other workers go on instead; `sizes` and `limit` are those of `Members`.
+    printed. With `sizes`, the other workers go on instead; `sizes` and `limit` are those of `Members`. Raises UserError
+    if the nodes do not find each other.
     """
     if not how.starts_workers:
         stopped = worker(*args)
         # Under torchrun, srun or mpirun, a clean stop is a success. In a shell, the exit code marks an unfinished run.
         return 128 + stopped if stopped and not how.joined else 0
-
-    with sigint_kills():
-        from crosstrain.distributed.launch.agent import run_workers
-
-    return run_workers(worker, args, how, sizes, limit)
+    return _run(worker, args, how, sizes, limit)
 
 
-def _visible_devices(device: str) -> int:
-    if device == "cpu":
-        return 1
-    import torch
+def _run(
+    worker: Callable[..., int], args: tuple[Any, ...], how: Launch, sizes: Sequence[int], limit: float | None
+) -> int:
+    """Run this machine's workers, together with the other nodes."""
+    stop: list[int] = []
+    workers: LocalWorkers | None = None
 
-    return max(1, torch.cuda.device_count())
+    def check_children(any_left: bool) -> None:
+        if not any_left and (workers is None or not workers.results):
+            raise _Stopped
+
+    nodes, joins_left, news = how.nodes, how.max_restarts, ""
+    if nodes is not None:
+        print(nodes.waiting, file=sys.stderr, flush=True)
+    try:
+        with forwarded(stop, check_children), environment(how):
+            while nodes is not None and not nodes.is_host:
+                nodes.wait_for_host()
+                workers = LocalWorkers(worker, args, how, goes_on=bool(sizes))
+                try:
+                    code = follow(workers, nodes, news)
+                except DistError as error:
+                    if not joins_left or stop:
+                        raise UserError(
+                            f"lost the connection to node 0 ({nodes.host}:{nodes.port}); see its output, then run the "
+                            f"same command on all nodes to resume from the last checkpoint"
+                        ) from error
+                else:
+                    if code is None:
+                        raise UserError("another node ended the run; see its output for the reason")
+                    return 128 + stop[0] if stop and code else code
+                joins_left, news = joins_left - 1, "node 0 was lost"
+                print("note: lost the connection to node 0; this node joins again", file=sys.stderr, flush=True)
+            workers = LocalWorkers(worker, args, how, goes_on=bool(sizes))
+            return Members(workers, how, stop, sizes, limit).exit_code()
+    except _Stopped:
+        return 128 + stop[0]  # the workers had not started, so there was nothing to save
+
+
+@contextmanager
+def environment(how: Launch) -> Iterator[None]:
+    """Set missing environment variables for the launcher and its workers in the block."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),
+        # Killed workers leak their semaphores. A warning about the leak would distract from the real error.
+        "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
+    }
+    if interface := how.nodes.interface if how.nodes else "lo" if sys.platform == "linux" else None:
+        wanted["GLOO_SOCKET_IFNAME"] = interface  # avoids name resolution in gloo
+        if how.nodes:
+            wanted["NCCL_SOCKET_IFNAME"] = interface
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(missing)
+    # Each spawned process reads this dictionary before any slow import. Under "forkserver", a worker's parent is the
+    # fork server, and the fork server ends with this process.
+    read_first = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    read_first["bond"] = Bond() if how.start_method == "spawn" else None
+    try:
+        yield
+    finally:
+        del read_first["bond"]
+        for name in missing:
+            del os.environ[name]  # the number of workers may differ in the next launch

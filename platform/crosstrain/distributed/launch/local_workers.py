@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
 from crosstrain.distributed.launch.worker_errors import run_worker
 
 _POLL = 0.1  # seconds between looks at workers without events

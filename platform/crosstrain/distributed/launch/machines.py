@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
 from crosstrain.distributed.launch.local_workers import Ended, Event, LocalWorkers
 from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.utils.errors import UserError

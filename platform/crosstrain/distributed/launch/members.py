@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from crosstrain.distributed.launch import membership
-from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.launch import Launch
 from crosstrain.distributed.launch.local_workers import Ended, Event, LocalWorkers
 from crosstrain.distributed.launch.machines import Machines
 from crosstrain.distributed.launch.worker_errors import AGAIN, Failure, WorkerFailure, failure_of
