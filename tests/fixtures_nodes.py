@@ -45,12 +45,19 @@ class Machines:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
     def start(
-        self, node: int, name: str, *options: str, nnodes: str = "2", before: str = "", fresh: bool = False
+        self,
+        node: int,
+        name: str,
+        *options: str,
+        nnodes: str = "2",
+        before: str = "",
+        fresh: bool = False,
+        nproc: int = 1,
     ) -> subprocess.Popen[str]:
         """The same command on either node, in a session of its own; `before`: what its shell runs first."""
         flags = ("--nnodes", nnodes, "--node-rank", str(node), "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}")
         command = self.workspace.command(
-            f"run.output_dir={name}", *OPTIONS, *options, flags=(*flags, "--fresh") if fresh else flags
+            f"run.output_dir={name}", *OPTIONS, *options, nproc=nproc, flags=(*flags, "--fresh") if fresh else flags
         )
         shell = ["sh", "-c", f'{before or ":"} && exec "$@"', "sh", *command]
         process = subprocess.Popen(

@@ -152,3 +152,16 @@ def test_a_stop_signal_and_a_mistake_reach_all_machines(machines: Machines, tmp_
         "error: another node ended the run; see its output for the reason",
         "error: the moon is in the wrong phase; wait a week",
     ]
+
+
+@pytest.mark.slow
+def test_a_machine_with_another_number_of_workers_is_refused(machines: Machines) -> None:
+    with started(machines, "numbers", "run.max_restarts=1") as nodes:
+        kill(nodes[1])
+        wrong = machines.start(1, "numbers", *OPTIONS, nproc=2)
+        assert finish(wrong, code=1).strip().splitlines()[-1] == (
+            "error: --nproc-per-node: node 1 has 2 workers, and node 0 has 1; give the same number on each node"
+        )
+        nodes[1] = machines.start(1, "numbers", *OPTIONS)
+        wait_until(lambda: len(changes(machines.workspace.path / "numbers")) == 2, nodes[0])
+        stop(nodes)

@@ -71,8 +71,8 @@ def _run(
                             f"same command on all nodes to resume from the last checkpoint"
                         ) from error
                 else:
-                    if code is None:
-                        raise UserError("another node ended the run; see its output for the reason")
+                    if isinstance(code, str):
+                        raise UserError(code)
                     return 128 + stop[0] if stop and code else code
                 joins_left, news = joins_left - 1, "node 0 was lost"
                 print("note: lost the connection to node 0; this node joins again", file=sys.stderr, flush=True)

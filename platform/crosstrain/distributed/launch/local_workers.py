@@ -52,7 +52,7 @@ class LocalWorkers:
     """
 
     def __init__(self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, goes_on: bool) -> None:
-        self._worker, self._args, self._how, self.goes_on = worker, args, how, goes_on
+        self._worker, self._args, self._how, self.goes_on, self.count = worker, args, how, goes_on, how.nproc_per_node
         self._machine = f" on {socket.gethostname()}" if how.nodes else ""
         self.running: dict[int, _Process] = {}  # slot -> process
         self.results: list[int] = []  # of workers that have finished: the signal that stopped each, or 0
@@ -73,7 +73,7 @@ class LocalWorkers:
             old.process.join()
         context = multiprocessing.get_context(self._how.start_method)
         here, there = context.Pipe()
-        member = (self.goes_on, slot % self._how.nproc_per_node, self._how.nproc_per_node, there)
+        member = (self.goes_on, slot % self.count, self.count, there)
         process = context.Process(target=_member, args=(self._worker, self._args, *member))  # type: ignore[attr-defined]
         process.start()
         there.close()

@@ -32,6 +32,7 @@ class _Machine:
     node: int  # its rank
     name: str
     address: str
+    workers: int  # number of workers
     news: str  # the reason for joining again; empty at first
     queue: str = field(default_factory=lambda: str(uuid.uuid4()))  # for its orders
     heard: float = 0.0  # time of the last sign of life, on the clock of node 0
@@ -99,6 +100,14 @@ class Machines:
                 yield from self._lose(node, f"gave no sign of life for {limit} s")
 
     def _add(self, machine: _Machine) -> Iterator[Event]:
+        if machine.workers != self._nproc:
+            self._tell(
+                machine,
+                "end",
+                f"--nproc-per-node: node {machine.node} has {machine.workers} workers, and node 0 has {self._nproc}; "
+                f"give the same number on each node",
+            )
+            return
         if machine.node in self._others:
             yield from self._lose(machine.node, f"was replaced by {machine.name}")
         self._others[machine.node] = machine
@@ -112,8 +121,8 @@ class Machines:
         end = Ended(1, reason=f"node {node} ({machine.name}) {what}", address=machine.address)
         yield from (Event(slot, 0, "ended", end) for slot in self._slots(node))
 
-    def close(self, code: int | None) -> None:
-        """End the run on the other machines, with this exit code; None: with an error."""
+    def close(self, code: int | str) -> None:
+        """End the run on the other machines, with this exit code or error."""
         for machine in self._others.values():
             self._tell(machine, "end", code)
         deadline = time.monotonic() + _END  # the store ends with this process
@@ -121,13 +130,12 @@ class Machines:
             time.sleep(0.05)
 
 
-def follow(workers: LocalWorkers, nodes: Nodes, news: str) -> int | None:
-    """Carry out the orders of the launcher on node 0 until the end of the run, and return the exit code.
+def follow(workers: LocalWorkers, nodes: Nodes, news: str) -> int | str:
+    """Carry out the orders of the launcher on node 0 until the end of the run, and return the exit code or the error.
 
-    news: the reason for joining again; empty at first. Returns None if the run ends with an error, which the launcher
-    on node 0 prints. Raises DistError if the connection to node 0 is lost.
+    news: the reason for joining again; empty at first. Raises DistError if the connection to node 0 is lost.
     """
-    machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr, news)
+    machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr, workers.count, news)
     events = None  # first, this machine joins
     try:
         store = dist.TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=_ANSWER)

@@ -60,7 +60,7 @@ class Members:
 
     def exit_code(self) -> int:
         """Run until all workers have finished, and return the exit code. Raises the error that ends the run."""
-        code = None
+        code: int | str = "another node ended the run; see its output for the reason"
         try:
             self._start(self._machines.slots)
             while not self._is_over():
