@@ -14,7 +14,7 @@ from crosstrain.checkpoint.boxes import Shard, whole_pieces
 from crosstrain.checkpoint.load_weights import fill_initial
 from crosstrain.config.registry import registry
 from crosstrain.modeling.base import Model
-from crosstrain.modeling.meta_init import construct
+from crosstrain.modeling.meta_init import materialize, parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 from fixtures_families import BUILDS, ENCODERS, NOT_TINY, OWN_HEADS, REFUSED, tiny
 
@@ -39,7 +39,9 @@ def theirs_of(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
 
 def ours(seed: int = 1, **options: Any) -> Model:
     kind = registry.get("model", "causal_lm")
-    model = construct(lambda: kind(kind.Options(**options)), torch.device("cpu"))
+    with parameters_on_meta():
+        model = kind(kind.Options(**options))
+    materialize(model, torch.device("cpu"))
     shapes = {name: tuple(model.weights.logical_shape(name, p.shape)) for name, p in model.weights.parameters().items()}
     values = {name: p.data[tuple(map(slice, shapes[name]))] for name, p in model.weights.parameters().items()}
     shards = [Shard("param", name, shapes[name], whole_pieces(v, shapes[name])) for name, v in values.items()]

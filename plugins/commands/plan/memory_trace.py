@@ -214,7 +214,7 @@ def _measure(
 def _pass_on(tracker: "_Tracker", chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """Replace the forward of a left-out block; a hook records when the backward reaches the block."""
     if hidden.requires_grad:
-        hidden.register_hook(lambda _: tracker.boundaries.setdefault(chain, tracker.made))
+        hidden.register_hook(lambda _: tracker.comes_by(chain))
     return hidden
 
 
@@ -251,7 +251,7 @@ class _Tracker(TorchDispatchMode):
         self.forward_end = 0  # live bytes at the end of the forward, including autocast's copies of weights
         # chain -> value of `_made` when the backward reaches the chain's left-out blocks
         self.boundaries: dict[int, tuple[int, int]] = {}
-        self.made = (0, 0)  # gradient bytes so far: in blocks, in the whole model
+        self._made = (0, 0)  # gradient bytes so far: in blocks, in the whole model
         self.counted: set[int] = set()  # IDs of the storages that are counted, or that do not count
         self._backward = False
 
@@ -269,7 +269,7 @@ class _Tracker(TorchDispatchMode):
         if self._backward:
             # Real gradients accumulate in place, unlike fake gradients: skip the sum and measure at the next operation.
             if func is not torch.ops.aten.add.Tensor:
-                self.trace.backward[self.made] = max(self.trace.backward.get(self.made, 0), self.live)
+                self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
         else:
             self.trace.forward_peak = max(self.trace.forward_peak, self.live)
         return out
@@ -289,14 +289,17 @@ class _Tracker(TorchDispatchMode):
 
     def ends_forward(self) -> None:
         self.trace.kept, self._backward = self.live, True
-        self.trace.backward[self.made] = self.live
+        self.trace.backward[self._made] = self.live
 
     def takes_gradient(self, in_block: bool, parameter: Tensor) -> None:
         assert parameter.grad is not None
         size = parameter.grad.numel() * parameter.grad.element_size()
-        self.made = self.made[0] + (size if in_block else 0), self.made[1] + size
+        self._made = self._made[0] + (size if in_block else 0), self._made[1] + size
         parameter.grad = None
-        self.trace.backward[self.made] = self.live
+        self.trace.backward[self._made] = self.live
+
+    def comes_by(self, chain: int) -> None:
+        self.boundaries.setdefault(chain, self._made)
 
     def sees_input(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._backward and torch.is_grad_enabled() and isinstance(args[0], Tensor):

@@ -23,12 +23,9 @@ class _Stopped(BaseException):
 
 
 def launch(
-    worker: Callable[..., int],
-    args: tuple[Any, ...],
-    how: Launch,
-    sizes: Sequence[int] = (),
-    limit: float | None = None,
-) -> int:
+    worker: Callable[..., int], args: tuple[Any, ...], how: Launch,
+    sizes: Sequence[int] = (), limit: float | None = None,
+) -> int:  # fmt: skip
     """Run `worker(*args)` on every rank and return the exit code.
 
     `worker` returns the signal that stopped it, or 0. If a worker fails, the others end within seconds. Then all
@@ -40,13 +37,7 @@ def launch(
         stopped = worker(*args)
         # Under torchrun, srun or mpirun, a clean stop is a success. In a shell, the exit code marks an unfinished run.
         return 128 + stopped if stopped and not how.joined else 0
-    return _run(worker, args, how, sizes, limit)
 
-
-def _run(
-    worker: Callable[..., int], args: tuple[Any, ...], how: Launch, sizes: Sequence[int], limit: float | None
-) -> int:
-    """Run this machine's workers, together with the other nodes."""
     stop: list[int] = []
     workers: LocalWorkers | None = None
 
