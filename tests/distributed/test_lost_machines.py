@@ -65,6 +65,7 @@ def started(machines: Machines, name: str, *options: str) -> Iterator[list[subpr
                 kill(node)
 
 
+@pytest.mark.slow
 def test_a_machine_without_network_is_left_out_and_joins_again(
     machines: Machines,
 ) -> None:
