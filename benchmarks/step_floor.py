@@ -154,7 +154,7 @@ def main() -> None:
         "block_size": SIZES.length,
         "vocab_size": VOCABULARY,
     }
-    batches = (batch for batch, _ in zip(repeat(tokens), range(given.rounds + 2), strict=False))
+    batches = repeat(tokens, given.rounds + 2)
     nanogpt.train(given.nanogpt, sizes, batches, "cpu", given.precision, False, after_step)
     step = statistics.median(steps[2:])
     shares = {name: statistics.median(times[2:]) / step for name, times in found.items()}

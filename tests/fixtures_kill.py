@@ -8,6 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from conftest import Run, Workspace
+from crosstrain.checkpoint.digests import digests
+from crosstrain.checkpoint.files import Reader
 
 COMPARED = ("step", "loss", "lr", "grad_norm", "samples", "val_loss")
 INTERVALS = (
@@ -125,3 +127,15 @@ def plant(workspace: Workspace, plugin: str) -> Workspace:
     folder.mkdir()
     (folder / "astray.py").write_text(plugin)
     return workspace
+
+
+def end_of(folder: Path) -> dict[str, str]:
+    """The digests of a run's only checkpoint."""
+    (checkpoint,) = (folder / "checkpoints").glob("step_*")
+    return digests(Reader.open(checkpoint))
+
+
+def changes(folder: Path) -> list[str]:
+    """The log's lines about ranks that go on, without times."""
+    lines = (folder / "log.txt").read_text().splitlines()
+    return [line.split(" ", 2)[2] for line in lines if "ranks go on" in line]

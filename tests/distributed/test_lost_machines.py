@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Workspace, kill, logged_step, wait_until
-from crosstrain.checkpoint.digests import digests
-from crosstrain.checkpoint.files import Reader
-from fixtures_kill import dying, workers
+from fixtures_kill import changes, dying, end_of, workers
 from fixtures_nodes import Machines, finish
 from fixtures_ranks import train
 
@@ -41,17 +39,6 @@ def stop(nodes: list[subprocess.Popen[str]]) -> list[str]:
     return [finish(node, code=128 + signal.SIGTERM) for node in nodes]
 
 
-def end_of(folder: Path) -> dict[str, str]:
-    (checkpoint,) = (folder / "checkpoints").glob("step_*")
-    return digests(Reader.open(checkpoint))
-
-
-def changes(folder: Path) -> list[str]:
-    """The log's lines about ranks, without times."""
-    lines = (folder / "log.txt").read_text().splitlines()
-    return [line.split(" ", 2)[2] for line in lines if "ranks go on" in line or "1 ranks" in line]
-
-
 @contextmanager
 def started(machines: Machines, name: str, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Both nodes of a run, after its twentieth step."""
@@ -66,9 +53,7 @@ def started(machines: Machines, name: str, *options: str) -> Iterator[list[subpr
 
 
 @pytest.mark.slow
-def test_a_machine_without_network_is_left_out_and_joins_again(
-    machines: Machines,
-) -> None:
+def test_a_machine_without_network_is_left_out_and_joins_again(machines: Machines) -> None:
     folder = machines.workspace.path / "unplugged"
     with started(machines, "unplugged") as nodes:
         first = workers(nodes[0].pid)
@@ -89,10 +74,7 @@ def test_a_machine_without_network_is_left_out_and_joins_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_a_lost_machine_is_replaced(
-    machines: Machines,
-    fault: str,
-) -> None:
+def test_a_lost_machine_is_replaced(machines: Machines, fault: str) -> None:
     folder = machines.workspace.path / fault
     with started(machines, fault) as nodes:
         processes = [nodes[1].pid, *workers(nodes[1].pid)]
@@ -127,9 +109,7 @@ def test_a_lost_node_0_is_replaced(machines: Machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_of_another_machine_is_replaced_there(
-    machines: Machines,
-) -> None:
+def test_a_killed_worker_of_another_machine_is_replaced_there(machines: Machines) -> None:
     folder = machines.workspace.path / "worker"
     with started(machines, "worker") as nodes:
         (worker,) = workers(nodes[1].pid)

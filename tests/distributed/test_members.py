@@ -16,9 +16,8 @@ import pytest
 from crosstrain_plugins.builtin.commands.drill.faults import FAULTS
 
 from conftest import Run, Workspace, kill, logged_step, wait_until
-from crosstrain.checkpoint.digests import digests
 from crosstrain.checkpoint.files import Reader
-from fixtures_kill import workers
+from fixtures_kill import changes, end_of, workers
 from fixtures_ranks import mostly_slow, train
 
 OPTIONS = (
@@ -47,11 +46,6 @@ def weights_of(folder: Path) -> dict[str, str]:
     return {name: sha256(reader.whole(name).numpy().tobytes()).hexdigest() for name in reader.names("param")}
 
 
-def end_of(folder: Path) -> dict[str, str]:
-    (checkpoint,) = (folder / "checkpoints").glob("step_*")
-    return digests(Reader.open(checkpoint))
-
-
 @contextmanager
 def started(
     workspace: Workspace, name: str, *options: str, nproc: int = 3
@@ -66,12 +60,6 @@ def started(
         kill(process)
 
 
-def changes(run: Run) -> list[str]:
-    """The log's lines about ranks, without times."""
-    lines = (run.folder / "log.txt").read_text().splitlines()
-    return [line.split(" ", 2)[2] for line in lines if "ranks go on" in line]
-
-
 @pytest.mark.parametrize("lost", mostly_slow([0, 1, 2], [0]))
 def test_the_others_go_on_with_the_same_bits(
     shared_workspace: Workspace, undisturbed: Callable[..., dict[str, str]], lost: int
@@ -79,10 +67,10 @@ def test_the_others_go_on_with_the_same_bits(
     with started(shared_workspace, f"lost{lost}", "run.max_iters=60", EMA) as (process, run):
         before = sorted(workers(process.pid))
         os.kill(before[lost], signal.SIGKILL)
-        wait_until(lambda: bool(changes(run)), process)
+        wait_until(lambda: bool(changes(run.folder)), process)
         assert sorted(workers(process.pid)) == before[:lost] + before[lost + 1 :], "the same processes"
         assert process.wait(300) == 0
-    (told,) = changes(run)
+    (told,) = changes(run.folder)
     found = re.fullmatch(rf"rank {lost} was killed by SIGKILL; 2 ranks go on from step (\d+)", told)
     assert found is not None
     assert int(found[1]) >= 20
@@ -98,10 +86,10 @@ def test_a_new_worker_joins_at_the_end_of_a_step(
     with started(shared_workspace, fault, *options) as (process, run):
         before = sorted(workers(process.pid))
         os.kill(before[1], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-        wait_until(lambda: len(changes(run)) == 2, process)
+        wait_until(lambda: len(changes(run.folder)) == 2, process)
         assert len({*before} & {*workers(process.pid)}) == 2, "the others are the same processes"
         assert process.wait(300) == 0
-    lost, added = changes(run)
+    lost, added = changes(run.folder)
     named = {"kill": "rank 1 was killed by SIGKILL", "freeze": "rank 1 gave no sign of life for 5 s"}
     assert lost.startswith(named[fault] + "; 2 ranks go on from step ")
     assert added.startswith("a worker was added; 3 ranks go on from step ")
@@ -117,7 +105,7 @@ def test_a_number_of_ranks_that_does_not_suit_leaves_one_out(
     with started(shared_workspace, "left_out", "run.max_iters=60", batch, nproc=4) as (process, run):
         os.kill(sorted(workers(process.pid))[3], signal.SIGKILL)
         assert process.wait(300) == 0
-    assert [line.partition(";")[2].partition(" from")[0] for line in changes(run)] == [" 2 ranks go on"]
+    assert [line.partition(";")[2].partition(" from")[0] for line in changes(run.folder)] == [" 2 ranks go on"]
     assert end_of(run.folder) == undisturbed(60, batch)
 
 
@@ -131,7 +119,7 @@ def test_a_lost_shard_is_taken_from_its_copy(shared_workspace: Workspace, lost: 
         with started(shared_workspace, name, "run.max_iters=60", *options, nproc=4) as (process, run):
             os.kill(sorted(workers(process.pid))[lost], signal.SIGKILL)
             assert process.wait(300) == 0
-        (told,) = changes(run)
+        (told,) = changes(run.folder)
         found = re.fullmatch(rf"rank {lost} was killed by SIGKILL; 2 ranks go on from step (\d+)", told)
         assert found is not None
         if "a part of" not in (run.folder / "log.txt").read_text():
@@ -149,7 +137,7 @@ def test_a_lost_shard_without_a_copy_is_read_from_the_newest_checkpoint(shared_w
     with started(shared_workspace, "no_copy", *options) as (process, run):
         os.kill(sorted(workers(process.pid))[1], signal.SIGKILL)
         assert process.wait(300) == 0
-    (told,) = changes(run)
+    (told,) = changes(run.folder)
     found = re.fullmatch(r"rank 1 was killed by SIGKILL; 2 ranks go on from step (\d+)", told)
     assert found is not None
     assert int(found[1]) >= 10
@@ -165,7 +153,7 @@ def test_teams_go_on_without_a_lost_one(shared_workspace: Workspace) -> None:
     with started(shared_workspace, "teams", *options) as (process, run):
         os.kill(sorted(workers(process.pid))[lost], signal.SIGKILL)
         assert process.wait(300) == 0
-    (told,) = changes(run)
+    (told,) = changes(run.folder)
     found = re.fullmatch(rf"rank {lost} was killed by SIGKILL; 2 ranks go on from step (\d+)", told)
     assert found is not None
     assert int(found[1]) % every == every - 1, "the other teams do not notice the loss before they exchange"
@@ -186,7 +174,7 @@ def test_a_replaced_rank_takes_part_in_its_team_again(shared_workspace: Workspac
     with started(shared_workspace, "replaced", *options, nproc=4) as (process, run):
         os.kill(sorted(workers(process.pid))[3], signal.SIGKILL)
         assert process.wait(300) == 0
-    assert changes(run)[-1].split("; ")[1].startswith("4 ranks go on from step ")
+    assert changes(run.folder)[-1].split("; ")[1].startswith("4 ranks go on from step ")
     assert "newest checkpoint" not in (run.folder / "log.txt").read_text()
     losses = [row["loss"] for row in run.rows]
     assert max(losses[-3:]) < losses[0]
@@ -199,10 +187,10 @@ def test_workers_that_lose_their_connections_go_on(
     with started(shared_workspace, "cut", "run.max_iters=60") as (process, run):
         before = workers(process.pid)
         FAULTS["cut"](before[1])
-        wait_until(lambda: bool(changes(run)), process)
+        wait_until(lambda: bool(changes(run.folder)), process)
         assert workers(process.pid) == before
         assert process.wait(300) == 0
-    assert changes(run)[0].startswith("the workers lost their connections; 3 ranks go on from step ")
+    assert changes(run.folder)[0].startswith("the workers lost their connections; 3 ranks go on from step ")
     assert end_of(run.folder) == undisturbed(60)
 
 

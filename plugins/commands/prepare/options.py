@@ -65,5 +65,7 @@ class PrepareOptions:
     def changed_from(self, then: dict[str, Any]) -> tuple[str, Any, Any] | None:
         """Return (key, old value, new value) of the first option in `plain` that differs from `then`, or None."""
         unset = PrepareOptions(input="", tokenizer="").plain  # defaults of options that an older version did not have
-        options = ((key, then.get(key, unset[key]), now) for key, now in self.plain.items())
-        return next(((key, before, now) for key, before, now in options if before != now), None)
+        for key, now in self.plain.items():
+            if (before := then.get(key, unset[key])) != now:
+                return key, before, now
+        return None

@@ -47,7 +47,12 @@ def launch(
 
     nodes, joins_left, news = how.nodes, how.max_restarts, ""
     if nodes is not None:
-        print(nodes.waiting, file=sys.stderr, flush=True)
+        print(
+            f"waiting for {nodes.min_nodes} nodes to join at {nodes.host}:{nodes.port}, for at most "
+            f"{nodes.rdzv_conf['join_timeout']} s",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         with forwarded(stop, check_children), environment(how):
             while nodes is not None and not nodes.is_host:

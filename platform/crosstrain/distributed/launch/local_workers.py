@@ -25,7 +25,7 @@ class Event(NamedTuple):
     """
 
     slot: int
-    start: int  # number of the worker's start; 0: a slot of a machine that has joined
+    start: int  # number of the worker's start; 0: a slot of a machine that has joined or is lost
     message: str
     value: Any = None
 
@@ -52,7 +52,7 @@ class LocalWorkers:
     """
 
     def __init__(self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, goes_on: bool) -> None:
-        self._worker, self._args, self._how, self.goes_on, self.count = worker, args, how, goes_on, how.nproc_per_node
+        self._worker, self._args, self.how, self.goes_on = worker, args, how, goes_on
         self._machine = f" on {socket.gethostname()}" if how.nodes else ""
         self.running: dict[int, _Process] = {}  # slot -> process
         self.results: list[int] = []  # of workers that have finished: the signal that stopped each, or 0
@@ -71,9 +71,10 @@ class LocalWorkers:
         if old := self.running.pop(slot, None):
             old.process.kill()
             old.process.join()
-        context = multiprocessing.get_context(self._how.start_method)
+        context = multiprocessing.get_context(self.how.start_method)
         here, there = context.Pipe()
-        member = (self.goes_on, slot % self.count, self.count, there)
+        count = self.how.nproc_per_node
+        member = (self.goes_on, slot % count, count, there)
         process = context.Process(target=_member, args=(self._worker, self._args, *member))  # type: ignore[attr-defined]
         process.start()
         there.close()

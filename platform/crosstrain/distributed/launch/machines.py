@@ -135,7 +135,7 @@ def follow(workers: LocalWorkers, nodes: Nodes, news: str) -> int | str:
 
     news: the reason for joining again; empty at first. Raises DistError if the connection to node 0 is lost.
     """
-    machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr, workers.count, news)
+    machine = _Machine(nodes.rank, socket.gethostname(), nodes.local_addr, workers.how.nproc_per_node, news)
     events = None  # first, this machine joins
     try:
         store = dist.TCPStore(nodes.host, nodes.port, wait_for_workers=False, timeout=_ANSWER)

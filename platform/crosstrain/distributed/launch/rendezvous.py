@@ -75,12 +75,6 @@ class Nodes:
         listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
         return listed.get(self.local_addr.partition("%")[0])
 
-    @property
-    def waiting(self) -> str:
-        """The note while nodes are missing."""
-        timeout = self.rdzv_conf["join_timeout"]
-        return f"waiting for {self.min_nodes} nodes to join at {self.host}:{self.port}, for at most {timeout} s"
-
     def wait_for_host(self) -> None:
         """Wait until node 0 answers. Raises UserError after the join timeout."""
         deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
