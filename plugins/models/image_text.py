@@ -215,10 +215,9 @@ class ImageText(CausalLM):
         part = self.context.part
         kwargs = kwargs | {"inputs_embeds": part(embeddings.mT).mT}
         if (mask := kwargs.get("visual_pos_masks")) is not None:  # Qwen3-VL adds features to later hidden states too
-            numbers = mask.flatten().cumsum(0).view(mask.shape) - 1
-            kept = part(numbers)[part(mask)]
-            kwargs["visual_pos_masks"] = part(mask)
-            kwargs["deepstack_visual_embeds"] = [features[kept] for features in kwargs["deepstack_visual_embeds"]]
+            kept = part(mask.flatten().cumsum(0).view(mask.shape) - 1)[part(mask)]
+            features = [layer[kept] for layer in kwargs["deepstack_visual_embeds"]]
+            kwargs |= {"visual_pos_masks": part(mask), "deepstack_visual_embeds": features}
         return args, kwargs
 
 

@@ -53,8 +53,7 @@ def _encode_int8(values: Tensor) -> Tensor:
 def _decode_int8(sent: Tensor, count: int) -> Tensor:
     rows = -(-count // _ROW)
     whole = sent[: rows * _ROW].view(torch.int8).view(rows, _ROW)
-    scales = sent[rows * _ROW :].clone().view(torch.float32)
-    return (whole * scales[:, None]).flatten()[:count]
+    return (whole * sent[rows * _ROW :].clone().view(torch.float32)[:, None]).flatten()[:count]
 
 
 CODECS = {

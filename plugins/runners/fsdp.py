@@ -123,8 +123,7 @@ class FSDPRunner(Runner):
             return DeviceMesh.from_group(self.team.handle, self.device.type, mesh_dim_names=names[1:])
         if self.team is not self.world:
             raise ConfigError(f"run.runner.shard_size: {shard} splits a team of {self.team.size} ranks; leave it out")
-        sizes = (self.world.size // shard, shard)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        return init_device_mesh(self.device.type, (self.world.size // shard, shard), mesh_dim_names=names)
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # `prepare` allocates only the shards

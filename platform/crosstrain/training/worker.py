@@ -22,7 +22,7 @@ from crosstrain.distributed.launch import membership
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, make_runner, make_schedule
 from crosstrain.engine.checks import check_tokenizer
-from crosstrain.engine.runner import Runner, leave_groups
+from crosstrain.engine.runner import Runner, leave_groups, runner_class
 from crosstrain.training.callback import HookKinds
 from crosstrain.training.carried import Carried, Handover
 from crosstrain.training.reference import add_reference
@@ -48,10 +48,10 @@ class _Kept:
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     """Train on this rank, and return the signal that stopped training, or 0."""
     config = Config.from_plain(plain)
-    kept = _Kept()
+    kept, apart = _Kept(), not runner_class(config.run).capabilities.exact
     while membership.current is not None:
         before = membership.current.epoch.number
-        if membership.current.enter(kept.carried.part if kept.carried else None).number > before + 1:
+        if membership.current.enter(kept.carried.part if kept.carried else None, apart).number > before + 1:
             kept.carried = None  # this worker was left out of an epoch, so its state is old
         with suppress(membership.Regroup):
             return _train(config, under_launcher, kept)

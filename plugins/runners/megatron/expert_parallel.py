@@ -54,8 +54,7 @@ def weighted(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
     out: outputs of (token, expert) pairs, [tokens * k, width], in the order `order`. weights: [tokens, k].
     """
-    pairs = out[order.argsort()].view(*weights.shape, -1)
-    return (pairs * weights[..., None]).sum(1)
+    return (out[order.argsort()].view(*weights.shape, -1) * weights[..., None]).sum(1)
 
 
 class _Exchange(torch.autograd.Function):

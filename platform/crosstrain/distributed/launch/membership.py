@@ -45,6 +45,7 @@ class Membership:
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
         self._orders = SimpleQueue[Epoch | None]()  # None: the wish for a new epoch at the end of a step
+        self._apart = False
         self.epoch = Epoch(0, 0, 0, "", 0, "")
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
 
@@ -61,7 +62,7 @@ class Membership:
                     continue
                 order = self._connection.recv()
                 if isinstance(order, str):  # a rank was lost
-                    _stop_waiting(order)
+                    _stop_waiting(order, self._apart)
                 else:
                     self._orders.put(order)
 
@@ -70,11 +71,13 @@ class Membership:
         """True if the launcher wants a new epoch at the end of this step, because another worker waits."""
         return not self._orders.empty()
 
-    def enter(self, part: str | None = None) -> Epoch:
+    def enter(self, part: str | None = None, apart: bool = False) -> Epoch:
         """Wait for an epoch that includes this worker, and put its address into the environment.
 
-        part: identifies the part of the run's state that this worker holds; None: it holds no state.
+        part: identifies the part of the run's state that this worker holds; None: it holds no state. apart: ranks take
+        some steps without each other, so they finish such a step when another rank is lost.
         """
+        self._apart = apart
         self.say("waiting", part)
         epoch: Epoch | None = None
         while epoch is None:
@@ -94,21 +97,25 @@ class Membership:
         return epoch
 
 
-def _stop_waiting(lost_address: str) -> None:
-    """End this process's collectives that wait for a lost rank.
+def _stop_waiting(lost_address: str, apart: bool) -> None:
+    """End this process's collectives that wait for a lost rank, or for a rank that has noticed the loss.
 
-    lost_address: of the machine that was lost with the rank; empty: the machine goes on.
+    lost_address: of the machine that was lost with the rank; empty: the machine goes on. apart: as in `enter`.
 
-    NCCL's collectives wait until they are aborted. gloo's end when a connection breaks, but connections to a machine
-    without power or network do not break by themselves.
+    NCCL's collectives wait until they are aborted. gloo's end when a connection breaks. Connections to a machine
+    without power or network do not break by themselves, and neither do those between ranks that go on. Of two ranks,
+    one has accepted the connection between them, so all break when each rank breaks those that it has accepted.
     """
     import psutil  # the command line imports this file before slow imports
     import torch.distributed as dist
 
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()
-    for connection in psutil.Process().net_connections("tcp") if lost_address else []:
-        if connection.raddr and connection.raddr.ip.removeprefix("::ffff:") == lost_address:
+    connections = psutil.Process().net_connections("tcp")
+    own_ports = set() if apart else {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    for connection in connections:
+        accepted = connection.laddr.port in own_ports
+        if connection.raddr and (accepted or connection.raddr.ip.removeprefix("::ffff:") == lost_address):
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as broken:  # it may be closed by now
                 broken.shutdown(socket.SHUT_RDWR)
 
