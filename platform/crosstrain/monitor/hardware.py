@@ -45,4 +45,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a known GPU in half precision; None for other devices and precisions."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    return next((peak for part, peak in _PEAK_HALF.items() if part in torch.cuda.get_device_name(device)), None)
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_HALF.items() if part in name), None)

@@ -49,8 +49,7 @@ class ExpertSources(ExpertParallel):
 def all_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Forward of a stack of all experts, with the order of sums that expert parallelism has."""
     order = top_k_index.flatten().argsort(stable=True)
-    rows = hidden_states[order // top_k_index.shape[1]]
-    out = _one_each(experts, rows, top_k_index.flatten()[order])
+    out = _one_each(experts, hidden_states[order // top_k_index.shape[1]], top_k_index.flatten()[order])
     return weighted(out, order, top_k_weights).to(hidden_states.dtype)
 
 

@@ -45,7 +45,7 @@ class Membership:
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
         self._orders = SimpleQueue[Epoch | None]()  # None: the wish for a new epoch at the end of a step
-        self._apart = False
+        self._apart = False  # as in `enter`
         self.epoch = Epoch(0, 0, 0, "", 0, "")
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
 
