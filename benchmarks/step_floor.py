@@ -2,9 +2,9 @@
 
     python benchmarks/step_floor.py --nanogpt FOLDER [--precision bf16] [--rounds 5]
 
-Each part is computed by torch's fastest kernel, on data of the sizes of `benchmarks/step.py`, without anything around
-it: no autograd graph, no residual additions, no copies. The parts alternate with steps of nanoGPT. nanoGPT's step time
-divided by the sum of the parts is a bound for every implementation that uses these kernels.
+Each part is computed by the fastest known kernel, on data of the sizes of `benchmarks/step.py`, without anything around
+it: no autograd graph, no residual additions, no copies, no new memory. The parts alternate with steps of nanoGPT.
+nanoGPT's step time divided by the sum of the parts is a bound for every implementation that uses these kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from common import Sizes, table
 from torch import Tensor
 from torch.nn import functional
 
+from crosstrain.engine.precision import choose_products
+
 SIZES = Sizes()
 BATCH, VOCABULARY = 8, 50304
 ROWS, WIDTH, HEADS = BATCH * SIZES.length, SIZES.hidden, SIZES.heads
@@ -36,11 +38,12 @@ def product(inputs: int, outputs: int, rows: int, dtype: torch.dtype) -> Part:
     x, weight, gradient = (
         torch.randn(*shape, dtype=dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
+    found = [torch.empty_like(tensor) for tensor in (gradient, x, weight)]
 
     def run() -> None:
-        x @ weight.T
-        gradient @ weight
-        gradient.T @ x
+        torch.mm(x, weight.T, out=found[0])
+        torch.mm(gradient, weight, out=found[1])
+        torch.mm(gradient.T, x, out=found[2])
 
     return run
 
@@ -67,14 +70,13 @@ def softmax(rows: int, dtype: torch.dtype) -> Part:
     return run
 
 
-def attention(dtype: torch.dtype) -> Part:
+def attention(compute: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype) -> Part:
     shape = BATCH, HEADS, SIZES.length, WIDTH // HEADS
     q, k, v = (torch.randn(*shape, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(*shape, dtype=dtype)
 
     def run() -> None:
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(out, (q, k, v), gradient)
+        torch.autograd.grad(compute(q, k, v), (q, k, v), gradient)
 
     return run
 
@@ -106,9 +108,15 @@ def parts(dtype: torch.dtype) -> dict[str, list[tuple[int, list[Part]]]]:
     """Return name -> (how often a step needs it, implementations, of which the fastest counts)."""
     layers = [(SIZES.layers, [product(a, b, ROWS, dtype)]) for a, b in LAYERS]
     norm = elementwise(lambda x: functional.layer_norm(x, (WIDTH,)), WIDTH, dtype)
+    from crosstrain_plugins.builtin.models.hugging_face import cpu_attention
+
+    kernels = [
+        lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True),
+        lambda *x: cpu_attention.attention(*x, (WIDTH // HEADS) ** -0.5, 0.0),
+    ]
     return {
         "products of matrices": [*layers, (1, [head(rows, dtype) for rows in CHUNKS])],
-        "attention": [(SIZES.layers, [attention(dtype)])],
+        "attention": [(SIZES.layers, [attention(kernel, dtype) for kernel in kernels])],
         "softmax of the loss": [(1, [softmax(rows, dtype) for rows in CHUNKS])],
         "norms and activations": [
             (2 * SIZES.layers + 1, [norm]),
@@ -141,9 +149,11 @@ def main() -> None:
     def after_step() -> None:
         """Measure the parts between two steps."""
         steps.append(time.perf_counter() - stamps[-1])
+        choose_products()  # nanoGPT's steps use torch's default
         for name, pieces in needed.items():
             taken = sum(count * min(map(seconds, choices)) for count, choices in pieces)
             found.setdefault(name, []).append(taken)
+        torch.set_float32_matmul_precision("highest")
         stamps.append(time.perf_counter())
 
     tokens = torch.randint(VOCABULARY, (BATCH, SIZES.length + 1))

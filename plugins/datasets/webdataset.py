@@ -40,7 +40,6 @@ _MOST_SHARDS = 1_000_000
 _SEARCH = 10.0  # time limit for expanding patterns, in CPU seconds
 # URL schemes that `storage` reads; webdataset supports more schemes, but runs external programs for some of them.
 _BUCKETS = ("s3", "gcs", "az", "abfs", "memory")
-_NO_SCHEME = ("pipe", "__default__")
 
 
 def expand(patterns: str | list[str]) -> list[str]:
@@ -91,7 +90,7 @@ def is_remote(name: str) -> bool:
     if scheme == "file" or ("://" not in name and scheme.strip().lower() != "pipe"):
         return False
     if (scheme not in gopen_schemes and scheme not in _BUCKETS) or not rest.startswith("//"):
-        known = ", ".join(f"{key}://" for key in (*gopen_schemes, *_BUCKETS) if key not in _NO_SCHEME)
+        known = ", ".join(f"{key}://" for key in (*gopen_schemes, *_BUCKETS) if key not in ("pipe", "__default__"))
         raise DataError(f"{name}: shards cannot be read from {scheme}:; use a file, {known} or {_COMMAND}COMMAND")
     return True
 

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -40,11 +39,6 @@ _meshes = count()
 def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
     """Return True if linear layers are gathered in bf16."""
     return options.param_dtype == "amp" and computes_in_half(run, model)
-
-
-def unrounded(block: nn.Module) -> list[nn.Module]:
-    """Return a block's modules with parameters that autocast does not round, such as norms."""
-    return [m for m in block.modules() if not is_linear(m) and next(m.parameters(recurse=False), None) is not None]
 
 
 @registry.register_runner("fsdp")
@@ -141,7 +135,11 @@ class FSDPRunner(Runner):
         in_blocks = options | {"reshard_after_forward": self.options.reshard_after_forward}
         half = MixedPrecisionPolicy(torch.bfloat16, DTYPES[self.options.reduce_dtype], cast_forward_inputs=False)
         for block in model.blocks():
-            apart = unrounded(block) if gathers_half(self.options, self.run, model) else [block]
+            apart = (  # modules with parameters that autocast does not round, such as norms
+                [m for m in block.modules() if not is_linear(m) and next(m.parameters(recurse=False), None) is not None]
+                if gathers_half(self.options, self.run, model)
+                else [block]
+            )
             if apart and block not in apart:
                 fully_shard(apart, **in_blocks)
             fully_shard(block, **in_blocks | ({} if block in apart else {"mp_policy": half}))

@@ -36,6 +36,7 @@ def conditions(device: torch.device) -> dict[str, str | int]:
     return {
         "torch": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "precision of matmuls": torch.get_float32_matmul_precision(),  # on CPUs, it selects oneDNN or MKL
         "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "threads per rank": torch.get_num_threads(),
     }

@@ -208,7 +208,10 @@ def _wanted_shards(
         copies = [s for s in shards if s.kind in {RUNNER + kind for kind in kept}]
         return [s for s in shards if s.kind == "param"] + as_stored(found, copies)
     kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may have no trainable parameter
-    there, here = (_optimizer_kinds(of) for of in (found, kinds))
+    there, here = (  # kinds of optimizer state
+        {kind for kind in map(shared_kind, of) if not kind.startswith((CALLBACK, RUNNER))} - {"param"}
+        for of in (found, kinds)
+    )
     if there != here:
         raise CheckpointError(
             f"{reader.folder}: has the optimizer state {_list(there)}, but {config.run.optimizer.name} keeps "
@@ -239,11 +242,6 @@ def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
             names = [*own[shared][team : team + 1], *names]
         out += [replace(shard, kind=name) for name in names if name in kinds][:1]
     return out
-
-
-def _optimizer_kinds(kinds: set[str]) -> set[str]:
-    """Select the kinds of optimizer state from the kinds of a checkpoint or a runner."""
-    return {kind for kind in map(shared_kind, kinds) if not kind.startswith((CALLBACK, RUNNER))} - {"param"}
 
 
 def _list(kinds: set[str]) -> str:

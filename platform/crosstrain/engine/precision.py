@@ -5,7 +5,8 @@ scaling, because small gradients would underflow. The loss is multiplied by the 
 gradients are divided by the scale afterwards. A step with overflowed gradients is skipped.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,30 @@ from crosstrain.config.run_options import AmpOptions
 from crosstrain.utils.errors import CheckpointError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_products() -> None:
+    """Let torch compute fp32 products on a CPU with oneDNN instead of MKL, if oneDNN does not round their inputs.
+
+    On AMD CPUs with AVX-512, oneDNN takes less than half of MKL's time. torch calls oneDNN for fp32 matrices only if it
+    may round them to bf16. oneDNN does so only on CPUs with special instructions, such as AMX: the product with an
+    identity matrix shows whether this is such a CPU.
+    """
+    exact = torch.linspace(1, 2, 1 << 16).view(256, 256)
+    torch.set_float32_matmul_precision("medium")
+    if not torch.equal(exact @ torch.eye(256), exact):
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextmanager
+def mkl_products() -> Iterator[None]:
+    """Undo `choose_products` in the block: oneDNN needs more time to prepare many small products than MKL in all."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
 
 
 class LossScaler:

@@ -25,7 +25,7 @@ from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
 from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of, unscale_and_clip_
-from crosstrain.engine.precision import Precision
+from crosstrain.engine.precision import Precision, choose_products
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
 from crosstrain.modeling.meta_init import materialize, parameters_on_meta
@@ -147,6 +147,8 @@ class Runner:
         if self.run.threads is not None:
             torch.set_num_threads(self.run.threads)
         self.device = choose_device(self.run.device, local_rank)
+        if self.device.type == "cpu":
+            choose_products()
         if not dist.is_initialized() and (size > 1 or self.capabilities.needs_process_group):
             cuda = self.device.type == "cuda"
             backends = [f"{kind}:{name}" for kind, name in self.capabilities.backends.items() if cuda or kind == "cpu"]

@@ -33,7 +33,7 @@ from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 
-from ...models.hugging_face import dropped_attention
+from ...models.hugging_face import cpu_attention
 from .calls import sent_by
 
 # torch has no FLOP formulas for CPU attention or for addmm_, which accumulates the head's gradient in place.
@@ -187,7 +187,7 @@ def _measure(
                     lambda *args, dropout_p=0.0, **kwargs: attend(*args, **kwargs),
                 )
             )
-            stack.enter_context(patch.object(dropped_attention, "has_no_kernel", lambda _: False))
+            stack.enter_context(patch.object(cpu_attention, "on_cpu", lambda _: False))
         for chain, blocks in left_out.items():  # the copy shares these blocks with the model
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))

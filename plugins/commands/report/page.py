@@ -34,7 +34,6 @@ _CURVES = {
     "loss_scale": ("Loss scale", "", False),
     "skipped_steps": ("Skipped steps", "so far", False),
 }
-_NO_CURVE = {"samples"}
 _ONLY_IF_THEY_CHANGE = {"loss_scale", "skipped_steps"}
 _EVALUATIONS = 12  # maximum number of evaluations with generated texts on the page
 _EVENTS = 200
@@ -122,7 +121,7 @@ def _best_validation(run: ReadRun) -> str:
 
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
     """Chart the known metrics in the order of `_CURVES`, then all others in order of appearance."""
-    hidden = set(_NO_CURVE)
+    hidden = {"samples"}
     for key in _ONLY_IF_THEY_CHANGE:
         if len({value for run in runs for value in run.curves.get(key, {}).values()}) < 2:
             hidden.add(key)

@@ -24,8 +24,6 @@ _MOST_EVENTS = 500
 _MOST_SAMPLES = 200  # maximum number of evaluations with generated text
 _LOG_LINES, _LOG_BYTES = 200, 1 << 16  # limits on the part read from the end of log.txt
 
-Curve = dict[int, float]  # step -> value, in step order
-
 
 @dataclass
 class ReadRun:
@@ -33,7 +31,8 @@ class ReadRun:
 
     folder: Path
     name: str = ""
-    curves: dict[str, Curve] = field(default_factory=dict)  # name -> curve; timers, in ms, are named timers/<phase>
+    # name -> values by step, in order; timers, in ms, are named timers/<phase>
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)  # (step, sentence)
     generated: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)  # (step, [(prompt, text)])
     config: dict[str, str] = field(default_factory=dict)  # such as {"run.seed": "1234"}

@@ -29,7 +29,6 @@ from crosstrain.utils.rng import sample_rng
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
-_APART = ("answer",)  # tokens that are not in the rows, such as the reference answer to a prompt
 _SHOWN = 16  # other arrays are shown in full if they have at most this many values
 
 _Token = tuple[int, bool, str]  # ID, whether it is a target, heading if a new document or conversation begins here
@@ -65,7 +64,10 @@ class SampleView:
         for key in self.data.keys() - {*_OF_TOKENS}:
             values = np.asarray(self.data[key])
             shown = values.tolist() if values.size <= _SHOWN else f"{values.dtype} {list(values.shape)}"
-            lines.append(f"{key}: {printable(decode(values.ravel().tolist())) if decode and key in _APART else shown}")
+            # `answer` holds tokens that are not in the rows: the reference answer to a prompt.
+            lines.append(
+                f"{key}: {printable(decode(values.ravel().tolist())) if decode and key == 'answer' else shown}"
+            )
         return "\n".join(lines)
 
     def __repr__(self) -> str:

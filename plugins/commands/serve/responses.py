@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from itertools import accumulate
 from typing import Any
 
-from .jobs import Job, Piece, Score
+from .jobs import Job, Piece
 
 Document = dict[str, Any]
 
@@ -105,11 +105,12 @@ class ChatResponse(ResponseBuilder):
         return self._choice(piece, message={"role": "assistant", "content": piece.text, "refusal": None})
 
     def _choice(self, piece: Piece, **content: Document) -> Document:
-        logprobs = {"content": [*map(self._scored, piece.scores)], "refusal": None} if piece.scores else None
+        scored = [
+            self._entry(score.token, score.logprob) | {"top_logprobs": [self._entry(*top) for top in score.top]}
+            for score in piece.scores
+        ]
+        logprobs = {"content": scored, "refusal": None} if scored else None
         return {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.reason}
-
-    def _scored(self, score: Score) -> Document:
-        return self._entry(score.token, score.logprob) | {"top_logprobs": [self._entry(*t) for t in score.top]}
 
     def _entry(self, token: int, logprob: float | None) -> Document:
         word = self._decode(token)

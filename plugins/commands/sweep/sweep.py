@@ -113,12 +113,9 @@ class Sweep:
         """Train until there are `trials` runs. Unfinished runs of an earlier call go on where they were."""
         unfinished = [trial.number for trial in self.study.trials if not trial.state.is_finished()]
         new = trials - len(self.study.trials)
-
-        def next_trial(number: int | None) -> None:
-            self._train(self._ask(sampler, seed) if number is None else number)
-
+        numbers: list[int | None] = [*unfinished, *[None] * max(new, 0)]  # None: a new run
         with ThreadPoolExecutor(at_a_time) as pool:
-            list(pool.map(next_trial, [*unfinished, *[None] * max(new, 0)]))
+            list(pool.map(lambda n: self._train(self._ask(sampler, seed) if n is None else n), numbers))
 
     def _ask(self, sampler: str, seed: int) -> int:
         """Choose the settings of a new run, and return its number."""

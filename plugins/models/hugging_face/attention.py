@@ -12,6 +12,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, Self
@@ -27,9 +28,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 from crosstrain import ConfigError, explained, has_values
+from crosstrain.engine.precision import mkl_products
 from crosstrain.modeling.context import Context
 
-from . import dropped_attention
+from . import cpu_attention
 
 Attention = Literal[
     "sdpa", "eager", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2",
@@ -243,28 +245,30 @@ def _sdpa(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Call transformers' sdpa attention; CPU dropout uses our kernel, because torch's fused kernel has no dropout."""
+    """Call transformers' sdpa attention; on CPUs, our own kernel for dropout and for short sequences in bf16."""
     if attention_mask is not None and (groups := query.shape[1] // key.shape[1]) != getattr(
         module, "num_key_value_groups", groups
     ):  # an exchange of heads repeats key heads, but transformers repeats them `num_key_value_groups` times
         module, key, value = nn.Identity(), key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
-    if dropout and plain and dropped_attention.has_no_kernel(query.device):
+    on_cpu = cpu_attention.on_cpu(query.device)
+    if plain and on_cpu and (dropout or (query.shape[2] <= cpu_attention.SHORT and value.dtype == torch.bfloat16)):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return dropped_attention.dropped_attention(query, key, value, scale, dropout).transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=is_causal,
-        position_bias=position_bias,
-        **kwargs,
-    )
+        return cpu_attention.attention(query, key, value, scale, dropout).transpose(1, 2).contiguous(), None
+    with mkl_products() if query.shape[2] == 1 and on_cpu else nullcontext():
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            **kwargs,
+        )
 
 
 def _each_apart(

@@ -10,8 +10,6 @@
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -60,7 +58,8 @@ def build_transformers(
     chosen = choose_attention(attention, kind, config)
     # Training needs neither the hidden states of every block nor the attention weights.
     config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
-    with without_initial_values():
+    # Constructors skip initial values, because a rank may lack the padding row to fill; weights are still tied.
+    with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
         return kind._from_config(config, attn_implementation=chosen, dtype=torch.float32)
 
 
@@ -81,13 +80,6 @@ def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
     recorder: Any = recorders.get("router_logits") if isinstance(recorders, dict) else None
     kind = getattr(recorder, "target_class", None)
     return [] if kind is None or recorder.index != 0 else [m for m in lm.modules() if isinstance(m, kind)]
-
-
-@contextmanager
-def without_initial_values() -> Iterator[None]:
-    """Skip initial values in constructors, because a rank may lack the padding row to fill; weights are still tied."""
-    with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
-        yield
 
 
 def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:

@@ -216,8 +216,11 @@ def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
 
 def _stays_whole(model: Model, name: str, style: str) -> bool:
     """Return True for an embedding with its own forward, such as Gemma's; the model's plan does not shard it."""
-    module = model.get_submodule(_owner(name))
-    return style == "vocabulary" and isinstance(module, nn.Embedding) and type(module).forward != nn.Embedding.forward
+    return (
+        style == "vocabulary"
+        and isinstance(module := model.get_submodule(_owner(name)), nn.Embedding)
+        and type(module).forward != nn.Embedding.forward
+    )
 
 
 def _check_module(model: Model, name: str, style: str) -> None:

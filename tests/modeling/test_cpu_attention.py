@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from crosstrain_plugins.builtin.models.hugging_face import attention
-from crosstrain_plugins.builtin.models.hugging_face.dropped_attention import dropped_attention
+from crosstrain_plugins.builtin.models.hugging_face import attention, cpu_attention
 from torch import Tensor, nn
 
+attend = cpu_attention.attention
 LENGTHS = [1, 5, 128, 300]  # within a block of queries, exactly one, several
 RATE = 0.25
 
@@ -33,7 +33,7 @@ def test_without_a_rate_it_is_torchs(length: int, dtype: torch.dtype, tolerance:
         return nn.functional.scaled_dot_product_attention(*x, is_causal=True, scale=0.3)
 
     exact = with_gradients(theirs, *(t.detach().double().requires_grad_() for t in given))
-    for mine, right in zip(with_gradients(lambda *x: dropped_attention(*x, 0.3, 0.0), *given), exact, strict=True):
+    for mine, right in zip(with_gradients(lambda *x: attend(*x, 0.3, 0.0), *given), exact, strict=True):
         assert (mine - right).norm() <= tolerance * right.norm() + 1e-12
 
 
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_mask_that_was_drawn(length: int) -> None:
 
     def seeded(*x: Tensor) -> Tensor:
         torch.manual_seed(1)
-        return dropped_attention(*x, 0.5, RATE)
+        return attend(*x, 0.5, RATE)
 
     # Keys and values sum over queries in fp64 here, so this is the arithmetic of any type.
     assert torch.autograd.gradcheck(seeded, inputs, fast_mode=True)
@@ -53,7 +53,7 @@ def test_each_probability_is_dropped_at_the_rate_and_the_rest_is_scaled() -> Non
     """Equal scores, and a value that tells the keys apart: what comes out is the mask."""
     length = 256
     zeros = torch.zeros(16, 1, length, length)
-    out = dropped_attention(zeros, zeros, torch.eye(length).expand_as(zeros), 1.0, RATE)
+    out = attend(zeros, zeros, torch.eye(length).expand_as(zeros), 1.0, RATE)
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     assert not out[..., ~seen].any()
     kept = out * torch.arange(1, length + 1)[:, None]
@@ -67,18 +67,21 @@ def test_each_probability_is_dropped_at_the_rate_and_the_rest_is_scaled() -> Non
     assert columns.std() < 0.15  # sqrt(RATE (1 - RATE) / 16) = 0.11: no column, and no place within 64 bits, is special
 
 
-def test_models_use_it_on_a_cpu_where_they_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_use_it_for_dropout_and_for_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(
-        attention.dropped_attention,
-        "dropped_attention",
-        lambda *x: calls.append(x[3:]) or dropped_attention(*x),  # type: ignore[func-returns-value]
+        cpu_attention,
+        "attention",
+        lambda *x: calls.append((x[0].shape[2], *x[3:])) or attend(*x),  # type: ignore[func-returns-value]
     )
-    *given, _ = tensors(16, torch.float32)
-    module = nn.Module()
-    for dropout, mask in ((0.1, None), (0.0, None), (0.1, torch.ones(16, 16, dtype=torch.bool).tril())):
-        attention._sdpa(module, *given, mask, dropout=dropout)
-    assert calls == [(8**-0.5, 0.1)]
+    for length, dropout, dtype, masked in (
+        (16, 0.1, torch.float32, False), (16, 0.0, torch.float32, False), (16, 0.0, torch.bfloat16, False),
+        (600, 0.1, torch.float32, False), (600, 0.0, torch.bfloat16, False), (16, 0.1, torch.float32, True),
+    ):  # fmt: skip
+        *given, _ = tensors(length, dtype)
+        mask = torch.ones(length, length, dtype=torch.bool).tril() if masked else None
+        attention._sdpa(nn.Module(), *given, mask, dropout=dropout)
+    assert calls == [(16, 8**-0.5, 0.1), (16, 8**-0.5, 0.0), (600, 8**-0.5, 0.1)]
 
 
 def test_queries_and_keys_in_fp32_are_rounded_to_the_values_precision() -> None:
@@ -88,6 +91,6 @@ def test_queries_and_keys_in_fp32_are_rounded_to_the_values_precision() -> None:
     results = []
     for inputs in ([query, key, value], [*wide, value]):
         torch.manual_seed(1)
-        results.append(with_gradients(lambda *x: dropped_attention(*x, 0.5, RATE), *inputs, grad))
+        results.append(with_gradients(lambda *x: attend(*x, 0.5, RATE), *inputs, grad))
     for narrow, mixed in zip(*results, strict=True):
         assert torch.equal(narrow, mixed.to(narrow.dtype))
