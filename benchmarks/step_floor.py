@@ -106,10 +106,10 @@ def update(dtype: torch.dtype) -> Part:
 
 def parts(dtype: torch.dtype) -> dict[str, list[tuple[int, list[Part]]]]:
     """Return name -> (how often a step needs it, implementations, of which the fastest counts)."""
-    layers = [(SIZES.layers, [product(a, b, ROWS, dtype)]) for a, b in LAYERS]
-    norm = elementwise(lambda x: functional.layer_norm(x, (WIDTH,)), WIDTH, dtype)
     from crosstrain_plugins.builtin.models.hugging_face import cpu_attention
 
+    layers = [(SIZES.layers, [product(a, b, ROWS, dtype)]) for a, b in LAYERS]
+    norm = elementwise(lambda x: functional.layer_norm(x, (WIDTH,)), WIDTH, dtype)
     kernels = [
         lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True),
         lambda *x: cpu_attention.attention(*x, (WIDTH // HEADS) ** -0.5, 0.0),

@@ -48,6 +48,4 @@ class WarmupStableDecay:
             )
 
     def __call__(self, applied: float) -> float:
-        if applied <= self._start:
-            return 1.0
-        return self._shape(min((applied - self._start) / self._length, 1.0))
+        return self._shape(min((applied - self._start) / self._length, 1.0)) if applied > self._start else 1.0

@@ -250,9 +250,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
             losses = torch.zeros(len(hidden), dtype=exact, device=hidden.device)
             right = None if hits is None else torch.empty_like(ignored)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
-            empty = torch.empty_like if len(hidden) else torch.zeros_like  # the first chunk overwrites the gradients
-            grad_weight = empty(weight, dtype=exact) if needed[1] else None
-            grad_bias = empty(weight[:, :1], dtype=exact) if needed[2] else None
+            grad_weight = torch.zeros_like(weight, dtype=exact) if needed[1] else None
+            grad_bias = torch.zeros_like(weight[:, :1], dtype=exact) if needed[2] else None
             buffer = low_hidden.new_empty(min(plan.chunk_tokens, len(hidden)) * (kept is None), len(weight))
             lift = ctx.lift if any(needed) or kept is not None else None
             for start in range(0, len(hidden), plan.chunk_tokens):
@@ -273,9 +272,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
                     if grad_hidden is not None:
                         grad_hidden[chunk] *= factor
                 if grad_weight is not None:
-                    _add_product_(grad_weight, logits.T, h, start)
+                    _add_product_(grad_weight, logits.T, h)
                 if grad_bias is not None:
-                    _add_product_(grad_bias, logits.T, ones, start)
+                    _add_product_(grad_bias, logits.T, ones)
         ctx.save_for_backward(grad_hidden, grad_weight, None if grad_bias is None else grad_bias[:, 0])
         losses.masked_fill_(ignored, 0.0)
         if hits is not None and right is not None:
@@ -350,15 +349,14 @@ def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.float(), b.float()) if a.dtype == torch.float16 else torch.mm(a, b)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor, before: int) -> None:
-    """Add a @ b to `total`, or overwrite `total` if `before` is 0.
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`. If their dtypes differ, the product is held in parts, because the whole would need memory.
 
-    If their dtypes differ, the product is held in parts, because the whole would need memory. Adding a part while it is
-    in the cache is also faster.
+    Adding a part while it is in the cache is also faster.
     """
     if total.dtype == a.dtype:
-        total.addmm_(a, b, beta=bool(before))
+        total.addmm_(a, b)
     else:
         rows = max(_PART // b.shape[1], 1)
         for part, own in zip(total.split(rows), a.split(rows), strict=True):
-            (part.add_ if before else part.copy_)(_exact_mm(own, b))
+            part.add_(_exact_mm(own, b))

@@ -1,6 +1,7 @@
 """Forward modes select the result that a model returns. By default, the result is the sum of the losses."""
 
 import inspect
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,15 @@ from crosstrain.modeling.cross_entropy import (
     token_cross_entropy,
 )
 from crosstrain.utils.types import IGNORE_INDEX
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return rows @ weight.T for rows [n, H] and a weight [V, H].
+
+    On a CPU, a matmul with few rows uses one thread. A batched matmul of the weight's parts uses all threads.
+    """
+    parts = weight.unflatten(0, (math.gcd(len(weight), 64), -1)) if rows.device.type == "cpu" else weight[None]
+    return parts.bmm(rows.T.expand(len(parts), -1, -1)).flatten(0, 1).T
 
 
 class Head:
@@ -43,7 +53,7 @@ class Head:
             return self._of_whole(hidden[..., :vocab_size], labels, mode)
         if labels is not None:
             return token_cross_entropy(hidden, weight, labels, vocab_size=vocab_size, logits=logits, **mode.of_loss())
-        last = (hidden[:, -1] @ weight.T)[:, :vocab_size].float()
+        last = _product(hidden[:, -1], weight)[:, :vocab_size].float()
         replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
         return last
 

@@ -150,13 +150,7 @@ class Plan:
             f"traffic           {show_bytes(chosen.sent)} sent by a rank per step",
             f"checkpoint        {show_bytes(project.checkpoint_bytes)}",
         ]
-        if made := self.rollouts:
-            out.append(
-                f"rollouts          {made['completions']:,} completions, at most {made['tokens']:,} sampled tokens, "
-                f"every {made['steps']} step{'s' * (made['steps'] > 1)}\n"
-                f"{'':18}{made['forwards']:,} forwards of a rank, with {show_bytes(made['key/value cache'])} of keys "
-                f"and values and {show_bytes(made['gathered parameters'])} of gathered parameters"
-            )
+        out += [_rollout_lines(self.rollouts)] if self.rollouts else []
         if chosen.bubble:
             out.append(f"pipeline bubble   {chosen.bubble:.1%} of a step, if all stages take the same time")
         if self.steps is not None:
@@ -245,6 +239,16 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: Alterna
     if budget.device_memory and not plan.fits(chosen):
         plan.advice = nearest(project, others, world_size, budget.device_memory)
     return plan
+
+
+def _rollout_lines(made: dict[str, int]) -> str:
+    """Describe `Plan.rollouts` in two lines."""
+    return (
+        f"rollouts          {made['completions']:,} completions, at most {made['tokens']:,} sampled tokens, every "
+        f"{made['steps']} step{'s' * (made['steps'] > 1)}\n"
+        f"{'':18}{made['forwards']:,} forwards of a rank, with {show_bytes(made['key/value cache'])} of keys and "
+        f"values and {show_bytes(made['gathered parameters'])} of gathered parameters"
+    )
 
 
 def plan(

@@ -370,8 +370,11 @@ class _Export(Export):
 
 
 def _projector(options: Projector, width: int, out: int) -> nn.Module:
-    first = nn.Linear(width, out)
-    return first if options.kind == "linear" else nn.Sequential(first, nn.GELU(), nn.Linear(out, out))
+    return (
+        nn.Linear(width, out)
+        if options.kind == "linear"
+        else nn.Sequential(nn.Linear(width, out), nn.GELU(), nn.Linear(out, out))
+    )
 
 
 def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:

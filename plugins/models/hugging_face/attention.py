@@ -250,8 +250,12 @@ def _sdpa(
         module, "num_key_value_groups", groups
     ):  # an exchange of heads repeats key heads, but transformers repeats them `num_key_value_groups` times
         module, key, value = nn.Identity(), key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
+    plain = (
+        (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        and attention_mask is None
+        and position_bias is None
+        and query.shape == key.shape == value.shape
+    )
     on_cpu = cpu_attention.on_cpu(query.device)
     if plain and on_cpu and (dropout or (query.shape[2] <= cpu_attention.SHORT and value.dtype == torch.bfloat16)):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

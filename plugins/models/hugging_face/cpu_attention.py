@@ -16,8 +16,6 @@ from torch import Tensor
 
 _QUERIES = 128  # queries per block
 _PART = 1 << 21  # probabilities per block; small enough to stay in the CPU's cache
-
-
 SHORT = 512  # tokens of a sequence whose matrices take little memory, compared with its other activations
 
 
