@@ -153,11 +153,13 @@ def nanogpt(steps: int, precision: str, device: str) -> Result:
 
 def crosstrain(steps: int, precision: str, device: str, dropout: float = 0.1, **options: Any) -> Result:
     """Run the platform as its users do, from the tokens on disk to the checkpoint at the end."""
-    import torch  # noqa: F401 - imported before the clock starts, as in the others
-    import transformers  # noqa: F401
-
+    # As under `train.py`, crosstrain is imported before torch, because it sets a variable that torch's threads read.
     from crosstrain.cli.main import main as command_line
     from crosstrain.config.registry import registry
+
+    # isort: split
+    import torch  # noqa: F401 - imported before the clock starts, as in the others
+    import transformers  # noqa: F401
 
     clock = Clock()
     tracker = registry.get("tracker", "jsonl")
