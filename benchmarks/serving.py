@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8], help="of our server, as --batch")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        run, model = make_model(Path(scratch), Sizes(arguments.layers, arguments.hidden, 6, 256, 280))
+        run, model = make_model(
+            Path(scratch), Sizes(arguments.layers, arguments.hidden, arguments.hidden // 64, 256, 280)
+        )
         ours = [sys.executable, "-m", "crosstrain", "serve", "--checkpoint", str(run), "--name", "m", "--port"]
         theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--device", "cpu"]
         theirs += ["--host", "127.0.0.1", "--port"]
