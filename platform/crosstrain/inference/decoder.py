@@ -154,12 +154,11 @@ class KVSlots(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Store new keys and values [rows, heads, 1, width] of a layer; return all [rows, heads, span, width]."""
-        at = self._at.to(key_states.device)
-        slots = torch.arange(len(at), device=key_states.device)
-        room = self._room(layer_idx, key_states, self._span)
-        for held, new in zip(room, (key_states, value_states), strict=True):
-            held[slots, :, at] = new[:, :, 0].to(held.dtype)
-        return tuple(held[: len(at), :, : self._span] for held in room)
+        at = self._at.to(key_states.device)[:, None, None, None]
+        found = tuple(held[: len(at), :, : self._span] for held in self._room(layer_idx, key_states, self._span))
+        for held, new in zip(found, (key_states, value_states), strict=True):
+            held.scatter_(2, at.expand_as(new), new.to(held.dtype))
+        return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)
