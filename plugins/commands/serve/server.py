@@ -8,8 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
-
 from crosstrain import Config, Runner, UserError, log, os_errors_as
 from crosstrain.distributed.launch.rendezvous import is_loopback
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
@@ -35,7 +33,7 @@ def serve_worker(plain: dict[str, Any], job: dict[str, Any], limits: Limits, und
     set_up_logging(None, quiet=not first)
     listener = listen(job["host"], job["port"]) if first else None
     load_model(config, runner, job["checkpoint"], job["weights"])
-    with torch.inference_mode(), runner.evaluating():  # a step takes 0.95 of the time that it takes with no_grad
+    with runner.evaluating():
         if listener is None:
             run_follower(Decoder(runner, limits.batch), runner.world.twin())
         else:
